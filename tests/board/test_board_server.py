@@ -142,7 +142,8 @@ async def test_lines_that_were_undone_do_not_count(tmp_path):
     history = History(tmp_path, limit_bytes=10**9)
     for step in (1, 2, 3):
         history.left([make_group(step, size=1)], "trained", train_step=step)
-    history.go_back(1)
+    history.close()
+    history = History(tmp_path, limit_bytes=10**9, resumed_from=1)
     history.left([make_group(20, size=1)], "trained", train_step=2)
     history.close()
     rollouts = Rollouts(tmp_path)

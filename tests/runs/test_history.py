@@ -47,7 +47,7 @@ def read(folder, kind="rollouts"):
 
 actions = st.lists(
     st.one_of(
-        st.tuples(st.just("left"), st.integers(1, 3)), st.just("flush"), st.just("back"), st.just("kill")
+        st.tuples(st.just("left"), st.integers(1, 3)), st.just("flush"), st.just("span"), st.just("kill")
     ),
     max_size=60,
 )
@@ -65,12 +65,14 @@ def test_every_rollout_that_counts_has_one_line(tmp_path_factory, taken):
         for action in taken:
             if action == "flush":
                 written._flush()
-            elif action in ("back", "kill"):
-                if action == "kill":
-                    written.close()
-                    written = History(folder, limit_bytes=10**9, resumed_from=saved)
-                else:
-                    written.go_back(saved)
+            elif action == "span":
+                # A flush without rollouts: the numbers of their files have gaps.
+                written._flush()
+                written._spans.append((0.0, 1.0, "train", "step", "", "", ""))
+                written._flush()
+            elif action == "kill":
+                written.close()
+                written = History(folder, limit_bytes=10**9, resumed_from=saved)
                 model, step = [row for row in model if row[1] <= saved], saved
             else:
                 step += 1
@@ -89,6 +91,31 @@ def test_every_rollout_that_counts_has_one_line(tmp_path_factory, taken):
     assert sorted((row["rollout_id"], row["train_step"]) for row in read(folder)) == sorted(model)
     # No file is left half done, and few are left at all.
     assert not list(folder.rglob("*.tmp"))
+
+
+async def test_small_files_on_both_sides_of_a_larger_one_keep_their_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(history, "FANOUT", 3)
+    written = History(tmp_path, limit_bytes=10**9)
+    # Rollouts in the flush 0 alone of the first three, in all of the second three, and in the last two.
+    for flush, has_rollouts in enumerate([1, 0, 0, 1, 1, 1, 1, 1]):
+        if has_rollouts:
+            written.left([make_group(flush, size=1)], "trained", train_step=flush)
+        written._spans.append((0.0, 1.0, "train", "step", "", "", ""))
+        written._flush()
+    written.close()
+    assert [row["train_step"] for row in read(tmp_path)] == [0, 3, 4, 5, 6, 7]
+    names = [part.path.stem for part in list_parts(tmp_path, "rollouts")]
+    assert names == ["rollouts_000000_000000", "rollouts_000003_000005", "rollouts_000006_000007"]
+
+
+async def test_files_that_would_be_too_large_stay_apart_at_the_end_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(history, "_MAX_FILE_BYTES", 1)
+    written = History(tmp_path, limit_bytes=10**9)
+    for step in range(2):
+        written.left([make_group(step, size=1)], "trained", train_step=step)
+        written._flush()
+    written.close()
+    assert len(list_parts(tmp_path, "rollouts")) == 2
 
 
 async def test_a_line_says_what_is_known(tmp_path):
@@ -150,6 +177,20 @@ async def test_a_full_disk_ends_the_history_and_not_the_run(tmp_path, monkeypatc
     with caplog.at_level(logging.WARNING):
         written.close()
     assert "the history of the run is not complete" in caplog.text
+
+
+async def test_lines_that_cannot_be_written_are_left_out_with_one_warning(tmp_path, caplog):
+    class Odd:
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    written = History(tmp_path, limit_bytes=10**9)
+    for step, text in enumerate(["a", Odd(), Odd(), "b"]):
+        written.left([make_group(step, size=1, text=text)], "trained", train_step=step)
+        written._flush()
+    written.close()
+    assert [row["train_step"] for row in read(tmp_path)] == [0, 3]
+    assert caplog.text.count("not complete: RuntimeError: no text") == 1
 
 
 async def test_text_that_no_file_can_hold_is_kept_as_far_as_it_goes(tmp_path):

@@ -154,7 +154,7 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
             raise
         kind = ConfigError if isinstance(error, ValueError) else FloatingPointError
         raise kind(f"the trainer, in train step {run.train_step + 1}: {error}") from error
-    run.learned = batch
+    run.learned = None if run.rollouts_history is None else batch
     return batch.metrics
 
 

@@ -12,13 +12,15 @@
 A rollout leaves the run trained or dropped, and its line says all that is known by then; lines are never
 changed. Files are put together as they become many, so that a query opens some dozens of them; a reader that
 finds both takes the one that covers more (`list_parts`). Over the limit the oldest files are removed, and
-``removed.json`` counts their lines. A full disk ends the history with a warning, never the run.
+``removed.json`` counts their lines. Lines that cannot be written, on a full disk for instance, are left out
+with a warning; the run goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import re
@@ -77,7 +79,7 @@ class History:
         loop = asyncio.get_running_loop()
         self._loop = loop
         self._to_unix_s = time.time() - loop.time()
-        self._failure: Exception | None = None
+        self._has_warned = False
         self._files = _Files(folder / FOLDER, limit_bytes)
         self._rollouts: list[Left] = []
         self._num_pending = 0
@@ -113,11 +115,6 @@ class History:
         self._spans.append((*times, *("" if text is None else str(text) for text in named)))
         self._schedule(at_once=False)
 
-    def go_back(self, train_step: int) -> None:
-        """The run is at the checkpoint of `train_step` again: later lines count no more."""
-        self._flush()
-        self._submit(self._files.begin, train_step)
-
     def close(self) -> None:
         """Write what is pending; a second call does nothing."""
         if self._writer is None:
@@ -126,9 +123,6 @@ class History:
         self._submit(self._files.finish)
         self._writer.shutdown()
         self._writer = None
-        if self._failure is not None:
-            kind = type(self._failure).__name__
-            logger.warning("the history of the run is not complete: %s: %s", kind, self._failure)
 
     def _schedule(self, *, at_once: bool) -> None:
         if at_once:
@@ -149,12 +143,15 @@ class History:
             self._writer.submit(self._try, action, *arguments)
 
     def _try(self, action: Callable[..., None], *arguments: Any) -> None:
-        if self._failure is None:
-            try:
-                action(*arguments)
-            # A full disk; a value of user code that no column holds. The run goes on without its history.
-            except (OSError, ValueError, TypeError) as error:
-                self._failure = error
+        try:
+            action(*arguments)
+        # A full disk; a value of user code that no column holds, of which any method may fail. The run goes
+        # on without these lines. Nobody looks at the future of this call: an error would not be seen.
+        except Exception as error:
+            if not self._has_warned:
+                kind = type(error).__name__
+                logger.warning("the history of the run is not complete: %s: %s", kind, error)
+            self._has_warned = True
 
 
 class _Files:
@@ -162,75 +159,55 @@ class _Files:
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self._folder, self._limit = folder, limit_bytes
-        self._segment = folder
+        self._segment: Path | None = None
         self._number = 0
 
     def begin(self, resumed_from: int | None) -> None:
         """Begin a segment."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._segment = self._folder / f"segment_{len(list(self._folder.glob('segment_*'))):03d}"
-        self._segment.mkdir()
+        segment = self._folder / f"segment_{len(list(self._folder.glob('segment_*'))):03d}"
+        segment.mkdir()
         facts = {"format": FORMAT, "resumed_from": resumed_from, "unix_time_s": time.time()}
-        write_json(self._segment / SEGMENT_FILE, facts)
-        self._number = 0
+        write_json(segment / SEGMENT_FILE, facts)
+        self._segment = segment
 
     def add(self, left: Sequence[Left], spans: Sequence[tuple[Any, ...]]) -> None:
         """Write a file of each kind that has lines; put files together, or remove some, as is due."""
+        if self._segment is None:
+            return
+        # Also where this fails: what was written before the failure keeps its name.
+        number, self._number = self._number, self._number + 1
         tables = {
             ROLLOUTS: rollouts_table(left) if left else None,
             SPANS: spans_table(spans) if spans else None,
         }
         for kind, table in tables.items():
             if table is not None:
-                self._write(kind, self._number, self._number, [table])
-        self._number += 1
+                _write(self._segment, kind, number, number, [table])
         for kind in (ROLLOUTS, SPANS):
-            self._merge(kind)
+            self._merge(kind, self._segment)
         self._remove_oldest()
 
     def finish(self) -> None:
-        """Put the small files that are left together."""
+        """Put the small files that are left together: those after the last that was put together.
+
+        A name says that the file has all lines from its first flush to its last, so that none with other
+        lines may lie between the files that become one.
+        """
+        if self._segment is None:
+            return
         for kind in (ROLLOUTS, SPANS):
-            parts = _parts_of(self._segment, kind)
-            self._join(kind, [part for part in parts if part.first == part.last])
+            newest = reversed(_parts_of(self._segment, kind))
+            small = list(itertools.takewhile(lambda part: part.first == part.last, newest))
+            _join(self._segment, kind, small[::-1])
 
-    def _write(self, kind: str, first: int, last: int, tables: Iterable[Any]) -> None:
-        import pyarrow.parquet as pq
-
-        path = self._segment / f"{kind}_{first:06d}_{last:06d}.parquet"
-        temporary = path.with_suffix(".tmp")
-        with contextlib.ExitStack() as stack:
-            writer = None
-            for table in tables:
-                if writer is None:
-                    writer = stack.enter_context(pq.ParquetWriter(temporary, table.schema, **_PARQUET))
-                writer.write_table(table, row_group_size=ROW_GROUP)
-        temporary.rename(path)
-
-    def _merge(self, kind: str) -> None:
+    def _merge(self, kind: str, segment: Path) -> None:
         """Put the last `FANOUT` files together, and such files again."""
         span = FANOUT
         while self._number % span == 0:
             first = self._number - span
-            parts = [part for part in _parts_of(self._segment, kind) if part.first >= first]
-            if sum(part.path.stat().st_size for part in parts) > _MAX_FILE_BYTES:
-                return
-            self._join(kind, parts)
+            _join(segment, kind, [part for part in _parts_of(segment, kind) if part.first >= first])
             span *= FANOUT
-
-    def _join(self, kind: str, parts: Sequence[Part]) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        if len(parts) < 2:
-            return
-        tables: Iterable[Any] = (pq.read_table(part.path) for part in parts)
-        if parts[0].first == parts[0].last:
-            # Else each small file would be a row group, and a query open every one.
-            tables = [pa.concat_tables(tables)]
-        self._write(kind, parts[0].first, parts[-1].last, tables)
-        for part in parts:
-            part.path.unlink()
 
     def _remove_oldest(self) -> None:
         """Keep the limit; the newest file always stays."""
@@ -256,6 +233,39 @@ class _Files:
             path.unlink()
         if removed != before:
             write_json(self._folder / REMOVED_FILE, removed)
+
+
+def _write(segment: Path, kind: str, first: int, last: int, tables: Iterable[Any]) -> None:
+    import pyarrow.parquet as pq
+
+    path = segment / f"{kind}_{first:06d}_{last:06d}.parquet"
+    temporary = path.with_suffix(".tmp")
+    with contextlib.ExitStack() as stack:
+        # Gone already after a success. After a failure a full disk gets its room back.
+        stack.callback(temporary.unlink, missing_ok=True)
+        with contextlib.ExitStack() as open_files:
+            writer = None
+            for table in tables:
+                if writer is None:
+                    writer = open_files.enter_context(pq.ParquetWriter(temporary, table.schema, **_PARQUET))
+                writer.write_table(table, row_group_size=ROW_GROUP)
+        temporary.rename(path)
+
+
+def _join(segment: Path, kind: str, parts: Sequence[Part]) -> None:
+    """Make one file of these, unless it would be too large."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if len(parts) < 2 or sum(part.path.stat().st_size for part in parts) > _MAX_FILE_BYTES:
+        return
+    tables: Iterable[Any] = (pq.read_table(part.path) for part in parts)
+    if parts[0].first == parts[0].last:
+        # Else each small file would be a row group, and a query open every one.
+        tables = [pa.concat_tables(tables)]
+    _write(segment, kind, parts[0].first, parts[-1].last, tables)
+    for part in parts:
+        part.path.unlink()
 
 
 class Part(NamedTuple):

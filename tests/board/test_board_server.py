@@ -1,9 +1,11 @@
 """The board's answers against what was written; requests that it refuses; folders that are damaged."""
 
 import json
+import math
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
@@ -12,9 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
+from forebay.board import server
 from forebay.board.export import write_report
+from forebay.board.folder import MAX_NOTES, RunFolder, hide_secrets
 from forebay.board.rollouts import Rollouts
 from forebay.board.server import ANSWERS, POLICY, Board, make_app
+from forebay.metrics import JsonlSink
 from forebay.runs.record.history import History, list_parts
 
 
@@ -49,6 +54,99 @@ def test_a_run_is_found_and_its_overview_told(client):
 
 def test_credentials_never_reach_the_page(client):
     assert "hush" not in json.dumps(ask(client, "overview"))
+
+
+def test_values_below_some_keys_and_after_options_are_hidden():
+    config = {
+        "env": {"A": "hush", "deeper": {"b": ["hush", 1234]}},
+        "headers": ["X: hush"],
+        "judge": {"environment": {"C": "hush"}, "HF_AUTH": "hush", "db_pass": "hush"},
+        "arguments": ["--api-key", "hush", "--port", "80", "--hf-token=hush", "HF_TOKEN=hush"],
+        "command": "serve --api-key hush --max-tokens 5 http://host/?token=hush",
+        "environment": "calculator",
+    }
+    hidden = json.dumps(hide_secrets(config))
+    assert "hush" not in hidden
+    assert "1234" not in hidden
+    for kept in ('"--port", "80"', "--max-tokens 5 http://host/", "calculator"):
+        assert kept in hidden
+
+
+@pytest.fixture
+def live(tmp_path, monkeypatch):
+    """What the next events of a run say, and a sink of its metrics at any time."""
+    monkeypatch.setattr(server, "WATCH_S", 0.01)
+    monkeypatch.setattr(server, "HEARTBEAT_S", 0.05)
+    (tmp_path / "live.json").write_text('{"state": "running", "unix_time_s": 0}')
+    run = RunFolder(tmp_path)
+
+    def follow(since):
+        stream = server._changes(run, since)
+
+        async def said(wanted):
+            while True:
+                change = json.loads((await anext(stream)).removeprefix(b"data: "))
+                if change[wanted]:
+                    return change
+
+        return said
+
+    return follow, lambda **resumed: JsonlSink(tmp_path / "metrics.jsonl", **resumed)
+
+
+async def test_an_evaluation_that_joins_its_row_reaches_an_open_page(live):
+    follow, open_sink = live
+    sink = open_sink()
+    sink.log(1, {"reward": 0.5})
+    sink.log(2, {"reward": 0.6})
+    said = follow(2)
+    assert (await said("metrics"))["metrics"]["train_step"] == [2]
+    sink.log(2, {"eval/score": 0.25})
+    assert (await said("metrics"))["metrics"]["eval/score"] == [0.25]
+    sink.log(3, {"reward": 0.7})
+    change = await said("metrics")
+    assert change["metrics"]["train_step"] == [2, 3]
+    assert not change["replace"]
+    sink.close()
+
+
+async def test_steps_that_were_undone_leave_an_open_page_and_a_killed_run_is_lost(live):
+    follow, open_sink = live
+    sink = open_sink()
+    for step in range(1, 5):
+        sink.log(step, {"reward": 0.5})
+    said, every_row = follow(4), follow(math.inf)
+    await said("metrics")
+    assert not (await every_row("live"))["metrics"]
+    sink.close()
+    open_sink(resume_step=2).close()
+    change = await said("replace")
+    assert change["metrics"]["train_step"] == [1, 2]
+    # Nothing is written any more: the state comes all the same.
+    change = await said("live")
+    assert (change["live"]["state"], change["metrics"]) == ("lost", {})
+
+
+async def test_notes_beyond_those_that_a_page_begins_with_are_told(live, tmp_path):
+    follow, _ = live
+    line = '{"text": "old"}\n' * (MAX_NOTES + 10)
+    (tmp_path / "notes.jsonl").write_text(line)
+    said = follow(0)
+    await said("live")
+    (tmp_path / "notes.jsonl").write_text(line + '{"text": "new"}\n')
+    assert (await said("notes"))["notes"] == [{"text": "new"}]
+
+
+def test_a_run_that_nobody_asked_about_has_no_database(folder):
+    board = Board([folder.parent])
+    board.runs()
+    _, rollouts = board.run("planted")
+    assert rollouts._database is None
+    assert rollouts.count()["rollouts"]
+    (used,) = rollouts._database.execute("SELECT current_setting('temp_directory')").fetchone()
+    assert Path(used).is_dir()
+    board.close()
+    assert not Path(used).exists()
 
 
 def test_rollouts_are_found_by_what_is_known_of_them(client):

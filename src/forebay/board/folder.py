@@ -6,7 +6,9 @@ It only reads. Files that a run is writing are read up to their last whole line.
 from __future__ import annotations
 
 import json
+import os
 import re
+import threading
 import time
 import tomllib
 from collections.abc import Iterator
@@ -25,7 +27,11 @@ MAX_DEPTH = 4
 MAX_NOTES = 500
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
-_SECRET = re.compile(r"(?i)(^|[_-])(key|token|secret|password|credentials?)$")
+_WORDS = r"(?:key|token|secret|password|passwd|pass|passphrase|credentials?|auth|authorization)"
+_SECRET = re.compile(rf"(?i)(^|[_-]){_WORDS}$")
+_GIVEN = re.compile(rf"(?i)((?<![a-z0-9]){_WORDS}=|(?<!\w)--?(?:[\w-]*[_-])?{_WORDS}\s+)\S+")
+_ALL_SECRET = ("env", "environment", "headers")
+"""Below these keys people give credentials by names of any kind."""
 _IN_URL = re.compile(r"(\w+://)[^/\s:@]*:[^/\s@]*@")
 
 Values = dict[str, Any]
@@ -69,9 +75,9 @@ class RunFolder:
         rows = self._metrics.read()
         return rows if since < 0 else [row for row in rows if row.get("train_step", 0) > since]
 
-    def notes(self) -> list[Values]:
-        """Warnings and messages, oldest first."""
-        return self._notes.read()[-MAX_NOTES:]
+    def notes(self, first: int = -MAX_NOTES) -> list[Values]:
+        """Warnings and messages from the one at `first` on, oldest first."""
+        return self._notes.read()[first:]
 
     def live(self) -> Values:
         """The live file, with its age; ``state`` is ``old`` where the run wrote none."""
@@ -155,51 +161,70 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 class _Lines:
-    """The JSON objects of a file that grows; damaged lines are passed over."""
+    """The JSON objects of a file that grows; damaged lines are passed over. Safe for several threads.
+
+    The last line is read again each time: the run writes an evaluation into the row of its step.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._lock = threading.Lock()
         self._rows: list[Values] = []
+        """Of the lines before `_end`, where the last whole line begins."""
         self._end = 0
         self._inode = 0
 
     def read(self) -> list[Values]:
-        try:
-            with self._path.open("rb") as file:
-                stat = self._path.stat()
-                if stat.st_ino != self._inode or stat.st_size < self._end:
-                    # Rewritten by a resume: from the start.
-                    self._rows, self._end, self._inode = [], 0, stat.st_ino
-                file.seek(self._end)
-                data = file.read()
-        except OSError:
-            return []
-        whole = data[: data.rfind(b"\n") + 1]
-        self._end += len(whole)
-        rows = list(self._rows)
-        for line in whole.splitlines():
+        with self._lock:
             try:
-                rows.append(_decode(line))
-            except msgspec.MsgspecError:
-                continue
-        self._rows = rows
-        return rows
+                with self._path.open("rb") as file:
+                    stat = os.fstat(file.fileno())
+                    if stat.st_ino != self._inode or stat.st_size < self._end:
+                        # Rewritten by a resume: from the start.
+                        self._rows, self._end, self._inode = [], 0, stat.st_ino
+                    file.seek(self._end)
+                    data = file.read()
+            except OSError:
+                return []
+            last = data.rfind(b"\n") + 1
+            before_last = data.rfind(b"\n", 0, max(0, last - 1)) + 1
+            self._rows += _rows_of(data[:before_last])
+            self._end += before_last
+            return self._rows + _rows_of(data[before_last:last])
 
 
-def hide_secrets(value: Any, name: str = "") -> Any:
-    """`value` without what looks like a credential: by the name of its key, or in an address.
+def _rows_of(lines: bytes) -> list[Values]:
+    rows = []
+    for line in lines.splitlines():
+        try:
+            rows.append(_decode(line))
+        except msgspec.MsgspecError:
+            continue
+    return rows
+
+
+def hide_secrets(value: Any, name: str = "", every: bool = False) -> Any:
+    """`value` without what looks like a credential: by the name of a key or an option, or in an address.
 
     >>> hide_secrets({"api_key": "abc", "url": "postgresql://me:pw@host/db"})
     {'api_key': '(hidden)', 'url': 'postgresql://(hidden)@host/db'}
+    >>> hide_secrets({"arguments": ["--api-key", "abc", "--hf-token=abc"], "env": {"A": "abc"}})
+    {'arguments': ['--api-key', '(hidden)', '--hf-token=(hidden)'], 'env': {'A': '(hidden)'}}
     """
     if isinstance(value, dict):
-        return {key: hide_secrets(item, str(key)) for key, item in value.items()}
+        every = every or name.lower() in _ALL_SECRET
+        return {key: hide_secrets(item, str(key), every) for key, item in value.items()}
     if isinstance(value, list):
-        return [hide_secrets(item, name) for item in value]
+        every = every or name.lower() in _ALL_SECRET
+        # What follows an option is its value.
+        names = [str(item) if str(item).startswith("-") else name for item in ["", *value]]
+        return [hide_secrets(item, option, every) for item, option in zip(value, names, strict=False)]
+    if every and value:
+        return "(hidden)"
     if isinstance(value, str):
         if value and _SECRET.search(name):
             return "(hidden)"
-        return _IN_URL.sub(r"\1(hidden)@", value)
+        return _GIVEN.sub(r"\1(hidden)", _IN_URL.sub(r"\1(hidden)@", value))
     return value
 
 

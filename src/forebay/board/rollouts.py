@@ -11,7 +11,9 @@ group or a rollout that is asked for comes whole.
 from __future__ import annotations
 
 import math
+import os
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +38,8 @@ MAX_ROWS = 500
 """Lines of one answer; a page shows far fewer."""
 MEMORY = "200MB"
 """Of DuckDB, for all questions together; what needs more goes through a temporary file."""
+MAX_THREADS = 4
+"""Of DuckDB: a run may need the other cores of the machine."""
 MAX_SPANS = 1500
 """Activities of one stage in a timeline; more cannot be told apart on a screen, and are counted instead."""
 NUM_BUCKETS = 400
@@ -53,15 +57,20 @@ class Rollouts:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
-        self._database = duckdb.connect(":memory:")
-        self._database.execute(f"SET memory_limit = '{MEMORY}'")
+        self._database: duckdb.DuckDBPyConnection | None = None
+        self._spilled: tempfile.TemporaryDirectory[str] | None = None
         self._seen: dict[str, list[Part]] = {}
         self.damaged: set[Path] = set()
         """Files that cannot be read; what they hold is left out."""
 
     def close(self) -> None:
         """Free the memory."""
-        self._database.close()
+        with self._lock:
+            if self._database is not None and self._spilled is not None:
+                self._database.close()
+                self._spilled.cleanup()
+            self._database, self._spilled = None, None
+            self._seen.clear()
 
     def search(
         self, *, text: str = "", order: str = "newest", limit: int = 50, offset: int = 0, **where: str
@@ -270,26 +279,37 @@ class Rollouts:
     ) -> Answer:
         """The answer of `ask` with the view of this kind up to date; `nothing` where there is no file."""
         for attempt in range(3):
-            cursor = self._database.cursor()
+            parts = [part for part in list_parts(self._folder, kind) if part.path not in self.damaged]
+            if not parts:
+                return nothing
             try:
-                with self._lock:
-                    parts = [part for part in list_parts(self._folder, kind) if part.path not in self.damaged]
-                    if not parts:
-                        return nothing
-                    if parts != self._seen.get(kind):
-                        view = f"CREATE OR REPLACE VIEW {kind} AS SELECT * FROM {_source(kind, parts)}"
-                        self._database.execute(view)
-                        self._seen[kind] = parts
-                return ask(cursor, parts)
+                with self._cursor(kind, parts) as cursor:
+                    return ask(cursor, parts)
             except duckdb.Error as error:
                 # Files were put together, or removed, since they were listed; or some are damaged.
                 self._seen.pop(kind, None)
                 if attempt == 2:
                     raise UnreadableError(f"the history cannot be read: {error}") from None
                 self.damaged |= {part.path for part in parts if _is_damaged(part.path)}
-            finally:
-                cursor.close()
         raise AssertionError("not reached")
+
+    def _cursor(self, kind: str, parts: list[Part]) -> duckdb.DuckDBPyConnection:
+        with self._lock:
+            if self._database is None:
+                # Not before the first question: most runs of a list are never looked into.
+                self._spilled = tempfile.TemporaryDirectory(prefix="forebay-board-")
+                settings: dict[str, str | bool | int | float | list[str]] = {
+                    "memory_limit": MEMORY,
+                    "temp_directory": self._spilled.name,
+                    "threads": min(MAX_THREADS, os.cpu_count() or 1),
+                }
+                self._database = duckdb.connect(":memory:", config=settings)
+            if parts != self._seen.get(kind):
+                self._database.execute(
+                    f"CREATE OR REPLACE VIEW {kind} AS SELECT * FROM {_source(kind, parts)}"
+                )
+                self._seen[kind] = parts
+            return self._database.cursor()
 
 
 class UnreadableError(Exception):

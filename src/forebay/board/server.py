@@ -16,9 +16,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import math
 import secrets
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -40,6 +42,8 @@ with needed_by("forebay board"):
     from starlette.staticfiles import StaticFiles
 
 Values = dict[str, Any]
+WALK_EVERY_S = 1.0
+"""A list of all runs asks for each of them: the folders are not walked through for each."""
 
 
 class Board:
@@ -47,7 +51,10 @@ class Board:
 
     def __init__(self, folders: list[Path]) -> None:
         self._folders = folders
+        self._lock = threading.Lock()
         self._runs: dict[str, tuple[RunFolder, Rollouts]] = {}
+        self._found: dict[str, Path] = {}
+        self._walked_s = -math.inf
 
     def close(self) -> None:
         """Free the memory of all runs."""
@@ -67,12 +74,16 @@ class Board:
             KeyError: there is none.
         """
         path = self._paths()[name]
-        if name not in self._runs or self._runs[name][0].folder != path:
-            self._runs[name] = RunFolder(path), Rollouts(path)
-        return self._runs[name]
+        with self._lock:
+            if name not in self._runs or self._runs[name][0].folder != path:
+                self._runs[name] = RunFolder(path), Rollouts(path)
+            return self._runs[name]
 
     def _paths(self) -> dict[str, Path]:
-        return find_runs(self._folders)
+        with self._lock:
+            if time.monotonic() - self._walked_s > WALK_EVERY_S:
+                self._found, self._walked_s = find_runs(self._folders), time.monotonic()
+            return self._found
 
     def answer(self, what: str, given: Mapping[str, str]) -> Any:
         """The answer to one question; `given` are the parameters of its address.
@@ -187,8 +198,8 @@ ANSWERS: Mapping[str, Question] = {
 STATIC = Path(__file__).with_name("static")
 WATCH_S = 0.4
 """Between two looks at the files of a run that is being looked at."""
-HEARTBEAT_S = 15.0
-"""A silent stream of events is closed by some proxies."""
+HEARTBEAT_S = 5.0
+"""Also where nothing is written: a run that was killed is seen by that, and proxies close silent streams."""
 COOKIE = "forebay_board"
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -233,7 +244,7 @@ def make_app(board: Board, *, token: str | None = None, hosts: tuple[str, ...] =
 
     async def events(request: Request) -> Response:
         try:
-            run, _ = board.run(request.query_params.get("run", ""))
+            run, _ = await asyncio.to_thread(board.run, request.query_params.get("run", ""))
         except KeyError as error:
             return JSONResponse({"error": f"there is no run {error.args[0]!r}"}, status_code=404)
         since = float(request.query_params.get("since", -1))
@@ -274,21 +285,30 @@ class _Guard(BaseHTTPMiddleware):
 
 
 async def _changes(run: RunFolder, since: float) -> AsyncIterator[bytes]:
-    """New rows and the live state, each time that the run has written something."""
+    """New rows, notes and the live state, whenever the run has written something and every `HEARTBEAT_S`.
+
+    With ``replace`` the rows are all that there are: the run went back to a checkpoint before `since`.
+    """
     stamp: tuple[int, ...] = ()
-    silent_s, num_notes = 0.0, len(run.notes())
+    told: list[Values] = []
+    silent_s, num_notes = 0.0, len(await asyncio.to_thread(run.notes, 0))
     while True:
-        if (now := run.stamp()) != stamp:
+        if (now := run.stamp()) != stamp or silent_s >= HEARTBEAT_S:
             stamp, silent_s = now, 0.0
-            rows, notes = await asyncio.to_thread(run.metrics, since), run.notes()
-            since = max([since, *(row.get("train_step", 0) for row in rows)])
+            rows = await asyncio.to_thread(run.metrics)
+            newest = rows[-1].get("train_step", 0) if rows else -1
+            # An endless `since` is of a page that wants no rows.
+            replace = newest < since < math.inf
             # The last step again: an evaluation adds to its row.
-            change = {"metrics": columns(rows), "live": run.live(), "notes": notes[num_notes:]}
-            num_notes = len(notes)
+            changed = rows if replace else [row for row in rows if row.get("train_step", 0) >= since]
+            if changed == told and not replace:
+                changed = []
+            else:
+                told, since = rows[-1:], newest
+            notes = run.notes(num_notes)
+            num_notes += len(notes)
+            change = {"metrics": columns(changed), "replace": replace, "live": run.live(), "notes": notes}
             yield f"data: {json.dumps(change)}\n\n".encode()
-        elif silent_s >= HEARTBEAT_S:
-            silent_s = 0.0
-            yield b": still here\n\n"
         await asyncio.sleep(WATCH_S)
         silent_s += WATCH_S
 

@@ -26,7 +26,7 @@ export async function flow(root: HTMLElement, run: string): Promise<() => void> 
   };
   task.addEventListener("change", draw);
   draw();
-  return follow(run, 1e15, (change) => {
+  return follow(run, Infinity, (change) => {
     if (!change.live.books) return;
     live = change.live;
     draw();

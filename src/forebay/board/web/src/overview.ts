@@ -40,11 +40,12 @@ export async function overview(root: HTMLElement, run: string, given: Record<str
   const controls = h("div", { class: "controls" });
   const grid = h("div", { class: "charts" });
   const differences = h("section", { class: "differences" });
-  show(root, head, notes, controls, grid, differences);
+  const nothing = h("p", { class: "empty", hidden: true }, "No train step has been reported yet.");
+  show(root, head, notes, controls, nothing, grid, differences);
 
   const xOf = (columns: Columns): number[] => {
-    const steps = columns.train_step as number[];
-    if (settings.x === "time") return columns.unix_time_s as number[];
+    const steps = (columns.train_step ?? []) as number[];
+    if (settings.x === "time") return (columns.unix_time_s ?? []) as number[];
     if (settings.x === "tokens") {
       let total = 0;
       return steps.map((_, row) => (total += (columns.samples?.[row] ?? 0) * (columns.response_tokens?.[row] ?? 0)));
@@ -102,7 +103,7 @@ export async function overview(root: HTMLElement, run: string, given: Record<str
       chart.element.remove();
       charts.delete(title);
     }
-    if (!wanted.size) show(grid, h("p", { class: "empty" }, "No train step has been reported yet."));
+    nothing.hidden = wanted.size > 0;
   };
   const redraw = () => {
     for (const chart of charts.values()) {
@@ -128,16 +129,17 @@ export async function overview(root: HTMLElement, run: string, given: Record<str
   if (loaded.length > 1) drawDifferences(differences, names, loaded);
   else drawConfig(differences, loaded[0].facts.config);
 
-  const last = Math.max(-1, ...((loaded[0].metrics.train_step ?? []) as number[]));
+  const last = loaded[0].metrics.train_step?.at(-1) ?? -1;
   const stop = follow(run, last, (change) => {
     loaded[0].live = change.live;
     loaded[0].facts.state = change.live.state;
-    appendRows(loaded[0].metrics, change.metrics);
+    if (change.replace) loaded[0].metrics = change.metrics;
+    else appendRows(loaded[0].metrics, change.metrics);
     loaded[0].notes.push(...change.notes);
     const steps = loaded[0].metrics.train_step ?? [];
     loaded[0].facts.train_step = steps[steps.length - 1] ?? 0;
     drawState();
-    if (Object.keys(change.metrics).length) draw();
+    if (change.replace || Object.keys(change.metrics).length) draw();
   });
   return () => {
     stop();

@@ -72,7 +72,10 @@ export async function rollouts(root: HTMLElement, run: string, given: Record<str
   );
   show(root, form, count, list, pages);
   await search();
-  return () => ((turn += 1), undefined);
+  return () => {
+    turn += 1;
+    clearTimeout(timer);
+  };
 }
 
 function empty(asked: Record<string, string>): string {
@@ -169,9 +172,11 @@ function drawTokens(root: HTMLElement, told: HTMLElement, row: Row, pieces: stri
   const mismatch = engine.map((value, at) => (value === null || trainer[at] === null || trainer[at] === undefined ? null : (trainer[at] as number) - value));
   const values: (number | null)[] = coloring === "mismatch" ? mismatch : (row[coloring] ?? []);
   const known = values.filter((value): value is number => value !== null && value !== undefined);
-  const most = Math.max(1e-6, ...known.map(Math.abs));
-  const low = Math.min(...known);
-  const span = Math.max(1, Math.max(...known) - low);
+  // A browser takes some ten thousand arguments; responses are longer.
+  const low = known.reduce((a, b) => Math.min(a, b), Infinity);
+  const high = known.reduce((a, b) => Math.max(a, b), -Infinity);
+  const most = Math.max(1e-6, -low, high);
+  const span = Math.max(1, high - low);
   const level = (value: number | null | undefined): string => {
     if (value === null || value === undefined) return "none";
     if (coloring === "logprobs") return `heat-${Math.min(6, Math.floor(-value * 1.5))}`;

@@ -34,15 +34,19 @@ export async function timeline(root: HTMLElement, run: string, given: Record<str
   }
   let placed: Placed[] = [];
   let timer = 0;
+  let turn = 0;
 
   const load = (from: number, to: number) => {
     data.from_s = from;
     data.to_s = to;
     draw();
     clearTimeout(timer);
+    const mine = ++turn;
     timer = window.setTimeout(async () => {
       keep({ from: from.toFixed(3), to: to.toFixed(3) });
-      data = await ask("timeline", { run, start_s: from, end_s: to });
+      const found = await ask("timeline", { run, start_s: from, end_s: to });
+      if (mine !== turn) return;
+      data = found;
       draw();
     }, 150);
   };
@@ -129,6 +133,7 @@ export async function timeline(root: HTMLElement, run: string, given: Record<str
   observer.observe(canvas.parentElement as HTMLElement);
   draw();
   return () => {
+    turn += 1;
     observer.disconnect();
     clearTimeout(timer);
   };

@@ -19,7 +19,7 @@ import msgspec
 
 from forebay.ledger import Ledger
 from forebay.runs.record.history import FOLDER, REMOVED_FILE
-from forebay.runs.record.live import LIVE_FILE, NOTES_FILE, STALE_S
+from forebay.runs.record.live import LIVE_FILE, NOTES_FILE, STALE_S, books_of
 
 RUN_FILE, METRICS_FILE, LEDGER_FILE = "run.toml", "metrics.jsonl", "ledger.jsonl"
 MAX_DEPTH = 4
@@ -70,10 +70,9 @@ class RunFolder:
             "removed": self._removed(),
         }
 
-    def metrics(self, since: float = -1) -> list[Values]:
-        """The rows of ``metrics.jsonl`` after train step `since`, oldest first."""
-        rows = self._metrics.read()
-        return rows if since < 0 else [row for row in rows if row.get("train_step", 0) > since]
+    def metrics(self) -> list[Values]:
+        """The rows of ``metrics.jsonl``, oldest first."""
+        return self._metrics.read()
 
     def notes(self, first: int = -MAX_NOTES) -> list[Values]:
         """Warnings and messages from the one at `first` on, oldest first."""
@@ -105,17 +104,7 @@ class RunFolder:
             balance = Ledger.read(self.folder / LEDGER_FILE).balance({})
         except (OSError, ValueError):
             return {}
-        return {
-            name: {
-                "generated": part.generated,
-                "trained": part.trained,
-                "dropped": part.dropped,
-                "live": part.generated - part.trained - sum(part.dropped.values()),
-                "retried": part.retried,
-                "left": part.left,
-            }
-            for name, part in balance.by_task.items()
-        }
+        return books_of(balance)
 
     def stamp(self) -> tuple[int, ...]:
         """Changes whenever the run has written something new."""

@@ -10,8 +10,8 @@ group or a rollout that is asked for comes whole.
 
 from __future__ import annotations
 
+import json
 import math
-import os
 import re
 import tempfile
 import threading
@@ -38,7 +38,7 @@ MAX_ROWS = 500
 """Lines of one answer; a page shows far fewer."""
 MEMORY = "200MB"
 """Of DuckDB, for all questions together; what needs more goes through a temporary file."""
-MAX_THREADS = 4
+NUM_THREADS = 4
 """Of DuckDB: a run may need the other cores of the machine."""
 MAX_SPANS = 1500
 """Activities of one stage in a timeline; more cannot be told apart on a screen, and are counted instead."""
@@ -298,16 +298,13 @@ class Rollouts:
             if self._database is None:
                 # Not before the first question: most runs of a list are never looked into.
                 self._spilled = tempfile.TemporaryDirectory(prefix="forebay-board-")
-                settings: dict[str, str | bool | int | float | list[str]] = {
-                    "memory_limit": MEMORY,
-                    "temp_directory": self._spilled.name,
-                    "threads": min(MAX_THREADS, os.cpu_count() or 1),
-                }
-                self._database = duckdb.connect(":memory:", config=settings)
-            if parts != self._seen.get(kind):
-                self._database.execute(
-                    f"CREATE OR REPLACE VIEW {kind} AS SELECT * FROM {_source(kind, parts)}"
+                bounds = {"memory_limit": MEMORY, "threads": str(NUM_THREADS)}
+                self._database = duckdb.connect(
+                    ":memory:", config={**bounds, "temp_directory": self._spilled.name}
                 )
+            if parts != self._seen.get(kind):
+                view = f"CREATE OR REPLACE VIEW {kind} AS SELECT * FROM {_source(kind, parts)}"
+                self._database.execute(view)
                 self._seen[kind] = parts
             return self._database.cursor()
 
@@ -419,9 +416,14 @@ def _conditions(text: str, where: Mapping[str, str]) -> tuple[str, list[Any]]:
     conditions, values = ["true"], list[Any]()
     if text:
         # DuckDB's own search without regard to case takes twice the time of this.
-        searched = ("response", "prompt", "conversation", "error")
+        searched = ("response", "prompt", "error", "conversation")
         conditions.append(f"({' OR '.join(f'regexp_matches({name}, ?)' for name in searched)})")
-        values += [f"(?i){re.escape(text)}"] * len(searched)
+        # A conversation is JSON, in earlier histories of ASCII only.
+        quoted = dict.fromkeys(
+            json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)
+        )
+        values += [f"(?i){re.escape(text)}"] * 3
+        values.append(f"(?i){'|'.join(map(re.escape, quoted))}")
     for name, given in where.items():
         column, _, side = name.rpartition("_")
         if name in EQUALS:

@@ -179,8 +179,7 @@ def _paged(asked: Values) -> Values:
 Question = Callable[[Board, RunFolder, Rollouts, Values], Any]
 ANSWERS: Mapping[str, Question] = {
     "overview": _overview,
-    "metrics": lambda board, run, rollouts, asked: columns(run.metrics(float(asked.get("since", -1)))),
-    "notes": lambda board, run, rollouts, asked: run.notes(),
+    "metrics": lambda board, run, rollouts, asked: columns(run.metrics()),
     "flow": _flow,
     "rollouts": lambda board, run, rollouts, asked: rollouts.search(**_paged(asked)),
     "count": lambda board, run, rollouts, asked: rollouts.count(**asked),

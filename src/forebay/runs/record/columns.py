@@ -210,4 +210,5 @@ def spans_table(spans: Sequence[tuple[Any, ...]]) -> Any:
 
 
 _NO_TOKENS = np.empty(0, np.float32)
-_as_json = json.JSONEncoder(default=repr, separators=(",", ":")).encode
+# As it is read: a search for a word finds it.
+_as_json = json.JSONEncoder(default=repr, separators=(",", ":"), ensure_ascii=False).encode

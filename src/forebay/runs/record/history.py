@@ -12,15 +12,13 @@
 A rollout leaves the run trained or dropped, and its line says all that is known by then; lines are never
 changed. Files are put together as they become many, so that a query opens some dozens of them; a reader that
 finds both takes the one that covers more (`list_parts`). Over the limit the oldest files are removed, and
-``removed.json`` counts their lines. Lines that cannot be written, on a full disk for instance, are left out
-with a warning; the run goes on.
+``removed.json`` counts their lines. Lines that a full disk does not take are left out with a warning.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import json
 import logging
 import re
@@ -197,9 +195,9 @@ class _Files:
         if self._segment is None:
             return
         for kind in (ROLLOUTS, SPANS):
-            newest = reversed(_parts_of(self._segment, kind))
-            small = list(itertools.takewhile(lambda part: part.first == part.last, newest))
-            _join(self._segment, kind, small[::-1])
+            parts = _parts_of(self._segment, kind)
+            last = max((part.last for part in parts if part.first < part.last), default=-1)
+            _join(self._segment, kind, [part for part in parts if part.first > last])
 
     def _merge(self, kind: str, segment: Path) -> None:
         """Put the last `FANOUT` files together, and such files again."""

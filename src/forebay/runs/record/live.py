@@ -24,6 +24,7 @@ from typing import Any
 
 from forebay.engines import RolloutController
 from forebay.io.durable import is_disk_error
+from forebay.ledger import Balance
 from forebay.produce import AgentLoopManager
 from forebay.runs.show.status import PRODUCER_STAGES, RunStatus
 from forebay.watching.activity import SIDES, Activities
@@ -43,7 +44,8 @@ Values = dict[str, Any]
 class LiveFile:
     """Writes ``live.json`` once a second until `close`; in the event loop's thread.
 
-    Invariant: an error of the disk ends the file with a warning, never the run.
+    Invariant: an error of the disk ends the file with a warning, never the run. Another error, of a look at
+    the run, is logged once, and the next look may succeed.
     """
 
     def __init__(
@@ -75,16 +77,22 @@ class LiveFile:
         temporary.replace(self._path)
 
     async def _write_all(self) -> None:
+        has_logged = False
         while True:
             started_s = time.thread_time()
             try:
                 await self._status.count_buffer()
                 self._write("running")
-            except OSError as error:
-                if not is_disk_error(error):
-                    raise
-                logger.warning("%s is not written any more: %s", self._path, error)
-                return
+            # Of a remote store, for instance. Nobody waits for this task: its end would not be seen.
+            except Exception as error:
+                if is_disk_error(error):
+                    logger.warning("%s is not written any more: %s", self._path, error)
+                    return
+                if not has_logged:
+                    logger.warning(
+                        "%s could not be written, and will be tried again", self._path, exc_info=True
+                    )
+                has_logged = True
             await asyncio.sleep(max(PERIOD_S, (time.thread_time() - started_s) / MAX_CPU_SHARE))
 
 
@@ -126,15 +134,20 @@ def live_values(
         ],
         "busy": {side: now.busy[side] for side in SIDES},
         "stall": now.stall,
-        "books": {
-            name: {
-                "generated": part.generated,
-                "trained": part.trained,
-                "dropped": part.dropped,
-                "live": part.generated - part.trained - sum(part.dropped.values()),
-                "retried": part.retried,
-                "left": part.left,
-            }
-            for name, part in balance.by_task.items()
-        },
+        "books": books_of(balance),
+    }
+
+
+def books_of(balance: Balance) -> Values:
+    """Where the groups of each task are, by the events of the books alone."""
+    return {
+        name: {
+            "generated": part.generated,
+            "trained": part.trained,
+            "dropped": part.dropped,
+            "live": part.generated - part.trained - sum(part.dropped.values()),
+            "retried": part.retried,
+            "left": part.left,
+        }
+        for name, part in balance.by_task.items()
     }

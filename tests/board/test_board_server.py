@@ -236,6 +236,19 @@ def test_a_text_is_found_wherever_it_is_and_nowhere_else(tmp_path_factory, wante
     }
 
 
+@pytest.mark.parametrize("text", ["Gr\u00f6\u00dfe", "\u6570\u5b57", 'say "no"', "C:\\n"])
+async def test_a_text_of_any_script_is_found_in_a_conversation(tmp_path, text):
+    history = History(tmp_path, limit_bytes=10**9)
+    for step, content in enumerate([f"so: {text}.", "else\n"]):
+        group = make_group(step, size=1)
+        group[0].extra_fields["conversation"] = [{"role": "assistant", "content": content}]
+        history.left([group], "trained", train_step=step)
+    history.close()
+    rollouts = Rollouts(tmp_path)
+    assert [row["group_id"] for row in rollouts.search(text=text)["rows"]] == ["math/0"]
+    rollouts.close()
+
+
 async def test_lines_that_were_undone_do_not_count(tmp_path):
     history = History(tmp_path, limit_bytes=10**9)
     for step in (1, 2, 3):

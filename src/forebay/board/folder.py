@@ -205,7 +205,7 @@ def hide_secrets(value: Any, name: str = "", every: bool = False) -> Any:
         return {key: hide_secrets(item, str(key), every) for key, item in value.items()}
     if isinstance(value, list):
         every = every or name.lower() in _ALL_SECRET
-        # What follows an option is its value.
+        # The value of an option is the next item.
         names = [str(item) if str(item).startswith("-") else name for item in ["", *value]]
         return [hide_secrets(item, option, every) for item, option in zip(value, names, strict=False)]
     if every and value:

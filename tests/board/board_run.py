@@ -58,7 +58,7 @@ def write_run(folder, *, steps=6, state="finished", text=None):
                     ledger.record(group[0].group_id, "math", "trained", train_step=step)
                 batch = TrainBatch.from_groups(groups)
                 batch.advantages = np.linspace(-1, 1, batch.num_response_tokens).astype(np.float32)
-                batch.old_logprobs = np.full(batch.num_response_tokens, -0.5, np.float32)
+                batch.trainer_logprobs = np.full(batch.num_response_tokens, -0.5, np.float32)
                 history.left(groups, "trained", train_step=step, learned=batch)
                 if step % 3 == 0:
                     dropped = make_group(100 + step, text="x" * 50)

@@ -122,7 +122,7 @@ async def test_a_line_says_what_is_known(tmp_path):
     group = make_group("g")
     batch = TrainBatch.from_groups([group])
     batch.advantages = np.array([1, 1, -1, -1], np.float32)
-    batch.old_logprobs = np.array([-0.5, -0.75, -0.5, -0.25], np.float32)
+    batch.trainer_logprobs = np.array([-0.5, -0.75, -0.5, -0.25], np.float32)
     written = History(tmp_path, limit_bytes=10**9)
     written.left([group], "trained", train_step=6, learned=batch)
     wiped = [RolloutState([], rollout_id="w/0", group_id="w", task_name="math", status=Status.EXPIRED)]

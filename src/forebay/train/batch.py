@@ -90,6 +90,8 @@ class TrainBatch:
     """float32, R: of the policy that the ratio is taken against; NaN where the loss reads none."""
     ref_logprobs: FloatArray | None = None
     """float32, R: of the reference model; NaN as above."""
+    trainer_logprobs: FloatArray | None = None
+    """float32, R: of the trained policy in the step's first epoch, set by it; NaN where there was no pass."""
     values: FloatArray | None = None
     """float32, R: the critic's estimate before each token."""
     advantages: FloatArray | None = None

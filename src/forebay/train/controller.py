@@ -330,6 +330,8 @@ class TrainController:
             assert batch.old_logprobs is not None
             tokens = np.flatnonzero(batch.response_mask)
             proximal_N = batch.old_logprobs[tokens]
+        batch.trainer_logprobs = np.full(batch.num_response_tokens, np.nan, np.float32)
+        batch.trainer_logprobs[tokens] = proximal_N
         metrics = token_measures(done.columns, num_steps) | batch_measures(passed)
         metrics |= correction_measures(self._corrector, batch, proximal_N, tokens)
         metrics |= staleness_measures(batch, self.train_step + 1)

@@ -163,7 +163,7 @@ def _learned_by_rollout(batch: TrainBatch) -> dict[Any, tuple[NDArray[np.float32
     ends = np.cumsum(np.bincount(batch.response_rows, minlength=len(batch.rollout_ids)))
     columns = [
         [_NO_TOKENS] * len(ends) if values is None else np.split(values, ends[:-1])
-        for values in (batch.old_logprobs, batch.advantages)
+        for values in (batch.trainer_logprobs, batch.advantages)
     ]
     return dict(zip(batch.rollout_ids, zip(*columns, strict=True), strict=True))
 

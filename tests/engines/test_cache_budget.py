@@ -131,6 +131,14 @@ def test_whatever_memory_there_is_each_request_gets_its_tokens(model, numbers, b
     assert all(layer.keys is None for layer in batch._cache.layers)
 
 
+def test_a_request_that_fits_as_it_is_may_run_though_graphs_are_wider(model):
+    batch = new_batch(model, 33 + 20)
+    batch._graphs._recorder, batch._min_rows = pytest.fail, 1
+    whole, longer = Row(request(14)), Row(request(9))
+    assert (batch.cache_need(whole), batch.cache_need(longer)) == (53, 60)
+    assert batch.select([whole, longer]) == ([whole], [longer])
+
+
 def test_responses_that_outgrow_the_cache_wait_again_with_their_tokens(model):
     rows = [Row(request(0)) for _ in range(12)]
     batch = new_batch(model, 12 * 32)
@@ -182,7 +190,7 @@ async def test_a_request_that_can_never_fit_is_one_error(llama, make_request):
     completions = await asyncio.gather(*(engine.generate(one) for one in asked))
     assert [completion.finish_reason for completion in completions] == ["length", "error", "length"]
     assert completions[1].error_msg == (
-        "request 'huge' may need a key/value cache of 320 tokens, and it takes 256 at most; raise "
+        "request 'huge' may need a key/value cache of 260 tokens, and it takes 256 at most; raise "
         "engine.arguments.cache_tokens, or let responses be shorter"
     )
     await engine.close()

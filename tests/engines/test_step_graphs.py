@@ -169,6 +169,30 @@ def test_a_model_that_cannot_be_recorded_runs_as_it_is(make_model, caplog, monke
     assert recorder.num_replayed == 0
 
 
+@pytest.mark.parametrize("text", ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED in cublasCreate"])
+def test_memory_that_runs_out_while_recording_is_a_shortage(make_model, caplog, text):
+    model, recorder = make_model("llama"), Recorder()
+    expected = run(new_batch(model), rows(4))
+    record, num_tries = recorder.record, 0
+
+    def short_once(work: Callable[[], torch.Tensor]) -> Callable[[], None]:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries == 1:
+            raise RuntimeError(text)
+        return record(work)
+
+    recorder.record = short_once
+    batch, waiting, ended = new_batch(model, recorder), rows(4), {}
+    while waiting or batch.size:
+        ended |= dict(batch.admit(waiting) if waiting else batch.step(0))
+        waiting = sorted(batch.take_given_up(), key=lambda row: row.turn)
+    got = [completion for _, completion in sorted(ended.items(), key=lambda item: item[0].turn)]
+    assert [one.response_ids.tolist() for one in got] == [one.response_ids.tolist() for one in expected]
+    assert batch.budget.num_shortages == 1
+    assert recorder.num_replayed, "it went on recording"
+
+
 WAITS = {"cpu", "item", "tolist", "nonzero", "unique", "__bool__", "__int__", "__float__", "__index__"}
 
 
@@ -183,18 +207,7 @@ class Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        waits = {
-            "cpu",
-            "item",
-            "tolist",
-            "nonzero",
-            "__bool__",
-            "__int__",
-            "__float__",
-            "__index__",
-            "unique",
-        }
-        if name in waits:
+        if name in WAITS:
             self.reads.append(name)
         if name in ("from_numpy", "tensor", "as_tensor"):
             self.uploads.append(name)

@@ -147,8 +147,11 @@ class DecodeBatch:
         return fitting, impossible
 
     def cache_need(self, row: Row) -> int:
-        """Tokens of the cache that this row takes if it runs alone and makes all that it may."""
-        return self._num_tokens(1, self._reach(row))
+        """Tokens of the cache that this row takes if it runs alone and makes all that it may.
+
+        Not rounded up, as the cache is: it may then be a little over its bound, for one row.
+        """
+        return self._min_rows * self._reach(row)
 
     def _reach(self, row: Row) -> int:
         return min(len(row.request.input_ids) + row.request.max_tokens, self.max_context_tokens)

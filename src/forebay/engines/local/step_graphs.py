@@ -28,6 +28,10 @@ _WARM_UPS = 2
 """Forwards of a shape before its recording, which costs about as much as two."""
 
 
+_SHORTAGE = ("out of memory", "ALLOC_FAILED")
+"""In the texts of errors that say so."""
+
+
 class StepGraphs:
     """Calls `forward(num_rows, width)`, which returns logits [num_rows, V], or repeats its recording.
 
@@ -62,10 +66,11 @@ class StepGraphs:
             self._record = self._record or self._recorder()
             try:
                 self._recorded[shape] = self._record(partial(self._write, num_rows, width))
-            except torch.OutOfMemoryError:
-                raise
             # Models whose forward reads back from the device cannot be recorded, whatever that raises.
             except RuntimeError as error:
+                # The driver's and cuBLAS's own shortages are no `OutOfMemoryError`.
+                if any(sign in str(error) for sign in _SHORTAGE):
+                    raise torch.OutOfMemoryError(str(error)) from error
                 logger.warning("decoding without CUDA graphs: the model cannot be recorded: %s", error)
                 self._recorder = None
                 self.clear()

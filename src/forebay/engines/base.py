@@ -163,6 +163,8 @@ class EngineSurroundings:
     """A folder for logs and weight files; it may not exist yet."""
     shares_gpu: bool = False
     """Whether a server is to be started on the trainer's GPU."""
+    takes_turns: bool = False
+    """Whether it is to sleep there while the trainer trains."""
     lora_rank: int = 0
     """Of the adapters that engines may be given in place of all weights; 0: they are given none."""
 

@@ -40,7 +40,7 @@ from forebay.produce.strategies.rules import name_group
 from forebay.replay import StorageBackend
 from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.folder import publish
-from forebay.runs.placement import Cluster, Trainer, device_fact, shares_gpu
+from forebay.runs.placement import Cluster, Trainer, device_fact, takes_turns
 from forebay.runs.record.events import observe
 from forebay.runs.record.history import History
 from forebay.runs.record.journal import Recorder
@@ -234,7 +234,7 @@ def build_run(
         metrics=metrics,
         cluster=cluster,
     )
-    if isinstance(trainer, TrainController) and config.produce.mode == "colocated" and shares_gpu(config):
+    if isinstance(trainer, TrainController) and takes_turns(config):
         offload = config.engine.arguments.get("offload", "moments")
         run.turns = DeviceTurns(run.controller, trainer, run.compute_thread, offload=offload)
     if config.trace:

@@ -206,6 +206,15 @@ def shares_gpu(config: RunConfig, num_gpus: int | None = None) -> bool:
     return True
 
 
+def takes_turns(config: RunConfig) -> bool:
+    """Whether that server sleeps while the trainer trains; else both stay on the GPU.
+
+    Raises:
+        ConfigError: as for `shares_gpu`.
+    """
+    return config.produce.mode == "colocated" and shares_gpu(config)
+
+
 def device_fact(config: RunConfig) -> str:
     """Where and how a run trains, as its header says it: ``cuda (NVIDIA L4), bfloat16, sdpa attention``.
 

@@ -44,7 +44,7 @@ from forebay.produce.prompts.dataset import check_prompt_lengths, hold_out, load
 from forebay.produce.strategies.context import GroupGenerator
 from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, StorageBackend, SyncReplayBufferConfig
 from forebay.runs.config import ASYNC_ONLY, FILTERS, RunConfig, TaskConfig
-from forebay.runs.placement import Cluster, shares_gpu
+from forebay.runs.placement import Cluster, shares_gpu, takes_turns
 from forebay.runs.store import keeps_consumed
 from forebay.train import TrainConfig
 from forebay.train.batch import why_untrainable
@@ -259,6 +259,7 @@ def build_run_engines(
         device=config.device,
         trainer_gpus=config.train.ranks,
         shares_gpu=shares_gpu(config),
+        takes_turns=takes_turns(config),
         tokenizer=tokenizer,
         scratch=scratch or config.folder / "engines",
         lora_rank=lora_rank,

@@ -78,7 +78,6 @@ def test_a_bucket_on_a_gpu_is_told_by_one_handle_under_the_gpu_s_name(monkeypatc
 
 
 async def test_weights_come_in_buckets_and_the_server_confirms_them(vllm, connect, ask, monkeypatch):
-    monkeypatch.setattr(bucket_module, "BUCKET_BYTES", 16)
     monkeypatch.setattr(buckets, "__kwdefaults__", {"bucket_bytes": 80})
     engine, weights = connect(vllm, bucket_device="cpu"), Weights(step=4)
     await engine.bring_up()

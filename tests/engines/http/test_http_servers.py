@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from forebay.config import Component, ConfigError
 from forebay.engines import EngineSurroundings, build_engines
 from forebay.engines.base import EngineLost
+from forebay.engines.servers import build as build_module
 from forebay.engines.servers import guard as server_guard
 from forebay.engines.servers.client import HTTPError, request
 from forebay.engines.servers.dialects import VLLM, SGLang
@@ -110,6 +112,7 @@ async def test_a_server_ends_with_the_process_that_started_it_however_that_ends(
     program = f"""
 import asyncio, sys
 from pathlib import Path
+from typing import Any
 from forebay.engines.servers.launch import LocalServer
 log = Path({str(tmp_path)!r}) / "logs/server.log"
 async def main():
@@ -238,7 +241,7 @@ def tiny(tmp_path_factory) -> Path:
     return folder
 
 
-def build(tiny: Path, scratch: Path, name: str = "vllm", **arguments):
+def build(tiny: Path, scratch: Path, name: str = "vllm", around: Any = None, **arguments):
     return build_engines(
         Component(name=name, arguments=arguments),
         EngineSurroundings(
@@ -246,8 +249,24 @@ def build(tiny: Path, scratch: Path, name: str = "vllm", **arguments):
             model=ModelConfig(source=str(tiny), max_context=48),
             tokenizer=load_tokenizer(tiny),
             scratch=scratch,
+            **(around or {}),
         ),
     )
+
+
+def test_only_a_server_that_takes_turns_is_started_to_sleep(tiny, tmp_path):
+    commands = []
+    for turns in (True, False):
+        (engine,) = build(tiny, tmp_path, servers=1, around={"shares_gpu": True, "takes_turns": turns})
+        commands.append(engine._server._command(8123))
+    assert ["--enable-sleep-mode" in command for command in commands] == [True, False]
+
+
+def test_sglang_shares_the_first_gpu_only(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(build_module, "_trainer_gpu", lambda surroundings: 1)
+    with pytest.raises(ConfigError, match=r"device is 'cuda:1': choose the GPU by CUDA_VISIBLE_DEVICES"):
+        build(tiny, tmp_path, "sglang", servers=1, around={"shares_gpu": True})
+    build(tiny, tmp_path, servers=1, around={"shares_gpu": True})
 
 
 async def test_engines_for_running_servers_know_what_they_serve(tiny, tmp_path, start_fake, ask):

@@ -130,6 +130,12 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     device = _trainer_gpu(surroundings) if surroundings.shares_gpu else None
     # Adapters are small, and servers read them from files only.
     reads_trainer = device is not None and not lora_rank
+    if reads_trainer and device and kind == "sglang":
+        # It sees one GPU, as number 0, and the handles of the trainer's memory carry the trainer's number.
+        raise ConfigError(
+            f"SGLang shares only the first GPU that the run sees, and device is 'cuda:{device}': choose the "
+            f"GPU by CUDA_VISIBLE_DEVICES and leave device out"
+        )
     served, shared = model_folder, dict[str, str]()
     if settings.servers and kind == "vllm":
         import torch
@@ -162,7 +168,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     def command(options: list[str], port: int) -> list[str]:
         own = dialect.command(str(served.resolve()), port, context, surroundings.dtype, lora_rank)
         own += dialect.keep_options.split() if dialect.keeps else []
-        own += dialect.sleep_options.split() if surroundings.shares_gpu else []
+        own += dialect.sleep_options.split() if surroundings.takes_turns else []
         if reads_trainer:
             own += dialect.transfer_options
         if settings.memory_share is not None:

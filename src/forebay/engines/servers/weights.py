@@ -178,7 +178,8 @@ class ServerWeights:
             raise ServerFailed(f"{self._link} was given the weights {version!r} and says it has {named!r}")
         self.is_half_loaded = False
         self._note(version, step)
-        free_buckets(self.bucket_device)
+        # It waits for the device.
+        await asyncio.to_thread(free_buckets, self.bucket_device)
 
     async def _send_buckets(self, live: LiveWeights) -> int | None:
         """The step of the weights that all went; None if a train step changed them on the way."""

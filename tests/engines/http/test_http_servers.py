@@ -264,7 +264,7 @@ def test_only_a_server_that_takes_turns_is_started_to_sleep(tiny, tmp_path):
 
 def test_sglang_shares_the_first_gpu_only(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(build_module, "_trainer_gpu", lambda surroundings: 1)
-    with pytest.raises(ConfigError, match=r"device is 'cuda:1': choose the GPU by CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(ConfigError, match=r"device is 'cuda:1': choose it by CUDA_VISIBLE_DEVICES"):
         build(tiny, tmp_path, "sglang", servers=1, around={"shares_gpu": True})
     build(tiny, tmp_path, servers=1, around={"shares_gpu": True})
 

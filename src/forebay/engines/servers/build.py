@@ -130,12 +130,8 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     device = _trainer_gpu(surroundings) if surroundings.shares_gpu else None
     # Adapters are small, and servers read them from files only.
     reads_trainer = device is not None and not lora_rank
-    if reads_trainer and device and kind == "sglang":
-        # It sees one GPU, as number 0, and the handles of the trainer's memory carry the trainer's number.
-        raise ConfigError(
-            f"SGLang shares only the first GPU that the run sees, and device is 'cuda:{device}': choose the "
-            f"GPU by CUDA_VISIBLE_DEVICES and leave device out"
-        )
+    if reads_trainer and kind == "sglang":
+        _check_is_first(device)
     served, shared = model_folder, dict[str, str]()
     if settings.servers and kind == "vllm":
         import torch
@@ -169,8 +165,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
         own = dialect.command(str(served.resolve()), port, context, surroundings.dtype, lora_rank)
         own += dialect.keep_options.split() if dialect.keeps else []
         own += dialect.sleep_options.split() if surroundings.takes_turns else []
-        if reads_trainer:
-            own += dialect.transfer_options
+        own += dialect.transfer_options if reads_trainer else ()
         if settings.memory_share is not None:
             own += [dialect.memory_option, f"{settings.memory_share:.3f}"]
         return [settings.python, *own, *options]
@@ -202,6 +197,15 @@ def _trainer_gpu(surroundings: EngineSurroundings) -> int | None:
     """Its number; None on a CPU."""
     device = find_device(surroundings.device)
     return (device.index or 0) if device.type == "cuda" else None
+
+
+def _check_is_first(gpu: int | None) -> None:
+    # SGLang sees one GPU, as number 0, and the handles of the trainer's memory carry the trainer's number.
+    if gpu:
+        raise ConfigError(
+            f"SGLang shares only the first GPU that the run sees, and device is 'cuda:{gpu}': choose it by "
+            f"CUDA_VISIBLE_DEVICES and leave device out"
+        )
 
 
 def _ask(url: str, wanted: int | None, key: str | None) -> tuple[str, int]:

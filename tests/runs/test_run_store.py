@@ -1,8 +1,11 @@
 """The store of a run: chosen in the run file, shared with no other run, and gone back to without losses."""
 
 import asyncio
+import contextlib
 import logging
+import shutil
 import threading
+from types import SimpleNamespace
 
 import pytest
 from test_killed_separate_run import RUN_FILE, STEPS, check_real_run, finished_groups, taken_up_since
@@ -10,12 +13,16 @@ from typer.testing import CliRunner
 
 from forebay.cli import app
 from forebay.config import ConfigError, load_config
-from forebay.replay import SQLStorage
-from forebay.runs import steps, store
+from forebay.ledger import Ledger
+from forebay.produce.recovery import Cut
+from forebay.replay import AsyncReplayBufferConfig, SQLStorage, StorageItem
+from forebay.runs import checkpoints, steps, store
 from forebay.runs.config import RunConfig
-from forebay.runs.folder import list_checkpoints, saved_config
+from forebay.runs.folder import list_checkpoints, new_folder, saved_config
 from forebay.runs.launch import launch, try_all
+from forebay.runs.placement import PartLost
 from forebay.train import TrainController
+from forebay.types import Status
 from postgres_server import empty_place, restart, running_server
 
 SECRET = "correct-horse-7"
@@ -77,11 +84,82 @@ def test_a_run_goes_on_after_its_database_was_restarted_and_writes_its_password_
     with pytest.raises(ConfigError, match="cannot be opened") as unreachable:
         asyncio.run(launch(config(tmp_path, "replay.store=postgresql", "name=other")))
     monkeypatch.setenv(store.URL_VARIABLE, database)
-    with pytest.raises(ConfigError, match=f"groups of the run in '{run.folder}'; name another") as taken:
+    with pytest.raises(ConfigError, match=f"groups of another run, in '{run.folder}'; name another") as taken:
         asyncio.run(launch(config(tmp_path, "replay.store=postgresql", "name=other")))
     said = [caplog.text, *capsys.readouterr(), str(unreachable.value), str(taken.value)]
     files = [path.read_bytes().decode(errors="replace") for path in run.folder.rglob("*") if path.is_file()]
     assert not [text for text in [*said, *files] if SECRET in text or "postgres:" in text]
+
+
+def test_a_durable_run_without_a_checkpoint_begins_again_after_a_lost_part(tmp_path, monkeypatch):
+    report, lost = steps.report, []
+
+    def reported(run, train_step, batch, metrics):
+        report(run, train_step, batch, metrics)
+        if train_step == 3 and not lost:
+            lost.append(train_step)
+            raise PartLost("the trainer is lost")
+
+    monkeypatch.setattr(steps, "report", reported)
+    run = config(tmp_path, "checkpoint_every=0", "replay.store=sqlite")
+    asyncio.run(launch(run))
+    assert lost
+    check_real_run(run.folder, str(run.folder / "buffer.db"))
+
+
+def test_a_database_is_known_by_the_id_in_the_folder_of_its_run(tmp_path):
+    """Two machines may have runs at the same path; a folder may move, and be replaced."""
+    run = config(tmp_path, "replay.store=sqlite", f"replay.path={tmp_path / 'groups.db'}")
+    aside, copy = tmp_path / "aside", tmp_path / "copy"
+
+    def count_groups(folder, *, is_new):
+        with contextlib.closing(store.open_storage(run, folder, is_new=is_new)) as storage:
+            return len(storage)
+
+    with new_folder(run, overwrite=False) as folder:
+        storage = store.open_storage(run, folder, is_new=True)
+        asyncio.run(storage.put_many([StorageItem(["a group"], -1, -1, "t", Status.COMPLETED, 0)]))
+        storage.close()
+    folder.rename(aside)
+    for is_new in (True, False):
+        with pytest.raises(ConfigError, match=f"holds 1 groups of another run, in '{folder}'; name"):
+            count_groups(folder, is_new=is_new)
+    shutil.rmtree(folder)
+    assert count_groups(aside, is_new=False) == 1
+    aside.rename(folder)
+    shutil.copytree(folder, copy)
+    with pytest.raises(ConfigError, match="of another run"):
+        count_groups(copy, is_new=False)
+    assert count_groups(folder, is_new=False) == 1
+    (folder / "metrics.jsonl").write_text("{}")
+    with new_folder(run, overwrite=True):
+        assert count_groups(folder, is_new=True) == 0
+
+
+async def test_a_checkpoint_that_cannot_be_noted_holds_nothing(tmp_path, monkeypatch):
+    buffer = AsyncReplayBufferConfig().build()
+
+    async def cut(path, train_step):
+        opened = contextlib.AsyncExitStack()
+        write = await opened.enter_async_context(buffer.moment())
+        return Cut({}, {}, Ledger(), write, opened)
+
+    async def refuse(train_step):
+        raise OSError("no room")
+
+    class Run(SimpleNamespace):
+        def __getattr__(self, name):
+            return SimpleNamespace(state_dict=dict)
+
+    monkeypatch.setattr(checkpoints, "phase", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(checkpoints, "device_fact", lambda config: "cpu")
+    parts = {"manager": SimpleNamespace(cut=cut), "record": SimpleNamespace(checkpoint=refuse)}
+    values = {"folder": tmp_path, "train_step": 3, "history": [], "evaluations": [], "saving": None}
+    with pytest.raises(OSError, match="no room") as error:
+        await checkpoints.begin_checkpoint(Run(**parts, **values))
+    # While the error is held, with all that its frames hold.
+    async with asyncio.timeout(5), buffer.moment():
+        del error
 
 
 @pytest.mark.parametrize("url", [None, f"mysql://me:{SECRET}@host/name", SECRET])

@@ -354,22 +354,22 @@ class AgentLoopManager:
         groups are left out. Without `with_groups` the groups stay where they are, in a store that is durable;
         None: if it is.
         """
-        opened, storage = AsyncExitStack(), self.replay_buffer.storage
         write_groups = None
-        if with_groups or (with_groups is None and not storage.is_durable):
-            moment = self.replay_buffer.moment(live_only=train_step is not None)
-            write_groups = await opened.enter_async_context(moment)
-        # Nothing is awaited from here on: the parts are of the same moment.
-        state = {
-            "tasks": self.task_names,
-            "progress": copy.deepcopy(self.progress.state_dict()),
-            "model_step": self.model_step if model_step is None else model_step,
-            "ledger": self.ledger.checkpoint(path),
-            "train_step": train_step,
-        }
-        runners = self._runners if train_step is not None else {}
-        samplers = {name: runner.sampler.state_dict() for name, runner in runners.items()}
-        return Cut(state, samplers, self.ledger, write_groups, opened)
+        async with AsyncExitStack() as opened:
+            if with_groups or (with_groups is None and not self.replay_buffer.storage.is_durable):
+                moment = self.replay_buffer.moment(live_only=train_step is not None)
+                write_groups = await opened.enter_async_context(moment)
+            # Nothing is awaited from here on: the parts are of the same moment.
+            state = {
+                "tasks": self.task_names,
+                "progress": copy.deepcopy(self.progress.state_dict()),
+                "model_step": self.model_step if model_step is None else model_step,
+                "ledger": self.ledger.checkpoint(path),
+                "train_step": train_step,
+            }
+            runners = self._runners if train_step is not None else {}
+            samplers = {name: runner.sampler.state_dict() for name, runner in runners.items()}
+            return Cut(state, samplers, self.ledger, write_groups, opened.pop_all())
 
     async def resume(self, path: Path | str, *, has_groups: bool = False) -> int:
         """Go back to what `save`, or a cut, wrote; return the model step. Production is paused afterwards.

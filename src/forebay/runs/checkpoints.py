@@ -32,7 +32,7 @@ from forebay.runs.folder import (
     unfinished,
 )
 from forebay.runs.placement import device_fact
-from forebay.runs.store import keeps_consumed, store_of
+from forebay.runs.store import holder_name, keeps_consumed, store_of
 from forebay.types import Status
 from forebay.watching.activity import CHECKPOINT
 
@@ -66,8 +66,12 @@ async def begin_checkpoint(run: Run) -> None:
             "lag_limit": run.lag_limit,
             "device": device_fact(run.config),
         }
-        if run.record is not None:
-            await run.record.checkpoint(run.train_step)
+        try:
+            if run.record is not None:
+                await run.record.checkpoint(run.train_step)
+        except BaseException:
+            await cut.release()
+            raise
         run.saving = asyncio.create_task(_write_checkpoint(run, final, cut, state), name=f"save {final.name}")
         # It runs up to its first wait, which is for the compute thread.
         await asyncio.sleep(0)
@@ -142,7 +146,7 @@ async def _resume_production(run: Run, path: Path, *, has_groups: bool) -> None:
         raise ValueError("its groups are in the store that the run had; leave replay.store as it was")
     await run.manager.resume(path, has_groups=has_groups or not has_snapshot)
     if storage.is_durable:
-        storage.holder = str(run.folder.resolve())
+        storage.holder = holder_name(run.folder)
 
 
 def limit_lag(run: Run, train_steps: int) -> None:

@@ -7,6 +7,7 @@
                 history/            every rollout that was trained, dropped or evaluated; every activity
                 live.json           where the run stands; replaced once a second
                 notes.jsonl         its warnings and messages
+                run_id              whose groups a durable store holds
                 ledger.jsonl        what became of every group
                 warmup/             the model after the warm-up, if there was one
                 checkpoints/step_N  trainer, manager, history; complete or absent, with checksums of all
@@ -47,6 +48,7 @@ except ImportError:  # not a POSIX system: two runs in one folder are not notice
     fcntl = None  # type: ignore[assignment]
 
 RUN_FILE = "run.toml"
+ID_FILE = "run_id"
 
 logger = logging.getLogger(__name__)
 
@@ -250,9 +252,13 @@ def new_folder(config: RunFile, *, overwrite: bool) -> Iterator[Path]:
         ConfigError: the folder holds an earlier run and `overwrite` is not set, or something that is no run.
     """
     folder = config.folder
+    # A run that replaces another one takes over its database, too.
+    run_id = (folder / ID_FILE).read_text("ascii") if (folder / ID_FILE).exists() else None
     aside = _make_free(folder, overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     write_run_file(config, folder)
+    if run_id is not None:
+        write_text(folder / ID_FILE, run_id)
     try:
         yield folder
     except BaseException:

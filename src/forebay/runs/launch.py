@@ -206,16 +206,15 @@ async def _back_to_checkpoint(run: Run, reason: str) -> Run:
     step = step_of(checkpoints[-1]) if checkpoints else 0
     display.warning(f"{reason}; the run goes back from train step {run.train_step} to {step}")
     display.start(config.name, {}, step=step, total=config.steps)
-    storage, keeps = run.manager.replay_buffer.storage, keeps_consumed(config)
-    if storage.is_durable:
-        await asyncio.to_thread(wait_for_database, config)
-    kept = storage if keeps and not storage.is_durable else None
+    storage = run.manager.replay_buffer.storage
+    await asyncio.to_thread(wait_for_database, config)
+    kept = storage if keeps_consumed(config) and not storage.is_durable else None
     if checkpoints:
         again = await _resumed(config, checkpoints[-1], step, display, run.cluster, kept)
     else:
         again = await open_run(config, display, run.cluster, resume_step=step, storage=kept)
-        if keeps:
-            await again.manager.settle(step)
+        # Whatever a store still holds, its train steps are those of the run that is taken back.
+        await again.manager.settle(step)
     if run.stop.is_set():
         again.stop.set()
     return again

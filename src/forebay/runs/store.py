@@ -6,8 +6,8 @@
                    --> SQLite file: RUN/buffer.db, or replay.path; on a local disk
                    --> PostgreSQL: the URL in FOREBAY_REPLAY_URL, which is written down nowhere
 
-A durable store belongs to one run at a time: it has the name of the run's folder, fences off every earlier
-owner, and is emptied for a new run in the same folder.
+A durable store belongs to one run at a time: it has the id that is in the run's folder, fences off every
+earlier owner, and is emptied for a new run in the same folder.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from __future__ import annotations
 import os
 import re
 import time
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forebay.config import ConfigError
 from forebay.extras import needed_by
+from forebay.io.durable import write_text
 from forebay.replay import IndexedStorage, StorageBackend
 from forebay.runs.config import RunConfig
+from forebay.runs.folder import ID_FILE
 
 if TYPE_CHECKING:
     from forebay.replay import SQLStorage
@@ -34,7 +37,10 @@ _NETWORK = re.compile(
     r"nfs\d?|cifs|smb.*|lustre|ceph|glusterfs|gpfs|beegfs.*|9p|afs|wekafs|panfs|orangefs|virtiofs|davfs"
     r"|fuse\.(?!fuse-overlayfs|overlayfs).*"
 )
-"""File systems that other machines can write to; FUSE has too many to name, and few of them lock files."""
+"""File systems that other machines can write to; FUSE has too many to name, and few of them lock files.
+
+A plain ``fuse`` does not say which it is, and may be a local disk: it passes.
+"""
 
 
 def store_of(config: RunConfig) -> str:
@@ -62,7 +68,7 @@ def open_storage(config: RunConfig, folder: Path, *, is_new: bool) -> StorageBac
         ConfigError: the file is on a network file system, the database cannot be opened, or it holds the
             groups of another run.
     """
-    kind, name = store_of(config), str(folder.resolve())
+    kind = store_of(config)
     if kind == "memory":
         return IndexedStorage()
     with needed_by("replay.store"):
@@ -77,28 +83,41 @@ def open_storage(config: RunConfig, folder: Path, *, is_new: bool) -> StorageBac
     try:
         # A file in the run's folder moves with it.
         is_in_folder = kind == "sqlite" and config.replay.path is None
-        _take_over(storage, name, is_new=is_new, is_in_folder=is_in_folder)
+        _take_over(storage, folder, is_new=is_new, is_in_folder=is_in_folder)
     except BaseException:
         storage.close()
         raise
     return storage
 
 
-def _take_over(storage: SQLStorage, name: str, *, is_new: bool, is_in_folder: bool) -> None:
-    holder = storage.holder
+def holder_name(folder: Path) -> str:
+    """How a store names the run in `folder`: by the id in the folder, made if need be, and by its path.
+
+    The path alone may be that of a run on another machine.
+    """
+    file = folder / ID_FILE
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(file, uuid.uuid4().hex)
+    return f"{file.read_text('ascii')}:{folder.resolve()}"
+
+
+def _take_over(storage: SQLStorage, folder: Path, *, is_new: bool, is_in_folder: bool) -> None:
+    name = holder_name(folder)
+    run_id, _, path = (storage.holder or name).partition(":")
+    here, there = folder / ID_FILE, Path(path) / ID_FILE
+    # A copy of a run has its id, too, and the original may be at work.
+    is_copy = there.exists() and not there.samefile(here) and there.read_bytes() == here.read_bytes()
+    is_own = name.startswith(f"{run_id}:") and not is_copy
+    if not is_own and (len(storage) if is_new else not is_in_folder):
+        another = "another one (or another schema of it: ?options=-csearch_path%3DNAME), or delete its tables"
+        raise ConfigError(
+            f"replay.store: the database holds {len(storage)} groups of another run, in {path!r}; "
+            f"name {another if is_new else 'the database of this run'}"
+        )
     if is_new:
-        if holder not in (None, name) and len(storage):
-            raise ConfigError(
-                f"replay.store: the database holds {len(storage)} groups of the run in {holder!r}; name "
-                f"another one (or another schema of it: ?options=-csearch_path%3DNAME), or delete its tables"
-            )
         storage.load_state_dict(IndexedStorage().state_dict())
         storage.holder = name
-    elif holder not in (None, name) and not is_in_folder:
-        raise ConfigError(
-            f"replay.store: the database holds the groups of the run in {holder!r}, and this one is in "
-            f"{name!r}: name the database of this run, or move its folder back"
-        )
     storage.claim_now()
 
 

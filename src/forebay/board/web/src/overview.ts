@@ -168,6 +168,8 @@ export function appendRows(columns: Columns, more: Columns): void {
 function done(columns: Columns, name: string, kind: string, x: string): Mark[] {
   const steps = (columns.train_step ?? []) as number[];
   const seconds = columns[name] ?? [];
+  // Weights that are handed over after nearly every step are no news; a line of ticks would hide what is.
+  if (kind === "sync" && seconds.filter(Boolean).length > steps.length / 2) return [];
   return steps.flatMap((step, row) => {
     if (!seconds[row]) return [];
     // A checkpoint is written after a step, and its time counts to the next.

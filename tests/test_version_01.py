@@ -6,7 +6,6 @@ second checkpoint.
 """
 
 import asyncio
-import json
 import shutil
 from pathlib import Path
 
@@ -97,21 +96,17 @@ def test_a_run_is_looked_into_as_it_is(copy):
     assert "step_000001" in run("ledger", folder).output
 
 
-def test_a_run_is_refused_in_one_sentence_and_goes_on_when_it_is_converted(copy):
+def test_a_run_is_refused_in_one_sentence_and_can_be_tried_when_it_is_converted(copy):
     pytest.importorskip("torch")
     folder = copy("run")
-    expected = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     refused = run("train", "--resume", folder, exit_code=2).stderr
     assert "forebay migrate RUN_FOLDER" in " ".join(refused.split())
     assert "checksums written for step_000001, model" in run("migrate", folder).output
     assert "nothing to convert" in run("migrate", folder).output
-    run("train", "--resume", folder)
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [step["train_step"] for step in found] == [1, 2]
-    # The weights, the optimizer, the random numbers and the prompts are those of version 0.1.
-    for name in ("reward", "response_tokens", "train/loss", "train/grad_norm"):
-        assert found[1][name] == pytest.approx(expected[1][name], rel=1e-5), name
-    assert (folder / "checkpoints" / "step_000002").is_dir()
+    # The trainer's part is written otherwise since; its model is where a new run can begin.
+    refused = " ".join(run("train", "--resume", folder, exit_code=2).stderr.split())
+    assert "has format 1, this version reads 2" in refused
+    assert "begin a new run with its model/ as model.source" in refused
 
 
 def test_what_is_neither_is_one_message(tmp_path):

@@ -52,9 +52,10 @@ PLACES = {
     "weights": (
         checkpoint_module,
         "save_file",
-        5,
+        2,
         SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
     ),
+    "state": (checkpoint_module.HuggingFaceStorageWriter, "write_data", 2, FULL),
     "books": (Journal, "write", 9, FULL),
     "sync": (os, "fsync", 80, FULL),
 }

@@ -10,7 +10,6 @@ import torch
 import transformers as hf
 
 from forebay.train import TrainConfig, TrainController
-from forebay.train.learner import Learner
 from forebay.train.model.trial import check_layout
 
 SIZES: dict[str, Any] = {
@@ -79,18 +78,3 @@ def test_a_layout_gives_the_logprobs_of_padded_rows_or_is_refused(kind, layout, 
     packed = trainer(layout)
     logprobs = packed.compute_logprobs(packed.pack(make_groups()))
     torch.testing.assert_close(torch.from_numpy(logprobs), torch.from_numpy(expected), atol=1e-4, rtol=0)
-
-
-def test_each_model_is_split_before_the_next_one_comes_to_the_device(make_model, monkeypatch):
-    """A rank's device never holds policy, reference and critic whole at once."""
-    events: list[str] = []
-    to = torch.nn.Module.to
-
-    def moved(module, *arguments):
-        events.append("to")
-        return to(module, *arguments)
-
-    monkeypatch.setattr(torch.nn.Module, "to", moved)
-    config = TrainConfig(kl_coef=0.1, advantage="gae", critic_lr=1e-3)
-    Learner(make_model(), config, pad_token_id=0, device="cpu", shard=lambda model: events.append("shard"))
-    assert events == ["to", "shard"] * 3

@@ -99,9 +99,7 @@ def rollouts_table(left: Sequence[Left]) -> Any:
 def _append_texts(texts: dict[str, list[str]], state: RolloutState, batch: Left) -> None:
     conversation, facts = conversation_of(state), facts_of(state)
     reward = state.reward if isinstance(state.reward, Mapping) else {}
-    truth = (
-        (state.reward_model or {}).get("ground_truth", "") if isinstance(state.reward_model, Mapping) else ""
-    )
+    truth = state.reward_model.get("ground_truth", "") if isinstance(state.reward_model, Mapping) else ""
     for name, text in (
         ("outcome", batch.outcome),
         ("reason", batch.reason),

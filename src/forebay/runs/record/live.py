@@ -17,7 +17,6 @@ import contextlib
 import json
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,8 +102,9 @@ def live_values(
     now = status.now()
     balance = manager.ledger.balance({})
     # The first are the oldest; those of 16,000 rollouts in flight are not sorted.
-    producing = [activity for activity in activities.in_flight() if activity.stage in PRODUCER_STAGES]
-    others = [activity for activity in activities.in_flight() if activity.stage not in PRODUCER_STAGES]
+    in_flight = activities.in_flight()
+    producing = [activity for activity in in_flight if activity.stage in PRODUCER_STAGES]
+    others = [activity for activity in in_flight if activity.stage not in PRODUCER_STAGES]
     return {
         "model_step": now.model_step,
         "tasks": {
@@ -116,7 +116,7 @@ def live_values(
             }
             for name, task in now.tasks.items()
         },
-        "stages": Counter(activity.stage for activity in producing),
+        "stages": now.stages,
         "oldest": [
             {
                 "stage": activity.stage,

@@ -368,7 +368,7 @@ DAMAGES = {
     ),
     "no journal": (lambda folder: (folder / "record/segment_000/events.jsonl").unlink(), "missing"),
     "no rollouts": (lambda folder: (folder / "record/segment_000/rollouts.arrows").unlink(), "No such file"),
-    "cut rollouts": (cut_rollouts, "Expected to be able to read"),
+    "cut rollouts": (cut_rollouts, "is damaged"),
     "spoilt rollouts": (spoil_rollouts, "is damaged"),
     "no record": (lambda folder: (folder / "record").rename(folder / "gone"), "record = true"),
     "no metrics": (lambda folder: (folder / "metrics.jsonl").unlink(), "nothing to compare with"),

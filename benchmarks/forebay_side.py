@@ -44,7 +44,6 @@ def run_config(job: Job) -> RunConfig:
         rollouts_per_prompt=job.group_size,
         output=Path(job.folder),
         threads=1,
-        show_every=0,
         model=ModelConfig(source=job.model),
         tasks=[
             TaskConfig(

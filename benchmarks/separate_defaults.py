@@ -234,7 +234,6 @@ def token_config(output, produce, train, seed, steps):
             "batch_size": 16,
             "rollouts_per_prompt": 8,
             "output": str(output),
-            "show_every": 0,
             "checkpoint_every": 0,
             "model": {
                 "source": "tiny",

@@ -262,6 +262,7 @@ def test_keys_of_an_earlier_version_are_read_with_one_note_each(caplog: pytest.L
         "batch_size": 1,
         "rollouts_per_prompt": 2,
         "engine": "transformers",
+        "trace": True,
         "model": {"source": "tiny", "dtype": "bfloat16"},
         "train": {"normalisation": "sequence-mean", "dtype": "float32"},
         "tasks": [{"name": "a", "data": {"source": "sorting"}, "judge": {"name": "exact_match"}}],
@@ -276,8 +277,11 @@ def test_keys_of_an_earlier_version_are_read_with_one_note_each(caplog: pytest.L
     assert said == [
         "model.dtype is now engine.dtype and train.dtype",
         "train.normalisation is now train.normalization",
+        "trace was removed, and is left out",
     ]
     assert "normalisation" in table["train"], "the table that was given is as it was"
+    assert apply_overrides({}, ["trace=true"], RunConfig.old_names) == {}
+    assert "forebay board RUN --export" in caplog.records[-1].getMessage()
     # An override of either name changes what the file has under the other.
     for key in ("normalisation", "normalization"):
         for other in ("normalisation", "normalization"):
@@ -305,7 +309,7 @@ def keys_below(annotation: Any, key: str = "") -> set[str]:
 
 _FREE_WORDS = """
     steps batch_size check_memory device search_path threads checkpoint_every keep_checkpoints
-    show_every history_gb board trace
+    history_gb board
     verify_weights model.max_context engine.name engine.arguments engine.dtype engine.attention
     cluster.name cluster.arguments tasks.*.data.source tasks.*.data.arguments
     tasks.*.data.prompt_column tasks.*.data.answer_column tasks.*.data.system_prompt
@@ -317,7 +321,7 @@ _FREE_WORDS = """
     tasks.*.sample.stop tasks.*.sample.stop_token_ids tasks.*.sample.seed tasks.*.weight
     tasks.*.overlong_prompts tasks.*.max_staleness replay.limit replay.keep_consumed
     replay.store replay.path produce.mode
-    produce.strategy produce.filter produce.sync_weights_interval produce.max_staleness
+    produce.filter produce.sync_weights_interval produce.max_staleness
     produce.staleness_rule produce.over_sample_threshold produce.enable_partial_rollout
     produce.tail_batch_trigger_size produce.tail_batch_max_tries produce.max_retries
     produce.in_flight_update produce.stall_after_s produce.min_members produce.max_failed_groups

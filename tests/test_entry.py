@@ -25,7 +25,6 @@ def config(tmp_path: Path, **changes: Any) -> dict[str, Any]:
         "batch_size": 2,
         "rollouts_per_prompt": 2,
         "output": str(tmp_path),
-        "show_every": 0,
         "model": {
             "source": "tiny",
             "max_context": 16,

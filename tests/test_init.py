@@ -31,7 +31,7 @@ def test_a_task_of_ones_own_trains_from_any_folder(tmp_path: Path) -> None:
     runner = CliRunner()
     said = runner.invoke(app, ["init", "own_task", str(tmp_path / "mine")])
     assert said.stdout.splitlines()[-1] == f"next: forebay train {tmp_path / 'mine' / 'run.toml'}"
-    changes = ["steps=1", "warmup.steps=1", "show_every=0", f"output={tmp_path}"]
+    changes = ["steps=1", "warmup.steps=1", f"output={tmp_path}"]
     done = subprocess.run(
         [sys.executable, "-c", MAIN, "train", str(tmp_path / "mine" / "run.toml"), *changes],
         cwd=tmp_path,

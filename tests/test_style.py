@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import importlib
 import pkgutil
 import re
@@ -24,6 +25,7 @@ from forebay.agents.environments import ENVIRONMENT_ARGUMENTS
 from forebay.cluster.arguments import RayArguments
 from forebay.config import Component, StrictModel
 from forebay.engines.build import ENGINE_ARGUMENTS
+from forebay.engines.process.host import EngineRecipe
 from forebay.judges.build import JUDGE_ARGUMENTS, JudgeConfig, PartConfig
 from forebay.produce.prompts.sources import SOURCE_ARGUMENTS
 from forebay.replay.config import BufferConfig
@@ -185,14 +187,20 @@ def test_a_run_file_has_few_keys() -> None:
         "clusters": [RayArguments],
     }
     # What tools, environments and data sources take is not in every run file's reach: a kind within a kind.
-    inner = [*TOOL_ARGUMENTS.values(), *ENVIRONMENT_ARGUMENTS.values(), *SOURCE_ARGUMENTS.values()]
-    elsewhere = {model for models in [*kinds.values(), inner] for model in models}
+    # An `EngineRecipe` is in no run file: the run tells it to an engine's process.
+    inner = [
+        *TOOL_ARGUMENTS.values(),
+        *ENVIRONMENT_ARGUMENTS.values(),
+        *SOURCE_ARGUMENTS.values(),
+    ]
+    elsewhere = {model for models in [*kinds.values(), inner, [EngineRecipe]] for model in models}
     keys = {
         model.__name__: sorted(_own_fields(model))
-        for model in (*_subclasses(StrictModel), Component, *_subclasses(Component), BufferConfig)
+        for base in (StrictModel, Component, BufferConfig)
+        for model in (base, *_subclasses(base))
         if model not in elsewhere
     }
-    keys["SampleParams"] = sorted(SampleParams.__dataclass_fields__)
+    keys["SampleParams"] = sorted(field.name for field in dataclasses.fields(SampleParams))
     for kind, models in kinds.items():
         keys[kind] = sorted({name for model in models for name in _own_fields(model)})
     count = sum(map(len, keys.values()))

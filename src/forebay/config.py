@@ -110,8 +110,9 @@ class Component(BaseModel):
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
-OldNames = Mapping[str, tuple[str, ...]]
-"""Keys of earlier versions, each with the keys that took its place: ``old_names`` of a model of run files."""
+OldNames = Mapping[str, tuple[str, ...] | str]
+"""Keys of earlier versions, each with the keys that took its place, or with what does its work now:
+``old_names`` of a model of run files."""
 
 
 def load_config(model: type[ModelT], path: Path, overrides: Iterable[str] = ()) -> ModelT:
@@ -172,7 +173,10 @@ def apply_overrides(
                 f"override {override!r} is not of the form key=value, for example train.lr=1e-4"
             )
         names = old_names.get(key.strip(), (key.strip(),))
-        changes += [(name.split("."), text.strip(), override) for name in names]
+        if isinstance(names, str):
+            logger.warning("%s was removed, and is left out: %s", key.strip(), names)
+        else:
+            changes += [(name.split("."), text.strip(), override) for name in names]
     # A whole table before its parts, which it would wipe; the sort keeps the order of equals.
     for path, text, override in sorted(changes, key=lambda change: len(change[0])):
         try:
@@ -263,6 +267,9 @@ def _with_new_names(data: Mapping[str, Any], old_names: OldNames) -> dict[str, A
         if not isinstance(node, dict) or last not in node:
             continue
         value = node.pop(last)
+        if isinstance(names, str):
+            logger.warning("%s was removed, and is left out: %s", old, names)
+            continue
         logger.warning("%s is now %s: %r is used, unless that is set", old, " and ".join(names), value)
         for name in names:
             _set_path(table, name.split("."), value, f"{old}={value}", only_if_missing=True)

@@ -38,7 +38,6 @@ SMALL = [
     "batch_size=2",
     "rollouts_per_prompt=4",
     "checkpoint_every=0",
-    "show_every=0",
     "warmup.steps=4",
     "warmup.batch_size=16",
     "tasks.0.data.size=60",

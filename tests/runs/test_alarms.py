@@ -23,7 +23,6 @@ def table(output="runs", **changes):
         "batch_size": 4,
         "rollouts_per_prompt": 4,
         "output": str(output),
-        "show_every": 0,
         "model": {"source": "tiny", "tiny": {"hidden_size": 32, "num_layers": 2, "num_heads": 2}},
         "tasks": [
             {

@@ -40,7 +40,6 @@ def run_table(output, **changes):
         "batch_size": 4,
         "rollouts_per_prompt": 4,
         "output": str(output),
-        "show_every": 2,
         "model": {"source": "tiny", "tiny": {"hidden_size": 32, "num_layers": 2, "num_heads": 2}},
         "tasks": [
             {

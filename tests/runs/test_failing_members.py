@@ -72,7 +72,6 @@ def config(output, *, produce=(), agent="single_turn", judge="judge_that_fails_o
         "batch_size": BATCH_SIZE,
         "rollouts_per_prompt": GROUP_SIZE,
         "output": str(output),
-        "show_every": 0,
         "model": {"source": "tiny", "tiny": {"hidden_size": 32, "num_layers": 1, "num_heads": 2}},
         "tasks": [
             {

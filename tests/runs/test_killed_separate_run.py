@@ -34,7 +34,6 @@ seed = 5
 steps = {STEPS}
 batch_size = {BATCH_SIZE}
 rollouts_per_prompt = 2
-show_every = 0
 model = {{ source = "tiny", tiny = {{ hidden_size = 16, num_layers = 1, num_heads = 1 }} }}
 train = {{ lr = 1e-3 }}
 

@@ -63,7 +63,6 @@ def config(output, **changes):
         "batch_size": BATCH_SIZE,
         "rollouts_per_prompt": GROUP_SIZE,
         "output": str(output),
-        "show_every": 0,
         "record": True,
         "model": {"source": "tiny", "tiny": {"hidden_size": 32, "num_layers": 2, "num_heads": 2}},
         "tasks": [task("sorting", "sorting")],
@@ -189,7 +188,7 @@ def test_until_stops_shows_the_batch_and_saves_what_helps(recorded, tmp_path):
     ("produce", "table"),
     [
         ({}, {"lr": 1e-3, "mini_batches": 2, "kl_coef": 0.01}),
-        ({"strategy": "async", "max_staleness": 1}, {"lr": 1e-3, "advantage": "gae", "critic_lr": 1e-3}),
+        ({"max_staleness": 1}, {"lr": 1e-3, "advantage": "gae", "critic_lr": 1e-3}),
         ({"mode": "separate"}, {"lr": 1e-3, "lora_rank": 4, "correction": "token_tis"}),
     ],
     ids=["colocated with reference", "asynchronous with critic", "separate with adapters"],

@@ -1,17 +1,22 @@
-"""Rates read off a run: from traces with known rates, and from a real run."""
+"""Rates read off a run: from histories with known rates, and from a real run."""
 
 import asyncio
 import json
 import os
+import shutil
 
+import pyarrow.parquet as pq
 import pytest
 from simulated_runs import run_config, run_table
 
 from forebay.config import ConfigError, parse_config
 from forebay.engines.base import DEFAULT_MAX_BATCH
 from forebay.runs.config import RunConfig
+from forebay.runs.record.columns import spans_table
+from forebay.runs.record.history import FORMAT
 from forebay.simulation import simulate
 from forebay.simulation.calibration import calibrate, measure_rates
+from forebay.watching.activity import Span
 
 
 def test_rates_are_those_that_the_requests_had():
@@ -21,25 +26,25 @@ def test_rates_are_those_that_the_requests_had():
     assert measure_rates([(0.0, 1.0, 5)] * 3, slots=2) == ((2, 15.0),)
 
 
-def bar(stage, name, start_s, end_s, lane, note=None):
-    begin = {"ph": "B", "pid": 1, "tid": lane, "ts": start_s * 1e6, "name": f"{stage} {name}", "cat": stage}
-    end = {"ph": "E", "pid": 1, "tid": lane, "ts": end_s * 1e6, "args": {"note": note} if note else {}}
-    return [(start_s, 1, begin), (end_s, 0, end)]
-
-
 def write_run(folder, num_steps=10):
     """Steps of 4 s, 3 of them training; a rollout of 20 tokens in 2 s, and one interrupted half-way."""
-    events = []
+    spans = []
+
+    def bar(stage, name, start_s, end_s, note=""):
+        spans.append(Span(start_s, end_s, stage, name, "t", "", note))
+
     for step in range(num_steps):
         start_s = 4.0 * step
-        events += bar("train", f"step {step}", start_s, start_s + 3, 1)
-        events += bar("sync", f"step {step}", start_s + 3, start_s + 3.5, 1)
-        events += bar("generate", f"t/{step}/0", start_s, start_s + 2, 2, "completed, 20 tokens")
-        events += bar("generate", f"t/{step}/1", start_s, start_s + 1, 3, "aborted, 5 tokens")
-        events += bar("generate", f"t/{step}/1", start_s + 1, start_s + 2, 3, "completed, 15 tokens")
-        events += bar("judge", f"t/{step}", start_s + 2, start_s + 2.25, 4)
-    lines = [json.dumps(event) for _, _, event in sorted(events, key=lambda entry: entry[:2])]
-    (folder / "trace.json").write_text("[\n" + ",\n".join(lines))
+        bar("train", f"step {step}", start_s, start_s + 3)
+        bar("sync", f"step {step}", start_s + 3, start_s + 3.5)
+        bar("generate", f"t/{step}/0", start_s, start_s + 2, "completed, 20 tokens")
+        bar("generate", f"t/{step}/1", start_s, start_s + 1, "aborted, 5 tokens")
+        bar("generate", f"t/{step}/1", start_s + 1, start_s + 2, "completed, 15 tokens")
+        bar("judge", f"t/{step}", start_s + 2, start_s + 2.25)
+    segment = folder / "history" / "segment_000"
+    segment.mkdir(parents=True)
+    (segment / "segment.json").write_text(json.dumps({"format": FORMAT, "resumed_from": None}))
+    pq.write_table(spans_table(spans), segment / "spans_000000_000000.parquet")
     rows = [{"train_step": step + 1, "step_s": 4.0, "staleness": 1} for step in range(num_steps)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -54,10 +59,10 @@ def test_a_run_is_measured(tmp_path):
     assert cluster.slots == DEFAULT_MAX_BATCH
 
 
-def test_a_run_without_a_trace_is_refused(tmp_path):
+def test_a_run_without_a_history_is_refused(tmp_path):
     write_run(tmp_path)
-    (tmp_path / "trace.json").unlink()
-    with pytest.raises(ConfigError, match="trace=true"):
+    shutil.rmtree(tmp_path / "history")
+    with pytest.raises(ConfigError, match="history_gb = 0"):
         calibrate(tmp_path, run_config())
     (tmp_path / "metrics.jsonl").unlink()
     with pytest.raises(ConfigError, match="no run in"):
@@ -76,9 +81,7 @@ def test_the_prediction_of_a_real_run_is_right(tmp_path):
         steps=60,
         batch_size=16,
         rollouts_per_prompt=16,
-        trace=True,
         checkpoint_every=0,
-        show_every=0,
         model={"source": "tiny", "tiny": {"hidden_size": 128, "num_layers": 4, "num_heads": 4}},
     )
     table["tasks"][0] |= {"sample": {"max_tokens": 8}}

@@ -44,7 +44,7 @@ def test_the_same_simulation_gives_the_same_numbers_and_timeline(tmp_path):
     one, other = (simulate(run_config(produce=PARTIAL), tailed, steps=5, trace=trace) for trace in traces)
     assert one.numbers() == other.numbers()
     assert traces[0].read_text() == traces[1].read_text()
-    bars = [event for event in json.loads(traces[0].read_text()) if event["ph"] == "B"]
+    bars = [event for event in json.loads(traces[0].read_text()) if event["ph"] == "X"]
     assert {"generate", "judge", "train", "sync"} <= {bar["cat"] for bar in bars}
     assert max(bar["ts"] for bar in bars) / 1e6 == pytest.approx(5 * one.step_s, rel=0.5)
 

@@ -83,7 +83,7 @@ def test_the_command_writes_what_it_shows(tmp_path):
     for _ in range(2):
         outcome = CliRunner().invoke(app, [*command[:6], "--steps", "4", "--out", str(out)])
         assert outcome.exit_code == 0, outcome.output
-        assert json.loads((out / "trace.json").read_text())[-1]["ph"] == "E"
+        assert json.loads((out / "trace.json").read_text())[0]["ph"] == "X"
 
 
 def test_mistakes_are_one_message(tmp_path):

@@ -27,12 +27,18 @@ def board(
     port: Annotated[int, typer.Option(help="The port; the next free one if it is taken.")] = 7331,
     beside: Annotated[bool, typer.Option(hidden=True, help="End when standard input does.")] = False,
     export: Annotated[
-        Path | None, typer.Option(help="Write one self-contained HTML file instead of serving.")
+        Path | None,
+        typer.Option(
+            help="Instead of serving, write one self-contained file: NAME.html, or NAME.json, the timeline "
+            "of a run for https://ui.perfetto.dev."
+        ),
     ] = None,
 ) -> None:
     """Show runs in a browser: numbers, rollouts, what flows where, what was dropped."""
     with one_message():
         from forebay.board.server import Board, serve
+        from forebay.runs.record.history import read_spans
+        from forebay.watching.trace import write_trace
 
         named = folders or [HERE]
         for folder in named:
@@ -41,6 +47,10 @@ def board(
         shown = Board([folder.resolve() for folder in named])
         if not shown.runs() and folders:
             raise ConfigError(f"there is no run at or below {', '.join(map(repr, map(str, named)))}")
+        if export is not None and export.suffix == ".json":
+            write_trace(export, read_spans(named[0]))
+            typer.echo(f"written: {export}")
+            return
         if export is not None:
             from forebay.board.export import write_report
 

@@ -56,7 +56,7 @@ def simulate_run(
     ] = None,
     calibrate: Annotated[
         Path | None,
-        typer.Option(metavar="RUN_FOLDER", help="Measure the cluster on a run trained with trace=true."),
+        typer.Option(metavar="RUN_FOLDER", help="Measure the cluster on a run that was trained."),
     ] = None,
 ) -> None:
     """Predict step time, idle shares and staleness of a run on a cluster, and compare settings."""

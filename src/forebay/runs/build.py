@@ -13,7 +13,6 @@ answer at all, so that some rollouts earn a reward: it is trained on the trainin
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -66,7 +65,6 @@ from forebay.train import OffPolicyGuard, TrainBatch, TrainController, WarmupCon
 from forebay.train.parallel.learner import ModelFolder
 from forebay.train.parallel.ranks import Ranks
 from forebay.types import Message, RolloutState
-from forebay.watching.trace import TraceWriter
 
 
 @dataclass(kw_only=True)
@@ -79,7 +77,6 @@ class Run(Rollouts):
     display: RunDisplay
     metrics: MetricsLogger
     evaluator: Evaluator = field(default_factory=Evaluator)
-    trace: TraceWriter | None = None
     record: Recorder | None = None
     rollouts_history: History | None = None
     """Every rollout that left the run, in columns; `history` has the numbers of the steps."""
@@ -237,12 +234,6 @@ def build_run(
     if isinstance(trainer, TrainController) and takes_turns(config):
         offload = config.engine.arguments.get("offload", "moments")
         run.turns = DeviceTurns(run.controller, trainer, run.compute_thread, offload=offload)
-    if config.trace:
-        # A file that is not there yet: a run may go on from the same step several times.
-        name = "trace" if resume_step is None else f"trace_from_step_{resume_step}"
-        numbered = (f"{name}_{number}.json" for number in itertools.count(2))
-        paths = (folder / file_name for file_name in itertools.chain([f"{name}.json"], numbered))
-        run.trace = TraceWriter(next(path for path in paths if not path.exists()), run.activities)
     if config.verify_weights:
         run.weight_check = WeightCheck(vocabulary=len(tokenizer), seed=config.seed)
     if cluster is not None:

@@ -26,6 +26,7 @@ from forebay.metrics import MetricsConfig
 from forebay.models import DEVICE_PATTERN, ModelConfig
 from forebay.produce import STALENESS_RULES, DataConfig, default_is_valid_sample_fn, has_reward_variance
 from forebay.produce.prompts.sources import check_source
+from forebay.replay.config import BufferConfig
 from forebay.train import TrainConfig, WarmupConfig, check_staleness_rule
 from forebay.types import SampleParams
 
@@ -33,6 +34,9 @@ CLUSTERS = {"ray": "forebay.cluster:RayCluster"}
 """The names that ``cluster`` may have, with import paths: this row knows no cluster."""
 CLUSTER_ARGUMENTS = {"ray": "forebay.cluster.arguments:RayArguments"}
 """The models of their ``arguments``, by import path."""
+
+NUM_SAMPLES = 3
+"""Tables of sampled rollouts that a run shows."""
 
 FILTERS = {"none": default_is_valid_sample_fn, "reward_variance": has_reward_variance}
 
@@ -74,16 +78,15 @@ which keeps the policy near the weights that sampled. GSPO's clip range is far n
 
 
 class ProduceConfig(StrictModel):
-    """How rollouts are produced. Keys that only the asynchronous strategy reads are errors without it.
+    """How rollouts are produced.
 
+    A colocated run in which one of the keys `ASYNC_ONLY` is set uses the asynchronous strategy, too.
     Separate mode has defaults of its own, `SEPARATE_DEFAULTS`, unless ``max_staleness = 0`` is set: that run
     trains the same batches as the synchronous one, with the defaults below.
     """
 
     mode: Literal["colocated", "separate"] = "colocated"
     """``colocated``: generation and training take turns. ``separate``: both work at the same time."""
-    strategy: Literal["sync", "async"] | None = None
-    """None: ``sync`` where colocated, ``async`` where separate (which needs it)."""
     filter: str = "none"
     """``none``, ``reward_variance`` (dynamic sampling), or ``package.module:function``."""
     sync_weights_interval: int = Field(default=1, ge=1)
@@ -136,26 +139,19 @@ class ProduceConfig(StrictModel):
     @property
     def is_async(self) -> bool:
         """Whether groups may be in flight between batches."""
-        return self.mode == "separate" if self.strategy is None else self.strategy == "async"
+        fields = type(self).model_fields
+        return self.mode == "separate" or any(
+            getattr(self, name) != fields[name].default for name in ASYNC_ONLY
+        )
 
     @model_validator(mode="after")
     def _check(self) -> ProduceConfig:
         look_up("filter", self.filter, FILTERS)
         look_up("staleness_rule", self.staleness_rule, STALENESS_RULES)
-        if self.mode == "separate" and not self.is_async:
-            raise ConfigError(
-                "produce.mode 'separate' needs strategy 'async', since groups outlive the batch they are "
-                "for: leave produce.strategy out"
-            )
         if self.mode == "colocated" and self.in_flight_update:
             raise ConfigError(
                 "in_flight_update needs mode 'separate', since colocated engines rest while training: set "
                 "produce.mode = 'separate', or leave it out"
-            )
-        unread = [name for name in ASYNC_ONLY if getattr(self, name) != type(self).model_fields[name].default]
-        if unread and not self.is_async:
-            raise ConfigError(
-                f"{', '.join(unread)}: only read by strategy 'async'; {_MAKE_ASYNC}, or leave them out"
             )
         if self.enable_partial_rollout and self.tail_batch_max_tries:
             raise ConfigError(
@@ -165,7 +161,6 @@ class ProduceConfig(StrictModel):
         return self
 
 
-_MAKE_ASYNC = "set produce.mode = 'separate', or produce.strategy = 'async' in a colocated run"
 ASYNC_ONLY = (
     "max_staleness",
     "staleness_rule",
@@ -178,7 +173,7 @@ ASYNC_ONLY = (
 """Keys of ``[produce]`` that are options of the asynchronous strategy."""
 
 
-class ReplayConfig(StrictModel):
+class ReplayConfig(BufferConfig):
     """Where groups wait for the trainer, and for how long they are kept."""
 
     store: Literal["memory", "sqlite", "postgresql"] | None = None
@@ -187,10 +182,6 @@ class ReplayConfig(StrictModel):
     on Ray, else ``memory``."""
     path: Path | None = None
     """The SQLite file, on a local disk; None: ``buffer.db`` in the run's folder."""
-    limit: int | None = Field(default=None, ge=1)
-    """Live groups at most; the groups that arrived first are evicted and counted. None: no limit."""
-    keep_consumed: bool = False
-    """Keep consumed groups, ARCHIVED, after the checkpoint that makes them safe to forget."""
 
     @model_validator(mode="after")
     def _check(self) -> ReplayConfig:
@@ -244,6 +235,9 @@ class RunConfig(RunFile):
         "model.dtype": ("engine.dtype", "train.dtype"),
         "model.attention": ("engine.attention", "train.attention"),
         "train.normalisation": ("train.normalization",),
+        "trace": "forebay board RUN --export timeline.json writes the timeline of any run",
+        "show_every": f"rollouts are shown {NUM_SAMPLES} times in a run; forebay board shows every one",
+        "produce.strategy": "it follows from produce.mode and from the keys that are set",
     }
 
     batch_size: int = Field(ge=1)
@@ -259,10 +253,6 @@ class RunConfig(RunFile):
     """Train steps between checkpoints; 0: only at the end or when stopped."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """How many of the latest checkpoints stay on disk."""
-    show_every: int = Field(default=10, ge=0)
-    """Train steps between tables of sampled rollouts; 0: never."""
-    trace: bool = False
-    """Write ``trace.json``, a timeline for https://ui.perfetto.dev."""
     verify_weights: bool = False
     """After every hand-over, compare log probabilities of engines and trainer; costs a short generation."""
     check_memory: bool = True
@@ -343,8 +333,8 @@ class RunConfig(RunFile):
         own_limits = [task.name for task in self.tasks if task.max_staleness is not None]
         if own_limits and not self.produce.is_async:
             raise ConfigError(
-                f"max_staleness of task {', '.join(own_limits)}: only read by strategy 'async'; "
-                f"{_MAKE_ASYNC}, or leave max_staleness out"
+                f"max_staleness of task {', '.join(own_limits)}: nothing is stale in this run; set "
+                f"produce.mode = 'separate' or produce.max_staleness, or leave it out"
             )
         compares = train.advantage != "gae" and ":" not in train.advantage
         if self.steps > 0 and compares and group_size < 2:

@@ -354,7 +354,6 @@ async def try_all(config: RunConfig, say: Callable[[str], None]) -> None:
                     "warmup": None,
                     "metrics": type(config.metrics)(),
                     "record": False,
-                    "trace": False,
                     "history_gb": 0,
                 },
                 "replay": ReplayConfig(store="memory"),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from forebay.produce import ProduceBatchResult
 from forebay.runs.build import Run
+from forebay.runs.config import NUM_SAMPLES
 from forebay.types import RolloutState
 
 STEP_PHASES = ("generate", "wait", "train", "pause", "sync")
@@ -39,7 +40,7 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
     run.history.append({"train_step": float(train_step), **values})
     run.metrics.log(train_step, values)
     run.display.step(train_step, run.config.steps, values)
-    if run.config.show_every and (train_step - 1) % run.config.show_every == 0:
+    if (train_step - 1) % math.ceil(run.config.steps / NUM_SAMPLES) == 0:
         run.display.rollouts(groups)
     if run.rollouts_history is not None:
         run.rollouts_history.left(groups, "trained", train_step=train_step, learned=run.learned)

@@ -435,4 +435,4 @@ def build_strategy(config: RunConfig, task: TaskConfig, controller: RolloutContr
 def build_buffer(config: RunConfig, storage: StorageBackend | None = None) -> ReplayBuffer:
     """In order of arrival where nothing can be stale, else the most stale first."""
     kind = AsyncReplayBufferConfig if config.produce.is_async else SyncReplayBufferConfig
-    return kind(limit=config.replay.limit, keep_consumed=config.replay.keep_consumed).build(storage)
+    return kind(**config.replay.model_dump(include=set(kind.model_fields))).build(storage)

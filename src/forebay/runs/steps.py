@@ -341,8 +341,6 @@ async def close(run: Run) -> None:
         if run.live_file is not None:
             state = "finished" if run.train_step >= run.config.steps else "stopped"
             stack.callback(run.live_file.close, "failed" if run.has_failed else state)
-        if run.trace is not None:
-            stack.callback(run.trace.close)
         if run.saving is not None:
             # Whether it succeeds or not: all that follows is needed for it.
             stack.push_async_callback(asyncio.wait, [run.saving])

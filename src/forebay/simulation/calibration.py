@@ -2,7 +2,7 @@
 
 ::
 
-    trace.json    rollouts -> tokens/s by how many ran at once, lengths; seconds to judge, train, sync
+    history/      rollouts -> tokens/s by how many ran at once, lengths; seconds to judge, train, sync
     ledger.jsonl  groups that the filter rejected                              --> ClusterConfig
     metrics.jsonl seconds of a step, staleness                                 --> Measured, to compare with
 
@@ -12,12 +12,10 @@ the rates. The first steps are left out, as in a simulation.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,25 +24,16 @@ from forebay.engines.base import DEFAULT_MAX_BATCH
 from forebay.ledger import Ledger
 from forebay.metrics import STEP_S, read_jsonl
 from forebay.runs.config import RunConfig
+from forebay.runs.record.history import read_spans
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
 from forebay.simulation.prediction import WARM_UP_SHARE
-from forebay.watching.activity import GENERATE, JUDGE, SYNC, TRAIN
+from forebay.watching.activity import GENERATE, JUDGE, SYNC, TRAIN, Span
 
 _MAX_LENGTHS = 1000
 """Quantiles that are kept of the measured lengths: a file to read, and more than a tail needs."""
 _MAX_PAIRS = 12
 """Levels of concurrency that get a rate of their own."""
 _NOTE = re.compile(r"(\w+), (\d+) tokens")
-
-
-class _Bar(NamedTuple):
-    """One span of the trace."""
-
-    stage: str
-    name: str
-    start_s: float
-    end_s: float
-    note: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,24 +49,24 @@ def calibrate(folder: Path, config: RunConfig) -> tuple[ClusterConfig, Measured]
     """The rates and the step time of the finished run in `folder`, which is that of `config`.
 
     Raises:
-        ConfigError: the run left no trace, or too little happened in it.
+        ConfigError: the run left no history, or too little happened in it.
     """
     try:
         rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row.get(STEP_S)]
     except FileNotFoundError:
         raise ConfigError(f"no run in {str(folder)!r}: it has no metrics.jsonl") from None
-    bars = list(_read_trace(folder / "trace.json"))
+    bars = list(read_spans(folder))
     trained = [bar for bar in bars if bar.stage == TRAIN]
     if min(len(rows), len(trained)) < 3:
         raise ConfigError(
-            f"the run in {str(folder)!r} has {len(rows)} train steps and {len(trained)} in its trace; at "
-            f"least 3 are needed"
+            f"the run in {str(folder)!r} has {len(rows)} train steps and {len(trained)} in its history; "
+            f"at least 3 are needed"
         )
     rows = rows[max(1, int(len(rows) * WARM_UP_SHARE)) :]
     start_s = trained[max(1, int(len(trained) * WARM_UP_SHARE)) - 1].end_s
     rollouts, lengths = _rollouts(bars, start_s)
     if not rollouts or not lengths:
-        raise ConfigError(f"the trace in {str(folder)!r} holds no generated rollouts after its first steps")
+        raise ConfigError(f"the history in {str(folder)!r} holds no generated rollouts after its first steps")
 
     def mean_s(stage: str) -> float:
         seconds = [bar.end_s - bar.start_s for bar in bars if bar.stage == stage and bar.start_s >= start_s]
@@ -137,30 +126,7 @@ def measure_rates(rollouts: Sequence[tuple[float, float, int]], slots: int) -> t
     return tuple(dict(pairs).items())
 
 
-def _read_trace(path: Path) -> Iterator[_Bar]:
-    if not path.exists():
-        raise ConfigError(f"no {path.name} in {str(path.parent)!r}: train the run with trace=true")
-    open_bars: dict[tuple[int, int], dict[str, Any]] = {}
-    # A killed run leaves an array without its end, so lines are read, not the array.
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("{"):
-            continue
-        try:
-            event = json.loads(line.rstrip().rstrip(","))
-        except ValueError:
-            continue  # The last line of a killed run.
-        place = event["pid"], event["tid"]
-        if event["ph"] == "B":
-            open_bars[place] = event
-        elif event["ph"] == "E" and place in open_bars:
-            began = open_bars.pop(place)
-            name = began["name"].removeprefix(f"{began['cat']} ")
-            yield _Bar(
-                began["cat"], name, began["ts"] / 1e6, event["ts"] / 1e6, event["args"].get("note", "")
-            )
-
-
-def _rollouts(bars: Sequence[_Bar], start_s: float) -> tuple[list[tuple[float, float, int]], list[int]]:
+def _rollouts(bars: Sequence[Span], start_s: float) -> tuple[list[tuple[float, float, int]], list[int]]:
     """Start, end and tokens of calls that began after `start_s`; lengths of responses completed after it."""
     calls, lengths, so_far = [], [], dict[str, int]()
     for bar in bars:

@@ -30,7 +30,7 @@ from forebay.simulation.cluster import ClusterConfig
 from forebay.simulation.world import EnoughSteps, SimulationLoop, World, build_world
 from forebay.types import Status
 from forebay.watching.activity import SYNC, TRAIN, Activity
-from forebay.watching.trace import TraceWriter
+from forebay.watching.trace import write_trace
 
 DEFAULT_STEPS = 50
 WARM_UP_SHARE = 0.2
@@ -123,15 +123,11 @@ def simulate(
         update={
             "steps": steps,
             "checkpoint_every": 0,
-            "show_every": 0,
             "evaluate": EvalConfig(),
             # The cluster says which share of the groups is rejected.
             "produce": config.produce.model_copy(update={"filter": "none"}),
         }
     )
-    if trace is not None:
-        # A trace is never written over, but that of an earlier simulation is of no use any more.
-        trace.unlink(missing_ok=True)
     with asyncio.Runner(loop_factory=SimulationLoop) as runner, tempfile.TemporaryDirectory() as folder:
         return runner.run(_simulate(config, cluster, Path(folder), trace))
 
@@ -172,12 +168,12 @@ async def _simulate(
     config: RunConfig, cluster: ClusterConfig, folder: Path, trace: Path | None
 ) -> SimulationResult:
     world = build_world(config, cluster, folder)
-    if trace is not None:
-        world.run.trace = TraceWriter(trace, world.run.activities)
     ended: list[Activity] = []
     world.run.activities.listen(lambda _: None, ended.append)
     with contextlib.suppress(EnoughSteps):
         await _LOOPS[config.produce.mode](world.run)
+    if trace is not None:
+        write_trace(trace, sorted(activity.span() for activity in ended))
     steps, trained = world.display.steps, world.trainer.steps
     skipped = max(1, int(len(steps) * WARM_UP_SHARE))
     start, end, usual = steps[skipped - 1], steps[-1], trained[skipped:]

@@ -128,6 +128,18 @@ STAGES: Mapping[str, Stage] = {
 Name = str | int | None
 
 
+class Span(NamedTuple):
+    """An activity that has ended, as histories and traces have it; texts that nobody gave are empty."""
+
+    start_s: float
+    end_s: float
+    stage: str
+    name: str
+    task: str
+    group_id: str
+    note: str
+
+
 class Activity:
     """One thing that is, or was, being done; made by `Activities.span`.
 
@@ -145,6 +157,12 @@ class Activity:
         self.group = group
         self.note = ""
         self.start_s = self.end_s = float("nan")
+
+    def span(self, since_s: float = 0.0) -> Span:
+        """As it ended, on a clock that began `since_s` earlier."""
+        named = (self.stage, self.name, self.task, self.group, self.note)
+        texts = ("" if text is None else str(text) for text in named)
+        return Span(self.start_s + since_s, self.end_s + since_s, *texts)
 
     def __enter__(self) -> Activity:
         register = self._register

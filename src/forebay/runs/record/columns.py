@@ -14,6 +14,7 @@ from forebay.agents.extra_fields import conversation_of, facts_of
 from forebay.ledger import GroupLife
 from forebay.produce.strategies.context import GROUP_GENERATE_TIME_KEY
 from forebay.types import RolloutState
+from forebay.watching.activity import Span
 
 if TYPE_CHECKING:
     from forebay.train import TrainBatch
@@ -194,17 +195,12 @@ def _writable(value: object) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def spans_table(spans: Sequence[tuple[Any, ...]]) -> Any:
+def spans_table(spans: Sequence[Span]) -> Any:
     """The lines of these activities as a table."""
     import pyarrow as pa
 
-    columns = list(zip(*spans, strict=True))
-    texts = dict(zip(("stage", "name", "task", "group_id", "note"), columns[2:], strict=True))
-    times = dict(zip(("start_s", "end_s"), columns, strict=False))
-    return pa.table(
-        {name: pa.array(values, pa.float64()) for name, values in times.items()}
-        | {name: pa.array(list(map(_writable, values)), pa.string()) for name, values in texts.items()}
-    )
+    start_s, end_s, *texts = zip(*spans, strict=True)
+    return pa.table([start_s, end_s, *(list(map(_writable, text)) for text in texts)], Span._fields)
 
 
 _NO_TOKENS = np.empty(0, np.float32)

@@ -23,16 +23,17 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from forebay.config import ConfigError
 from forebay.io.durable import write_json
 from forebay.ledger import GroupLife
 from forebay.runs.record.columns import TEXTS, Left, rollouts_table, spans_table
 from forebay.types import RolloutState
-from forebay.watching.activity import Activity
+from forebay.watching.activity import Activity, Span
 
 if TYPE_CHECKING:
     from forebay.train import TrainBatch
@@ -53,8 +54,6 @@ _MAX_FILE_BYTES = 256 << 20
 """Larger files are not put together: the limit of the history removes whole files."""
 _MOST_PENDING = 4096
 """Rollouts that wait in memory for the next flush."""
-
-_PART = re.compile(r"(rollouts|spans)_(\d+)_(\d+)\.parquet")
 
 
 class History:
@@ -81,7 +80,7 @@ class History:
         self._files = _Files(folder / FOLDER, limit_bytes)
         self._rollouts: list[Left] = []
         self._num_pending = 0
-        self._spans: list[tuple[Any, ...]] = []
+        self._spans: list[Span] = []
         self._timer: asyncio.TimerHandle | None = None
         self._writer: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "history")
         self._submit(self._files.begin, resumed_from)
@@ -107,10 +106,7 @@ class History:
 
     def ended(self, activity: Activity) -> None:
         """Note an activity; a listener of `Activities`."""
-        offset = self._to_unix_s
-        times = activity.start_s + offset, activity.end_s + offset
-        named = (activity.stage, activity.name, activity.task, activity.group, activity.note)
-        self._spans.append((*times, *("" if text is None else str(text) for text in named)))
+        self._spans.append(activity.span(self._to_unix_s))
         self._schedule(at_once=False)
 
     def close(self) -> None:
@@ -169,7 +165,7 @@ class _Files:
         write_json(segment / SEGMENT_FILE, facts)
         self._segment = segment
 
-    def add(self, left: Sequence[Left], spans: Sequence[tuple[Any, ...]]) -> None:
+    def add(self, left: Sequence[Left], spans: Sequence[Span]) -> None:
         """Write a file of each kind that has lines; put files together, or remove some, as is due."""
         if self._segment is None:
             return
@@ -284,7 +280,7 @@ def list_parts(run_folder: Path, kind: str) -> list[Part]:
     out of date when a file of it is opened: then ask again.
 
     Raises:
-        ValueError: the history is of another version, or damaged.
+        ConfigError: the history is of another version, or damaged.
     """
     found: list[Part] = []
     until: int | None = None
@@ -296,13 +292,29 @@ def list_parts(run_folder: Path, kind: str) -> list[Part]:
             # It begins just now.
             continue
         except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{str(segment / SEGMENT_FILE)!r} is damaged: {error!r}") from None
+            raise ConfigError(f"{str(segment / SEGMENT_FILE)!r} is damaged: {error!r}") from None
         if not is_known:
-            raise ValueError(f"{str(segment)!r} is not a history that this release reads ({FORMAT})")
+            raise ConfigError(f"{str(segment)!r} is not a history that this release reads ({FORMAT})")
         found[:0] = [part._replace(until=until) for part in _parts_of(segment, kind)]
         if resumed_from is not None:
             until = resumed_from if until is None else min(until, resumed_from)
     return found
+
+
+def read_spans(run_folder: Path) -> Iterator[Span]:
+    """Every activity of the run that has ended, in the order of their beginnings; times are Unix seconds.
+
+    Raises:
+        ConfigError: the run keeps no history, or it is damaged.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if not (parts := list_parts(run_folder, SPANS)):
+        raise ConfigError(f"no activities in {str(run_folder / FOLDER)!r}: history_gb = 0 keeps none")
+    table = pa.concat_tables(pq.read_table(part.path) for part in parts).sort_by("start_s")
+    for batch in table.to_batches():
+        yield from map(Span._make, zip(*(batch[name].to_pylist() for name in Span._fields), strict=True))
 
 
 def _parts_of(segment: Path, kind: str) -> list[Part]:
@@ -316,9 +328,10 @@ def _parts_of(segment: Path, kind: str) -> list[Part]:
     return parts
 
 
+_PART = re.compile(r"(rollouts|spans)_(\d+)_(\d+)\.parquet")
 _PARQUET: Mapping[str, Any] = {
     "compression": "zstd",
     "compression_level": 1,
     # Not the token lists and long texts: theirs would only grow.
-    "use_dictionary": [*TEXTS, "stage", "name", "task", "group_id", "note"],
+    "use_dictionary": [*TEXTS, *Span._fields[2:]],
 }

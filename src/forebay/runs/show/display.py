@@ -81,7 +81,6 @@ class RunDisplay:
         "metrics.jsonl": "every number of every step",
         "history": "every rollout, in Parquet; forebay board shows them",
         "checkpoints": "to go on from",
-        "trace*.json": "what was done when; open it at https://ui.perfetto.dev",
     }
     """The content of a run folder at the end, by pattern."""
 

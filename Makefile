@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 MODEL ?= tiny
 SEED ?= 0
 
+# Bytecode is written even where the environment says otherwise: tests and runs start many processes, each of which
+# would compile all of the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test check soak bench docs docs-serve clean
 
 REPLAY_BENCHMARKS := scan_design scaling memory snapshot put_take peers ray_hosted report

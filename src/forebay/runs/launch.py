@@ -174,8 +174,11 @@ def _start_up_frozen() -> Iterator[None]:
     """While open, the garbage collector passes over the objects of libraries and start-up.
 
     Every dozen train steps a full collection would take a quarter of a second to visit them, and nothing else
-    runs meanwhile.
+    runs meanwhile. A program around the run that has frozen its own objects keeps them so.
     """
+    if gc.get_freeze_count():
+        yield
+        return
     gc.collect()
     gc.freeze()
     try:

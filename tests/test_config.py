@@ -312,9 +312,9 @@ _FREE_WORDS = """
     history_gb board
     verify_weights model.max_context engine.name engine.arguments engine.dtype engine.attention
     cluster.name cluster.arguments tasks.*.data.source tasks.*.data.arguments
-    tasks.*.data.prompt_column tasks.*.data.answer_column tasks.*.data.system_prompt
-    tasks.*.eval_data.source tasks.*.eval_data.arguments tasks.*.eval_data.prompt_column
-    tasks.*.eval_data.answer_column tasks.*.eval_data.system_prompt tasks.*.eval_data.shuffle_seed
+    tasks.*.data.columns tasks.*.data.system_prompt
+    tasks.*.eval_data.source tasks.*.eval_data.arguments tasks.*.eval_data.where
+    tasks.*.eval_data.columns tasks.*.eval_data.system_prompt tasks.*.eval_data.shuffle_seed
     tasks.*.eval_data.start tasks.*.eval_data.size tasks.*.judge.name tasks.*.judge.arguments
     tasks.*.judge.timeout_s tasks.*.judge.shuffle_seed tasks.*.agent.name tasks.*.agent.arguments
     tasks.*.sample.max_tokens tasks.*.sample.temperature tasks.*.sample.top_p tasks.*.sample.top_k

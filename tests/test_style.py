@@ -27,6 +27,7 @@ from forebay.config import Component, StrictModel
 from forebay.engines.build import ENGINE_ARGUMENTS
 from forebay.engines.process.host import EngineRecipe
 from forebay.judges.build import JUDGE_ARGUMENTS, JudgeConfig, PartConfig
+from forebay.produce.prompts.orders import SAMPLERS
 from forebay.produce.prompts.sources import SOURCE_ARGUMENTS
 from forebay.replay.config import BufferConfig
 from forebay.tools.base import TOOL_ARGUMENTS
@@ -185,6 +186,7 @@ def test_a_run_file_has_few_keys() -> None:
         "agents": [*AGENT_ARGUMENTS.values()],
         "judges": [*JUDGE_ARGUMENTS.values(), JudgeConfig, PartConfig],
         "clusters": [RayArguments],
+        "samplers": [*SAMPLERS.values()],
     }
     # What tools, environments and data sources take is not in every run file's reach: a kind within a kind.
     # An `EngineRecipe` is in no run file: the run tells it to an engine's process.

@@ -199,5 +199,5 @@ def _put(kind: str, value: Any, tables: dict[str, Any], objects: dict[str, Any])
             objects[word] = functools.partial(list, rows)
             if rows and "answer" not in rows[0]:
                 # A judge of one's own may need none.
-                kept.setdefault("answer_column", "")
+                kept["columns"] = {"answer": "", **kept.get("columns", {})}
             tasks[number][kind] = {**kept, "source": f"{given.__name__}:{word}"}

@@ -283,10 +283,10 @@ async def test_streams_logprobs_models_and_errors_are_as_clients_expect(tokenize
 
 
 def test_it_listens_on_loopback_unless_told_otherwise() -> None:
-    with pytest.raises(ConfigError, match="allow_remote"):
-        ChatEndpoint(host="0.0.0.0")
-    ChatEndpoint(host="0.0.0.0", allow_remote=True)
-    ChatEndpoint(host="::1")
+    with pytest.raises(ConfigError, match=r"remote:0\.0\.0\.0"):
+        ChatEndpoint("0.0.0.0")
+    ChatEndpoint("remote:0.0.0.0:8080")
+    ChatEndpoint("[::1]:0")
 
 
 def test_messages_are_compared_in_one_form() -> None:

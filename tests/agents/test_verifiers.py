@@ -9,17 +9,20 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from chat_families import make_tokenizer
 
-from forebay.agents import verifiers
-from forebay.agents.verifiers import TASK_KEY, load_tasks, open_environment
 from forebay.config import ConfigError
 from forebay.engines import RolloutController, ScriptedEngine
 from forebay.types import RolloutState, SampleParams, Status
+
+sys.path.append(str(Path(__file__).parents[2] / "recipes" / "verifiers"))
+import verifiers_agent
+from verifiers_agent import TASK_KEY, load_tasks, open_environment
 
 PLUGIN = '''
 """A taskset of riddles, a harness that asks twice, and what they are worth."""
@@ -85,7 +88,7 @@ def plugin(tmp_path, monkeypatch):
 
 
 async def play(turns: list[str], *, task: int = 1, size: int = 2) -> list[RolloutState]:
-    from forebay.agents.verifiers import VerifiersAgentLoop
+    from verifiers_agent import VerifiersAgentLoop
 
     tokenizer = make_tokenizer("chatml")
 
@@ -176,8 +179,8 @@ async def test_an_environment_is_opened_beside_the_event_loop_and_errors_name_it
         return SimpleNamespace(**values)
 
     library = SimpleNamespace(EvalClientConfig=settings, ModelContext=settings)
-    monkeypatch.setattr(verifiers, "open_environment", open_env)
-    monkeypatch.setattr(verifiers, "_library", lambda: library)
+    monkeypatch.setattr(verifiers_agent, "open_environment", open_env)
+    monkeypatch.setattr(verifiers_agent, "_library", lambda: library)
     (state,) = await play([], task=0, size=1)
     assert state.error_msg == (
         "rollout g/0: VerifiersAgentLoop: RuntimeError: environment forebay_riddles: OSError: no riddle"

@@ -32,7 +32,6 @@ def test_what_is_added_is_there_until_it_is_deleted(make_store, settings):
     assert [fragment.fid_in_worker for fragment in store.get_fragments(ids)] == list(range(20))
     assert store.stack(ids).obs[:, 0, 0].tolist() == list(range(20))
     assert store.num_bytes() > 0
-    assert store.get_disk_space() > 0
     assert store.delete_fragments(ids[:5]) == 5
     assert not store.delete_fragment(ids[0])
     assert ids[0] not in store
@@ -45,8 +44,6 @@ def test_what_is_added_is_there_until_it_is_deleted(make_store, settings):
 def test_stores_on_one_folder_are_one_store(make_store):
     (fragment_id,) = make_store().add_fragments([make_fragment(fid=3)])
     assert pickle.loads(pickle.dumps(make_store())).get_fragment(fragment_id).fid_in_worker == 3
-    with pytest.raises(ValueError, match=r"one shard since version 0\.2, got num_shards=2"):
-        make_store(num_shards=2)
 
 
 def test_another_process_reads_and_writes_the_same_fragments(make_store):
@@ -92,7 +89,7 @@ def test_freed_room_is_used_again_once_no_view_needs_it(make_store):
         fragment_id = store.add_fragment(big(fid))
         assert (store.get_fragment(fragment_id).obs == fid).all()
         store.delete_fragment(fragment_id)
-    assert store.get_disk_space() < 20 << 20
+    assert sum(file.stat().st_blocks * 512 for file in store.path.glob("shard-0/*")) < 20 << 20
 
 
 def test_views_of_more_moments_than_are_held_are_copies(make_store):

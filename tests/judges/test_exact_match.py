@@ -75,7 +75,7 @@ async def test_a_prompt_without_an_answer_fails_the_rollout() -> None:
     state = RolloutState([], response="46", status=Status.COMPLETED)
     await ExactMatchJudge().judge(state)
     assert state.status is Status.FAILED
-    assert "no reward_model['ground_truth']; set answer_column" in state.error_msg
+    assert "no reward_model['ground_truth']; set columns.answer" in state.error_msg
 
 
 @pytest.mark.parametrize("extract", ["([", "no group", "(two)(groups)"])

@@ -66,10 +66,10 @@ def test_slices_of_one_shuffle_are_disjoint_and_complete(source) -> None:
 
 
 def test_a_missing_column_names_the_place_and_the_nearest_column(source) -> None:
-    with pytest.raises(ConfigError, match=r"no column 'promt'; did you mean 'prompt'\?.*Set prompt_column"):
-        load_prompts(DataConfig(source=source, prompt_column="promt"))
-    with pytest.raises(ConfigError, match=r"no column 'level5'; did you mean 'level'\?.*Set answer_column"):
-        load_prompts(DataConfig(source=source, answer_column="level5"))
+    with pytest.raises(ConfigError, match=r"no column 'promt'; did you mean 'prompt'\?.*Set columns\.prompt"):
+        load_prompts(DataConfig(source=source, columns={"prompt": "promt"}))
+    with pytest.raises(ConfigError, match=r"no column 'level5'; did you mean 'level'\?.*Set columns\.answer"):
+        load_prompts(DataConfig(source=source, columns={"answer": "level5"}))
 
 
 def test_more_prompts_than_there_are_is_an_error(source) -> None:
@@ -83,7 +83,7 @@ def test_chats_keep_their_roles_and_get_a_system_prompt_only_if_they_have_none(t
     own = [{"role": "system", "content": "own"}, {"role": "user", "content": "hi"}]
     rows = [{"prompt": own}, {"prompt": own[1:]}, {"prompt": "hi"}]
     path = write_jsonl(tmp_path / "chat.jsonl", rows)
-    prompts = load_prompts(DataConfig(source=path, answer_column="", system_prompt="be brief"))
+    prompts = load_prompts(DataConfig(source=path, columns={"answer": ""}, system_prompt="be brief"))
     brief = {"role": "system", "content": "be brief"}
     assert [prompt.message for prompt in prompts] == [own, [brief, own[1]], [brief, own[1]]]
     assert prompts[0].reward_model is None
@@ -183,7 +183,7 @@ def test_missing_and_unreadable_files_are_one_clear_error(tmp_path) -> None:
 def test_an_unknown_source_lists_what_a_source_may_be() -> None:
     with pytest.raises(ConfigError, match=r"unknown data source 'adition'; did you mean 'addition'\?"):
         load_prompts(DataConfig(source="adition"))
-    with pytest.raises(ConfigError, match=r"A source is a \.jsonl or"):
+    with pytest.raises(ConfigError, match=r"A source is a \.jsonl, "):
         load_prompts(DataConfig(source="gsm8k"))
 
 
@@ -198,7 +198,7 @@ def test_a_saved_dataset_with_splits_needs_one_named(tmp_path) -> None:
         load_prompts(DataConfig(source=source, arguments={"split": "dev"}))
     with pytest.raises(ConfigError, match="not None"):
         load_prompts(DataConfig(source=source))
-    with pytest.raises(ConfigError, match="only the argument 'split'"):
+    with pytest.raises(ConfigError, match="takes split as arguments, got"):
         load_prompts(DataConfig(source=source, arguments={"spilt": "test"}))
 
 
@@ -222,15 +222,19 @@ def prompts_of():
     return [Prompt(message=[{"role": "user", "content": "p"}], extra={"own": True})]
 
 
-def endless():
+def stream():
     yield from ROWS
+
+
+def number():
+    return 3
 
 
 def test_functions_may_return_rows_or_prompts() -> None:
     assert len(load_prompts(DataConfig(source=f"{__name__}:rows_of", arguments={"count": 5}))) == 5
     assert load_prompts(DataConfig(source=f"{__name__}:prompts_of"))[0].extra == {"own": True}
-    with pytest.raises(ConfigError, match="returned a generator; it must return a sequence"):
-        load_prompts(DataConfig(source=f"{__name__}:endless"))
+    with pytest.raises(ConfigError, match="returned a int; it must return rows"):
+        load_prompts(DataConfig(source=f"{__name__}:number"))
     with pytest.raises(ConfigError, match="has no 'rows_off'; did you mean 'rows_of'"):
         load_prompts(DataConfig(source=f"{__name__}:rows_off"))
     with pytest.raises(ConfigError, match="is a list, not a function"):
@@ -327,7 +331,9 @@ def test_a_csv_file_is_text_by_column(tmp_path) -> None:
         ("d.csv", b'prompt,answer\n"1,2\n', "is not valid CSV"),
         ("d.csv", b"", r"d\.csv' is empty"),
         ("d.csv", b"question,answer\n1,2\n", "has no column 'prompt'"),
-        ("d.json", b"[]", r"is a \.json file, which is not read"),
+        ("d.json", b"[]", r"d\.json' is empty"),
+        ("d.json", b"[1]", "must hold a list of objects"),
+        ("d.txt", b"a", r"is a \.txt file, which is not read"),
         ("rows", b"", "is a file without an ending, which is not read"),
     ],
 )

@@ -11,7 +11,6 @@ from forebay.agents.multi_turn import MultiTurnAgentLoop
 from forebay.agents.program import ProgramAgentLoop
 from forebay.agents.single_turn import SingleTurnAgentLoop
 from forebay.agents.tools import ToolAgentLoop
-from forebay.agents.verifiers import VerifiersAgentLoop
 from forebay.config import Component, ConfigError, StrictModel, find_component, look_up
 from forebay.judges.base import Judge
 from forebay.types import SampleParams
@@ -22,7 +21,6 @@ AGENTS: dict[str, Any] = {
     "multi_turn": MultiTurnAgentLoop,
     "program": ProgramAgentLoop,
     "tools": ToolAgentLoop,
-    "verifiers": VerifiersAgentLoop,
 }
 """The names that ``agent.name`` may have; besides, ``package.module:Class`` with the same first arguments."""
 
@@ -39,6 +37,8 @@ def check_agent(config: Component) -> Any:
     Raises:
         ConfigError: the name is unknown, or an argument does not fit.
     """
+    if config.name == "verifiers":
+        raise ConfigError("agent 'verifiers' is a recipe now: forebay init verifiers writes it")
     return find_component("agent", config, AGENTS, *GIVEN)
 
 

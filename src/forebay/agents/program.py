@@ -22,7 +22,8 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from tempfile import TemporaryFile
+from typing import IO, Annotated, Any
 
 from pydantic import AfterValidator, Field
 
@@ -34,7 +35,6 @@ from forebay.agents.chat.tool_calls import check_parser, choose_reader
 from forebay.agents.extra_fields import REQUESTS_KEY
 from forebay.aio.time_limits import start_thread, timeout
 from forebay.config import StrictModel, import_object
-from forebay.sandbox.runner import until_exit
 from forebay.types import Message, RolloutState, Status
 from forebay.watching.activity import TOOL
 
@@ -87,11 +87,8 @@ class ProgramAgentLoop(AgentLoop):
         """How the model writes tool calls, as for ``tools``; None: as its chat template shows. Where nothing
         shows it, requests with tools are refused."""
         host: str = "127.0.0.1"
-        """Address of this machine at which the program finds the chat API."""
-        port: int = Field(default=0, ge=0, le=65535)
-        """Port of the chat API; 0: any that is free."""
-        allow_remote: bool = False
-        """Let `host` be an address that other machines reach."""
+        """Address of this machine at which the program finds the chat API, perhaps with a port, else any that
+        is free; ``remote:HOST:PORT`` may be one that other machines reach."""
 
     arguments: Arguments
 
@@ -100,7 +97,7 @@ class ProgramAgentLoop(AgentLoop):
         own = self.arguments
         self.name = f"program {getattr(own.program, '__name__', own.program)}"
         self._program = _as_function(own.program)
-        self._endpoint = ChatEndpoint(host=own.host, port=own.port, allow_remote=own.allow_remote)
+        self._endpoint = ChatEndpoint(own.host)
         self._increments = IncrementRenderer(self.tokenizer)
         self._reader = choose_reader(self.tokenizer, own.parser)
         self._sessions: set[ChatSession] = set()
@@ -223,7 +220,7 @@ class ProgramSession:
 
 
 _MAX_OUTPUT_BYTES = 1 << 20
-"""The last of a command's output is kept: its reward is the last line."""
+"""The last of a command's output is read: its reward is the last line."""
 
 
 _TAIL_CHARACTERS = 500
@@ -260,63 +257,41 @@ async def _run_command(command: Sequence[str], session: ProgramSession) -> Any:
     Raises:
         RuntimeError: it ended with an error; the message ends with what it said.
     """
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        # Its own group, so that whatever it started ends with it.
-        start_new_session=True,
-        env={
-            **os.environ,
-            "OPENAI_BASE_URL": session.base_url,
-            "OPENAI_API_KEY": session.api_key,
-            "OPENAI_MODEL": session.model,
-        },
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
     task = json.dumps({"messages": session.messages, "task": session.task}, default=str)
-    try:
-        async with asyncio.TaskGroup() as streams:
-            streams.create_task(_feed(process.stdin, task.encode()))
-            output = streams.create_task(_tail(process.stdout))
-            errors = streams.create_task(_tail(process.stderr))
-            try:
-                # asyncio's own `wait` wants its output closed too, which what it left running may keep open.
-                # Without Linux's process descriptors that has to do.
-                if hasattr(os, "pidfd_open"):
-                    # Reaped already if it was very short.
-                    with contextlib.suppress(ProcessLookupError):
-                        await until_exit(process.pid)
-                else:
-                    await process.wait()
-            finally:
-                # Processes that it left running would also keep its output open.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-    finally:
-        await process.wait()
-    if process.returncode:
-        said = errors.result().strip()[-_TAIL_CHARACTERS:]
-        raise RuntimeError(f"it ended with code {process.returncode}: {said or '(it said nothing)'}")
-    with contextlib.suppress(ValueError, IndexError, RecursionError):
-        return json.loads(output.result().strip().splitlines()[-1])
-    return None
+    # Files, not pipes: a program need not read its task, may print much, and what it leaves running may keep
+    # its output open.
+    with TemporaryFile() as given, TemporaryFile() as output, TemporaryFile() as errors:
+        given.write(task.encode())
+        given.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=given,
+            stdout=output,
+            stderr=errors,
+            # Its own group, so that whatever it started ends with it.
+            start_new_session=True,
+            env={
+                **os.environ,
+                "OPENAI_BASE_URL": session.base_url,
+                "OPENAI_API_KEY": session.api_key,
+                "OPENAI_MODEL": session.model,
+            },
+        )
+        try:
+            await process.wait()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
+        if process.returncode:
+            said = _tail(errors).strip()[-_TAIL_CHARACTERS:]
+            raise RuntimeError(f"it ended with code {process.returncode}: {said or '(it said nothing)'}")
+        with contextlib.suppress(ValueError, IndexError, RecursionError):
+            return json.loads(_tail(output).strip().splitlines()[-1])
+        return None
 
 
-async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
-    # A program need not read its task.
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        stream.write(data)
-        await stream.drain()
-    stream.close()
-
-
-async def _tail(stream: asyncio.StreamReader) -> str:
-    """The end of what a program prints; the rest is not kept."""
-    tail = b""
-    while part := await stream.read(_MAX_OUTPUT_BYTES):
-        tail = (tail + part)[-_MAX_OUTPUT_BYTES:]
-    return tail.decode(errors="replace")
+def _tail(file: IO[bytes]) -> str:
+    """The end of what a program printed."""
+    file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_OUTPUT_BYTES))
+    return file.read().decode(errors="replace")

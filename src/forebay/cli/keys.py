@@ -54,6 +54,7 @@ COMPONENTS = (
     ("engine.arguments", "engine", "forebay.engines.build:ENGINE_ARGUMENTS"),
     ("cluster.arguments", "cluster", "forebay.runs.config:CLUSTER_ARGUMENTS"),
     ("tasks.0.data.arguments", "data source", "forebay.produce.prompts.sources:SOURCE_ARGUMENTS"),
+    ("tasks.0.sampler.arguments", "sampler", "forebay.produce.prompts.orders:SAMPLERS"),
     ("tasks.0.agent.arguments", "agent", "forebay.agents.build:AGENT_ARGUMENTS"),
     (
         "tasks.0.agent.arguments.environment.arguments",

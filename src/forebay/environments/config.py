@@ -11,13 +11,6 @@ from forebay.config import ArgumentPaths, ConfigError
 from forebay.fragments import RateLimit
 from forebay.runs.config import RunFile
 
-MODES = {
-    "processes": "forebay.environments.workers.worker_pool:ProcessWorkers",
-    "threads": "forebay.environments.workers.worker_pool:ThreadWorkers",
-    "ray": "forebay.cluster.environments:RayWorkers",
-}
-"""The ways to run workers, by the name in a recipe."""
-
 
 class EnvironmentConfig(BaseModel, extra="forbid", frozen=True):
     """A recipe's ``[environment]`` table: the task, and how many work on it.
@@ -35,7 +28,7 @@ class EnvironmentConfig(BaseModel, extra="forbid", frozen=True):
     workers: int = Field(default=2, ge=1)
     """Processes, threads or actors that act at the same time."""
     mode: str = "processes"
-    """``processes``, ``threads``, ``ray``, or ``package.module:Class``."""
+    """``processes``, ``threads``, or ``package.module:Class``."""
 
 
 class FragmentsConfig(BaseModel, extra="forbid", frozen=True):

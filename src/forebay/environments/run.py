@@ -37,14 +37,14 @@ import torch
 
 from forebay.config import ConfigError, look_up
 from forebay.environments import evaluation
-from forebay.environments.config import MODES, FragmentRunConfig
+from forebay.environments.config import FragmentRunConfig
 from forebay.environments.evaluation import EVAL_RETURN
 from forebay.environments.policy import Policy, head_for
 from forebay.environments.ppo import PPOTrainer, StepBatch
 from forebay.environments.workers.hub import Hub
 from forebay.environments.workers.messages import WorkerError, WorkerSpec
 from forebay.environments.workers.stepper import spaces
-from forebay.environments.workers.worker_pool import WorkerMode, WorkerPool
+from forebay.environments.workers.worker_pool import MODES, WorkerMode, WorkerPool
 from forebay.fragments import FragmentBatch, FragmentStore, ReplayBufferActor
 from forebay.io.durable import write_json
 from forebay.metrics import STEP_S, MetricsConfig, PhaseTimer, read_jsonl
@@ -422,12 +422,7 @@ def build_mode(config: FragmentRunConfig) -> WorkerMode:
     Raises:
         ConfigError: there is none of that name, or it needs what is not installed.
     """
-    name = config.environment.mode
-    path = MODES.get(name, name)
-    try:
-        mode: WorkerMode = look_up("environment.mode", path if ":" in path else name, MODES)()
-    except ImportError as error:
-        raise ConfigError(f"environment.mode = {name!r}: {error}") from error
+    mode: WorkerMode = look_up("environment.mode", config.environment.mode, MODES)()
     return mode
 
 

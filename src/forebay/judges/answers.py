@@ -107,5 +107,5 @@ def ground_truth(state: RolloutState) -> str:
     """
     truth = (state.reward_model or {}).get("ground_truth")
     if truth is None:
-        raise ValueError("the prompt has no reward_model['ground_truth']; set answer_column of its data")
+        raise ValueError("the prompt has no reward_model['ground_truth']; set columns.answer of its data")
     return str(truth).strip()

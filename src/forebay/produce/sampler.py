@@ -7,8 +7,8 @@ It generates nothing and stores nothing; it only hands out groups and remembers 
     sample(task, [EXPIRED, ABORTED])
         |-- buffer.get(1, task, EXPIRED) --> group, responses wiped, INIT
         |-- buffer.get(1, task, ABORTED) --> group as it is: the agent loop continues it or starts it over
-        `-- next prompt of the epoch's permutation, k times --> new group, INIT
-                position N of N --> the next epoch, another permutation
+        `-- next prompt of the epoch's plan, k times --> new group, INIT
+                end of the plan --> the next epoch, another plan (all prompts shuffled, or as an `Order` says)
 
 Ids are names, not numbers that are drawn: ``task/seed/epoch/index`` for a group, with ``/j`` for its j-th
 rollout. The same place in the data always gets the same id, so a sampler that was put back to a checkpoint
@@ -28,7 +28,8 @@ from typing import Any
 
 from forebay.io.durable import write_text
 from forebay.produce.prompts.dataset import Prompt
-from forebay.produce.prompts.sequences import Permutation
+from forebay.produce.prompts.orders import Order, Tried
+from forebay.produce.prompts.sequences import LazySequence, Permutation
 from forebay.replay import ReplayBuffer
 from forebay.types import RolloutState, SampleParams, Status, reset_rollout_response
 
@@ -39,8 +40,9 @@ _FORMAT = "forebay-sampler/1"
 class Sampler:
     """Hands out the groups of one task.
 
-    Invariants: every epoch visits every prompt once, in an order that `seed` and the epoch alone decide; the
-    ids of new groups are unique; two samplers with equal `state_dict` continue alike.
+    Invariants: every epoch visits every prompt of its plan once; without an `order` these are all, as `seed`
+    and the epoch alone decide; the ids of new groups are unique; two samplers with equal `state_dict`, and
+    equal books where there is an `order`, continue alike.
 
     >>> from forebay.replay import SyncReplayBufferConfig
     >>> prompts = [Prompt(message=[{"role": "user", "content": f"{i}+{i}="}]) for i in range(100)]
@@ -64,6 +66,10 @@ class Sampler:
     """Of the order."""
     shuffle: bool = True
     """False takes the prompts as they come, in every epoch."""
+    order: Order | None = None
+    """Chooses the prompts of an epoch; None: all of them."""
+    score_of: Callable[[str], float | None] = lambda group_id: None
+    """The mean score of a group by its id, from the books; None: it has none."""
     sample_params: SampleParams | None = None
     """Of every rollout; None leaves them to the agent loop."""
     already_has: Callable[[str], bool] | None = None
@@ -141,7 +147,10 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data and what it is a place in; plain JSON values."""
-        return {"format": _FORMAT, **self._identity(), "epoch": self.epoch, "position": self.position}
+        place: dict[str, Any] = {"epoch": self.epoch, "position": self.position}
+        if self.order is not None:
+            place["plan"] = list(self._plan)
+        return {"format": _FORMAT, **self._identity(), **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the sampler that made `state` stood.
@@ -161,7 +170,7 @@ class Sampler:
                 f"the saved sampler is not this one: {'; '.join(differences)}. "
                 f"Resume with the settings of the saved run, or start a new run"
             )
-        self._start_epoch(state["epoch"])
+        self._start_epoch(state["epoch"], state.get("plan"))
         self.position = state["position"]
 
     def save(self, path: str | Path) -> None:
@@ -192,12 +201,24 @@ class Sampler:
             "shuffle": self.shuffle,
             "num_prompts": len(self.prompts),
             "prompt_repeat_k": self.prompt_repeat_k,
+            "order": None if self.order is None else repr(self.order),
         }
 
-    def _start_epoch(self, epoch: int) -> None:
+    def _start_epoch(self, epoch: int, plan: Sequence[int] | None = None) -> None:
         self.epoch = epoch
         self.position = 0
-        self._order = Permutation(len(self.prompts), f"sampler/{self.seed}/{epoch}")
+        size = len(self.prompts)
+        shuffled = LazySequence(Permutation(size, f"sampler/{self.seed}/{epoch}"), range(size))
+        if plan is None and self.order is not None:
+            plan = self.order.plan(shuffled, self.prompts, self._latest)
+        self._plan: Sequence[int] = (shuffled if self.shuffle else range(size)) if plan is None else plan
+
+    def _latest(self, index: int) -> Tried | None:
+        """The latest group of a prompt with a score, in the epochs before this one."""
+        for epoch in reversed(range(self.epoch)):
+            if (score := self.score_of(self._name(epoch, index))) is not None:
+                return Tried(epoch, score)
+        return None
 
     def _next_group(self) -> list[RolloutState]:
         """The next prompt's group; held ones are skipped.
@@ -207,9 +228,9 @@ class Sampler:
         if self._again:
             return self._group(*self._again.popleft())
         while True:
-            if self.position == len(self.prompts):
+            if self.position == len(self._plan):
                 self._start_epoch(self.epoch + 1)
-            index = self._order(self.position) if self.shuffle else self.position
+            index = self._plan[self.position]
             self.position += 1
             if self.already_has is None or not self.already_has(self._name(self.epoch, index)):
                 return self._group(self.epoch, index)

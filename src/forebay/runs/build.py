@@ -429,7 +429,7 @@ def _turns(prompt: Prompt) -> Iterator[tuple[list[Message], str]]:
     shown = prompt.extra.get("demonstration")
     if shown is None and answer is None:
         raise ConfigError(
-            "[warmup] needs an answer for every prompt: set data.answer_column, or give the rows a column "
+            "[warmup] needs an answer for every prompt: set data.columns.answer, or give the rows a column "
             "'demonstration' with the messages after the prompt"
         )
     before: list[Message] = []

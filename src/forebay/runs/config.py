@@ -25,6 +25,7 @@ from forebay.judges import JudgeConfig, build_judge
 from forebay.metrics import MetricsConfig
 from forebay.models import DEVICE_PATTERN, ModelConfig
 from forebay.produce import STALENESS_RULES, DataConfig, default_is_valid_sample_fn, has_reward_variance
+from forebay.produce.prompts.orders import build_order
 from forebay.produce.prompts.sources import check_source
 from forebay.replay.config import BufferConfig
 from forebay.train import TrainConfig, WarmupConfig, check_staleness_rule
@@ -53,8 +54,11 @@ class TaskConfig(StrictModel):
     judge: JudgeConfig | None = None
     """The source of the reward; required, and None only so that its absence gets a message that helps."""
     agent: Component = Component(name="single_turn")
-    """``single_turn``, ``multi_turn``, ``tools``, ``program``, ``verifiers``, or
-    ``package.module:Class`` of an `AgentLoop`."""
+    """``single_turn``, ``multi_turn``, ``tools``, ``program``, or ``package.module:Class`` of an
+    `AgentLoop`."""
+    sampler: Component = Component(name="shuffled")
+    """Which prompts an epoch has, and in which order: ``shuffled``, ``curriculum``, ``difficulty``,
+    ``prioritized``, or ``package.module:Class`` with a ``plan``."""
     sample: SampleParams = SampleParams()
     weight: float = Field(default=1.0, ge=0)
     """The task's share of each batch, relative to the other tasks; 0: only evaluated."""
@@ -379,6 +383,7 @@ def _check_task(number: int, task: TaskConfig) -> None:
         )
     try:
         check_agent(task.agent)
+        build_order(task.sampler)
         for data in (task.data, task.eval_data):
             if data is not None:
                 check_source(data.source, data.arguments)
@@ -419,6 +424,9 @@ FIXED = {
     "model.tiny.num_heads": _WEIGHTS,
     "model.tiny.alphabet": _WEIGHTS,
     "tasks.*.name": "the checkpoint keeps its prompts by task",
+    "tasks.*.sampler.name": _PROMPTS,
+    "tasks.*.sampler.arguments": _PROMPTS,
+    "tasks.*.data.where": _PROMPTS,
     "tasks.*.data.shuffle_seed": _PROMPTS,
     "tasks.*.data.start": _PROMPTS,
     "tasks.*.data.size": _PROMPTS,

@@ -13,7 +13,7 @@ With a cluster, the agent loops and engines are there, and what stands here talk
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from forebay.agents.base import Generator
 from forebay.config import Component, ConfigError, look_up
 from forebay.engines import Engine, EngineSurroundings, RolloutController, build_engines
 from forebay.judges import build_judge
+from forebay.ledger import Ledger
 from forebay.models import Precision, context_of, find_device, load_tokenizer, precision_on
 from forebay.models.config import TINY
 from forebay.models.tiny import DEFAULT_ALPHABET
@@ -41,6 +42,7 @@ from forebay.produce import (
     TaskRunner,
 )
 from forebay.produce.prompts.dataset import check_prompt_lengths, hold_out, load_prompts, texts_of
+from forebay.produce.prompts.orders import build_order
 from forebay.produce.strategies.context import GroupGenerator
 from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, StorageBackend, SyncReplayBufferConfig
 from forebay.runs.config import ASYNC_ONLY, FILTERS, RunConfig, TaskConfig
@@ -317,20 +319,12 @@ def build_rollouts(
         if held_out:
             loop, group_size = agent_loop(task, held_out=True), config.evaluate.rollouts_per_prompt
             eval_sets.append(EvalSet(task.name, held_out, loop, group_size, buffer))
-        sampler = Sampler(
-            prompts,
-            buffer,
-            task_name=task.name,
-            prompt_repeat_k=config.rollouts_per_prompt,
-            seed=config.seed,
-            sample_params=task.sample,
-        )
         runners.append(
             TaskRunner(
                 task_name=task.name,
                 agent_loop=agent_loop(task),
                 produce_strategy=build_strategy(config, task, controller),
-                sampler=sampler,
+                sampler=_sampler(config, task, prompts, buffer, lambda: manager.ledger),
                 weight=task.weight,
             )
         )
@@ -352,6 +346,31 @@ def build_rollouts(
         keeps_dropped=keeps_consumed(config),
     )
     return Rollouts(tokenizer, controller, eval_sets, manager, activities)
+
+
+def _sampler(
+    config: RunConfig,
+    task: TaskConfig,
+    prompts: Sequence[Prompt],
+    buffer: ReplayBuffer,
+    books: Callable[[], Ledger],
+) -> Sampler:
+    """That of `task`; `books` are those of now, since a resume puts others in their place."""
+
+    def score_of(group_id: str) -> float | None:
+        life = books().life(group_id, task.name)
+        return None if life is None else life.score
+
+    return Sampler(
+        prompts,
+        buffer,
+        task_name=task.name,
+        prompt_repeat_k=config.rollouts_per_prompt,
+        seed=config.seed,
+        order=build_order(task.sampler),
+        score_of=score_of,
+        sample_params=task.sample,
+    )
 
 
 def build_task_loop(

@@ -10,18 +10,17 @@ It is not a vector search: words are matched by their stems.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import sqlite3
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from forebay.aio.time_limits import not_counted
+from forebay.aio.time_limits import CallThreads, OverrunError
 from forebay.config import ConfigError, StrictModel
 from forebay.tools.contract import ToolError, make_schema, only_argument
 
@@ -70,10 +69,9 @@ class Search:
         if num_results < 1:
             raise ConfigError(f"tool 'search': num_results must be at least 1, got {num_results}")
         self._num_results = num_results
-        self._turn = asyncio.Semaphore(1)
         # Its own: a query is short, and must not wait for what fills asyncio's threads.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="search")
-        # Built by this thread, then used by that one alone.
+        self._thread = CallThreads(timeout_s=None, num_threads=1)
+        # Built by this thread, then used by one at a time.
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, body, tokenize='porter')")
         documents = _read_corpus(Path(corpus)) if isinstance(corpus, str) else corpus
@@ -91,26 +89,23 @@ class Search:
         """Titles and passages of the best documents.
 
         Raises:
-            ToolError: the query has no words.
+            ToolError: the query has no words, or takes too long.
         """
         query = only_argument(self.name, "query", arguments)
         words = _WORD.findall(query)[:_MAX_WORDS]
         if not words:
             raise ToolError(f"the query {query!r} has no words")
         query = " OR ".join(f'"{word}"' for word in words)
-        with not_counted():
-            await self._turn.acquire()
         try:
-            found = await asyncio.get_running_loop().run_in_executor(self._thread, self._find, query)
-        finally:
-            self._turn.release()
+            found = await self._thread.run(partial(self._find, query))
+        except OverrunError as error:
+            raise ToolError(str(error).partition(";")[0]) from None
         if not found:
             return "(nothing was found)"
         return "\n".join(f"[{place}] {title}: {text}" for place, (title, text) in enumerate(found, start=1))
 
     def close(self) -> None:
         """Free the index."""
-        self._thread.shutdown()
         self._index.close()
 
     def _find(self, query: str) -> list[Document]:

@@ -20,6 +20,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from forebay.agents.chat.conversation import RequestError, with_text_arguments
 from forebay.agents.chat.session import BudgetExhaustedError, ChatSession, SessionEndedError, Turn
@@ -44,29 +45,31 @@ class ChatEndpoint:
     """Serves chat sessions on a local port while at least one is open, or until `close`.
 
     Invariants: a request reaches only the session whose address it was sent to; an ended session answers 410,
-    an unknown address 404; nothing listens on other interfaces than `host`.
+    an unknown address 404; nothing listens on other interfaces than that of `host`.
 
-    Args: host: the interface to listen on. port: 0 chooses a free one. allow_remote: must be True for a
-    `host` that is not loopback: whatever reaches it can load the engines.
+    Args: host: the interface to listen on, ``HOST`` or ``HOST:PORT``; with ``remote:`` before it, it need
+    not be loopback: whatever reaches it can load the engines.
 
     Raises:
         ConfigError: the host is not loopback and that was not allowed, or starlette or uvicorn is missing.
     """
 
-    def __init__(self, *, host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        place = host.removeprefix("remote:")
         try:
-            is_loopback = ipaddress.ip_address(host).is_loopback
+            parts = urlsplit(f"//{place}")
+            self._host, self._port = parts.hostname or "", parts.port or 0
+            is_loopback = self._host == "localhost" or ipaddress.ip_address(self._host).is_loopback
         except ValueError:
-            is_loopback = host == "localhost"
-        if not (is_loopback or allow_remote):
+            is_loopback = False
+        if not self._host or not (is_loopback or place != host):
             raise ConfigError(
                 f"the chat endpoint would listen on {host!r}, which others can reach; use '127.0.0.1', or "
-                f"set allow_remote = true where the network is trusted"
+                f"host = 'remote:{place}' where the network is trusted"
             )
         for name in ("starlette", "uvicorn"):
             require_library(name, "the chat endpoint")
-        self._host, self._port = host, port
-        self._bound_port = port
+        self._bound_port = self._port
         self._sessions: dict[str, ChatSession] = {}
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None

@@ -19,7 +19,6 @@ import itertools
 import logging
 import os
 import sys
-import threading
 import uuid
 from collections.abc import Callable
 from typing import Protocol
@@ -27,6 +26,7 @@ from typing import Protocol
 import numpy as np
 
 from forebay.aio.tasks import outlast
+from forebay.aio.time_limits import start_thread
 from forebay.environments.workers.hub import Hub
 from forebay.environments.workers.messages import WorkerDied, WorkerError, WorkerSpec
 
@@ -157,25 +157,12 @@ class ThreadWorkers:
         # Here, because it loads torch.
         from forebay.environments.workers.worker import run_worker
 
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[Exception | None] = loop.create_future()
-
-        def tell(error: Exception | None) -> None:
-            if not ended.done():
-                ended.set_result(error)
-
-        def target() -> None:
-            error = None
-            try:
-                run_worker(hub.address, spec.model_dump_json())
-            # Whatever the environment raises, it is this worker's end only.
-            except Exception as raised:
-                error = raised
-            # The loop may be closed by now.
-            with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(tell, error)
-
-        # A daemon: an environment that hangs must not keep the program from ending.
-        threading.Thread(target=target, name=spec.worker_uuid, daemon=True).start()
-        if (error := await ended) is not None:
+        try:
+            await asyncio.wrap_future(start_thread(run_worker, hub.address, spec.model_dump_json()))
+        # Whatever the environment raises, it is this worker's end only.
+        except Exception as error:
             raise WorkerDied(f"{type(error).__name__}: {error}") from error
+
+
+MODES: dict[str, Callable[[], WorkerMode]] = {"processes": ProcessWorkers, "threads": ThreadWorkers}
+"""The ways to run workers, by the name in a recipe."""

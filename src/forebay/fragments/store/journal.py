@@ -34,7 +34,7 @@ MAX_BYTES = 4 << 30
 """Room for ten million fragments and more; what is not used takes no disk."""
 MIN_ENTRY_BYTES = 1 << 20
 """Entries may take this much before a snapshot is due: one of a small buffer is not written all the time."""
-_OWNER_KEY, _SNAPSHOT_KEY, _OLD_KEY = b"owner", b"snapshot", b"meta"
+_OWNER_KEY, _SNAPSHOT_KEY = b"owner", b"snapshot"
 _NUMBER = struct.Struct(">Q")
 
 
@@ -66,10 +66,6 @@ class Journal:
             ValueError: another program, or another version of this one, wrote it.
         """
         view = self._environment.read()
-        if view.get(_OLD_KEY, self._table) is not None:
-            raise ValueError(
-                f"{str(self._path)!r} was written by forebay 0.1: go on with that, or take an empty folder"
-            )
         raw = view.get(_SNAPSHOT_KEY, self._table)
         try:
             snapshot = None if raw is None else msgspec.msgpack.decode(raw, type=Snapshot)

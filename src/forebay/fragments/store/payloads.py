@@ -60,7 +60,6 @@ class FragmentStore:
     def __init__(
         self,
         path: str | os.PathLike[str],
-        num_shards: int = 1,
         *,
         max_bytes: int = 4 << 30,
         compression: str | None = None,
@@ -68,17 +67,12 @@ class FragmentStore:
         """Open or make the store; every process that uses it names the same `path` and `max_bytes`.
 
         `max_bytes` bounds the payloads, the file grows to about twice that. `compression` (``"lz4"``,
-        ``"zstd"``) is for what is added here; such fragments are copied when read. `num_shards` is 1.
+        ``"zstd"``) is for what is added here; such fragments are copied when read.
 
         Raises:
-            ValueError: a value is not possible, or the folder was made with several shards.
+            ValueError: a value is not possible.
         """
         self.path = Path(path)
-        if num_shards != 1 or (self.path / "shard-1").exists():
-            raise ValueError(
-                f"a store has one shard since version 0.2, got num_shards={num_shards} for {str(path)!r}: "
-                f"leave it out, and take an empty folder"
-            )
         if compression not in COMPRESSIONS:
             raise ValueError(f"compression must be one of {COMPRESSIONS}, got {compression!r}")
         self._max_bytes, self._compression = max_bytes, compression
@@ -259,10 +253,6 @@ class FragmentStore:
 
     def _write_totals(self, transaction: Any, count: int, num_bytes: int) -> None:
         transaction.put(_TOTALS_KEY, _TOTALS.pack(count, num_bytes), db=self._totals)
-
-    def get_disk_space(self) -> int:
-        """Bytes that the file takes on the disk, room for later payloads included."""
-        return sum(file.stat().st_blocks * 512 for file in self.path.glob("shard-*/*"))
 
     def copy(self, path: Path) -> None:
         """A copy in the new folder `path`, on the disk when this returns."""

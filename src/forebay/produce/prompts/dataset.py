@@ -4,7 +4,7 @@ Not a stream and not a cache: the rows stay where they are and a `Prompt` is mad
 
 ::
 
-    source --open_source--> rows --columns--> Prompt 0..N-1 --shuffle_seed--> --start, size--> prompts
+    source --open_source--> rows --where, columns--> Prompt 0..N-1 --shuffle_seed--> --start, size--> prompts
     prompts --hold_out(evaluation prompts)--> --check_prompt_lengths(tokenizer)--> Sampler
 
 Two parts of one source share no row when their ``start`` and ``size`` do not overlap (and their
@@ -17,15 +17,16 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from forebay.agents.chat.rendering import ChatTokenizer, offered_tools, render_prompt
 from forebay.config import ArgumentPaths, ConfigError, StrictModel
+from forebay.produce.prompts.expressions import compile_column, compile_expression
 from forebay.produce.prompts.sequences import LazySequence, shuffled
 from forebay.produce.prompts.sources import locate_source, open_source
 from forebay.types import Message
@@ -63,14 +64,18 @@ class DataConfig(StrictModel):
     """
 
     source: str | list[str]
-    """A ``.jsonl``, ``.csv`` or ``.parquet`` file, pattern or list; a folder of `datasets.save_to_disk`;
-    ``addition``, ``sorting``, ``reasoning_gym:NAME``, or ``package.module:function`` returning a sequence."""
+    """A ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.arrow`` file, pattern or list; a folder of
+    `datasets.save_to_disk`; a dataset of the hub as ``owner/name``; ``addition``, ``sorting``,
+    ``reasoning_gym:NAME``, or ``package.module:function`` returning rows."""
     arguments: Annotated[dict[str, Any], ArgumentPaths] = Field(default_factory=dict)
-    """Keyword arguments of a generator or function; ``split`` for a dataset on disk that has splits."""
-    prompt_column: str = "prompt"
-    """Holds a text, which becomes one user message, or a chat list."""
-    answer_column: str = "answer"
-    """Becomes ``reward_model["ground_truth"]``; "" when there is no such column."""
+    """Keyword arguments of a generator or function; ``split`` for a dataset that has splits; for one of the
+    hub also ``subset``, ``revision``, ``streaming`` (set `size`), ``data_files`` and ``data_dir``."""
+    where: str | None = None
+    """Keep only the rows for which this Jinja expression over their columns is true: ``level >= 3``."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """New columns: the name of the column that each is, or a Jinja template over the row's columns.
+    ``prompt`` holds a text, which becomes one user message, or a chat list; ``answer`` becomes
+    ``reward_model["ground_truth"]``, and ``answer = ""`` says that there is none."""
     system_prompt: str | None = None
     """Put before every prompt that does not begin with a system message of its own."""
     shuffle_seed: int | None = None
@@ -79,6 +84,15 @@ class DataConfig(StrictModel):
     """Number of prompts left out at the beginning."""
     size: int | None = Field(default=None, gt=0)
     """Number of prompts; None takes all."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_columns(cls, given: Any) -> Any:
+        old = [key for key in ("prompt_column", "answer_column") if isinstance(given, dict) and key in given]
+        if old:
+            new = ", ".join(f"{key.removesuffix('_column')} = {str(given[key])!r}" for key in old)
+            raise ConfigError(f"{' and '.join(old)}: write columns = {{{new}}} instead")
+        return given
 
     @field_validator("source")
     @classmethod
@@ -89,13 +103,16 @@ class DataConfig(StrictModel):
 def load_prompts(config: DataConfig) -> Sequence[Prompt]:
     """The prompts that `config` describes, in its order.
 
-    The first row is looked at now, and all rows of a JSONL file; the others when they are asked for.
+    The first row is looked at now, and all rows of a text file or where there is a `where`; the others when
+    they are asked for.
 
     Raises:
         ConfigError: the source cannot be opened, a row does not fit, or there are fewer prompts than asked.
     """
     end = None if config.size is None else config.start + config.size
-    source = open_source(config.source, config.arguments, end)
+    keep = None if config.where is None else compile_expression("data.where", config.where)
+    source = open_source(config.source, config.arguments, end, keep)
+    made = {name: compile_column(name, text) for name, text in config.columns.items()}
     num_rows = len(source.rows)
     if num_rows < (config.start + 1 if end is None else end):
         raise ConfigError(
@@ -108,7 +125,7 @@ def load_prompts(config: DataConfig) -> Sequence[Prompt]:
             f"{config.shuffle_seed} and set arguments.seed"
         )
     prompts: Sequence[Prompt] = LazySequence(
-        lambda index: _make_prompt(source.rows[index], config, source.place(index)), range(num_rows)
+        lambda index: _make_prompt(source.rows[index], config, made, source.place(index)), range(num_rows)
     )
     if source.in_memory:
         prompts = list(prompts)
@@ -240,20 +257,27 @@ def _message_key(prompt: Prompt) -> str:
     return json.dumps(prompt.message, sort_keys=True, default=str)
 
 
-def _make_prompt(row: Any, config: DataConfig, place: str) -> Prompt:
+def _make_prompt(row: Any, config: DataConfig, made: Templates, place: str) -> Prompt:
     if isinstance(row, Prompt):
         return row
     if not isinstance(row, Mapping):
         raise ConfigError(f"{place}: a row must be a mapping or a Prompt, got {type(row).__name__}")
-    rest = dict(row)
-    message = _make_message(_take_column(rest, config.prompt_column, "prompt_column", place), config, place)
+    new: dict[str, Any] = {}
+    taken: set[str] = set()
+    for name, column in {"prompt": "prompt", "answer": "answer", **config.columns}.items():
+        if (render := made.get(name)) is not None:
+            new[name] = render(row, place)
+        # A row that brings a reward_model needs no answer besides.
+        elif name != "answer" or (column and (column in row or not row.get("reward_model"))):
+            new[name] = _find_column(row, column, name, place)
+            taken.add(column)
+    rest = {column: value for column, value in row.items() if column not in taken} | new
+    message = _make_message(rest.pop("prompt"), config, place)
     reward_model = rest.pop("reward_model", None) or {}
     if not isinstance(reward_model, dict):
         raise ConfigError(f"{place}: column 'reward_model' must hold a mapping, got {reward_model!r}")
-    # A row that brings a reward_model needs no answer besides.
-    if config.answer_column and (config.answer_column in rest or not reward_model):
-        answer = _take_column(rest, config.answer_column, "answer_column", place)
-        reward_model = {"ground_truth": answer, **reward_model}
+    if "answer" in new:
+        reward_model = {"ground_truth": rest.pop("answer"), **reward_model}
     return Prompt(
         message=message,
         reward_model=reward_model or None,
@@ -267,13 +291,18 @@ def _make_prompt(row: Any, config: DataConfig, place: str) -> Prompt:
     )
 
 
-def _take_column(rest: dict[str, Any], column: str, setting: str, place: str) -> Any:
-    if column in rest:
-        return rest.pop(column)
-    near = difflib.get_close_matches(column, rest, n=1)
+Templates = Mapping[str, Callable[[Mapping[str, Any], str], str] | None]
+"""By the name of the column; None: it is another column."""
+
+
+def _find_column(row: Mapping[str, Any], column: str, name: str, place: str) -> Any:
+    if column in row:
+        return row[column]
+    near = difflib.get_close_matches(column, row, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
-        f"{place} has no column {column!r}; {hint}Its columns: {', '.join(map(str, rest))}. Set {setting}."
+        f"{place} has no column {column!r}; {hint}Its columns: {', '.join(map(str, row))}. Set "
+        f"columns.{name}."
     )
 
 
@@ -292,7 +321,7 @@ def _make_message(value: Any, config: DataConfig, place: str) -> list[Message]:
         message = [{key: part for key, part in item.items() if part is not None} for item in value]
     else:
         raise ConfigError(
-            f"{place}: column {config.prompt_column!r} must hold a text or a chat list of "
+            f"{place}: column {config.columns.get('prompt', 'prompt')!r} must hold a text or a chat list of "
             f'{{"role": ..., "content": ...}}, got {str(value)[:80]!r}'
         )
     if config.system_prompt is not None and message[0]["role"] != "system":

@@ -4,13 +4,15 @@
 
     "data/*.jsonl", "a.csv", ["a.parquet", "b.parquet"]       }
     "folder"           saved by datasets.save_to_disk         }
+    "owner/name"       a dataset of the hub, or its copy here }
     "addition"         a word of the table GENERATORS         } -> Rows: row i, and where row i stands
     "reasoning_gym:countdown"                                 }
     "package.module:function"                                 }
 
 A row is a mapping from column to value; what the columns mean is not decided here. Parquet and Arrow rows
-stay in their columns until they are asked for, generated rows are made anew each time. Every problem with a
-source is a `ConfigError` that says which file, line or argument.
+stay in their columns until they are asked for, generated rows are made anew each time. A stream, of the hub
+or of a function that returns an iterator, is read as far as it is wanted. Every problem with a source is a
+`ConfigError` that says which file, line or argument.
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ import glob
 import inspect
 import io
 import json
+import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -40,6 +43,21 @@ from forebay.extras import needed_by
 from forebay.produce.prompts import demo_tasks
 from forebay.produce.prompts.sequences import LazySequence
 
+
+@dataclass(frozen=True)
+class Rows:
+    """An opened source."""
+
+    rows: Any
+    """A sequence; row i is a mapping from column to value, or, from a function, whatever it returns."""
+    place: Callable[[int], str]
+    """Where row i stands, for error messages."""
+    in_memory: bool = False
+    """The rows are Python objects already, so that looking at each of them is cheap."""
+    is_random: bool = False
+    """The order is random already, and `size` does not bound the supply."""
+
+
 GENERATORS: dict[str, Callable[..., Sequence[Any]]] = {
     "addition": demo_tasks.addition,
     "sorting": demo_tasks.sorting,
@@ -50,67 +68,85 @@ SOURCE_ARGUMENTS: dict[str, type[StrictModel]] = {
 }
 """The ``arguments`` of each, by its name."""
 REASONING_GYM = "reasoning_gym"
-FILE_TYPES = (".jsonl", ".parquet", ".csv")
-_OTHER_FILE_TYPES = (".json", ".tsv", ".txt", ".xlsx", ".xls", ".arrow", ".gz", ".zip", ".ndjson", ".yaml")
+DISK_ARGUMENTS = ("split",)
+HUB_ARGUMENTS = ("split", "subset", "revision", "streaming", "data_files", "data_dir")
+FILE_TYPES = (".jsonl", ".parquet", ".csv", ".json", ".arrow")
+_OTHER_FILE_TYPES = (".tsv", ".txt", ".xlsx", ".xls", ".gz", ".zip", ".ndjson", ".yaml")
 """Files of data that people have and this does not read: they are told so, and not of an unknown word."""
 _SOURCE_FORMS = (
-    "a .jsonl or .csv or .parquet file or pattern, a folder written by datasets.save_to_disk, "
-    f"{', '.join(GENERATORS)}, reasoning_gym:NAME or package.module:function"
+    "a .jsonl, .csv, .parquet, .json or .arrow file or pattern, a folder written by datasets.save_to_disk, "
+    f"owner/name of a dataset of the hub, {', '.join(GENERATORS)}, reasoning_gym:NAME or "
+    "package.module:function"
 )
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
-@dataclass(frozen=True)
-class Rows:
-    """An opened source."""
+def open_source(
+    source: str | Sequence[str],
+    arguments: Mapping[str, Any],
+    num_wanted: int | None,
+    keep: Callable[[Any, str], Any] | None = None,
+) -> Rows:
+    """The rows of `source` that `keep`, given a row and its place, keeps.
 
-    rows: Sequence[Any]
-    """Row i: a mapping from column to value, or, from a function, whatever its sequence holds."""
-    place: Callable[[int], str]
-    """Where row i stands, for error messages."""
-    in_memory: bool = False
-    """The rows are Python objects already, so that looking at each of them is cheap."""
-    is_random: bool = False
-    """The order is random already, and `size` does not bound the supply."""
-
-
-def open_source(source: str | Sequence[str], arguments: Mapping[str, Any], num_wanted: int | None) -> Rows:
-    """The rows of `source`; at least `num_wanted` of them where the source can make any number.
+    `num_wanted` is how many are used: a source that can make any number makes so many, a stream is read so
+    far.
 
     Raises:
         ConfigError: the source is unknown, missing, empty or malformed, or does not take the arguments.
     """
+    # An iterator in place of the sequence is read now.
+    opened = _open(source, arguments, num_wanted)
+    rows, place = opened.rows, opened.place
+    if not isinstance(rows, Sequence):
+        numbered = enumerate(rows)
+        wanted = (pair for pair in numbered if keep is None or keep(pair[1], place(pair[0])))
+        kept = list(islice(wanted, num_wanted))
+        opened = Rows([row for _, row in kept], lambda index: place(kept[index][0]), in_memory=True)
+    elif keep is not None:
+        indices = [index for index in range(len(rows)) if keep(rows[index], place(index))]
+        opened = replace(
+            opened, rows=LazySequence(rows.__getitem__, indices), place=lambda index: place(indices[index])
+        )
+    if len(opened.rows) == 0:
+        left_out = " that data.where keeps" if keep is not None else ""
+        raise ConfigError(f"data source {source!r} is empty: it holds no row{left_out}")
+    return opened
+
+
+def _open(source: str | Sequence[str], arguments: Mapping[str, Any], num_wanted: int | None) -> Rows:
     if not isinstance(source, str):
-        rows = _open_files(source, arguments)
-    elif source.startswith(f"{REASONING_GYM}:"):
-        rows = _open_reasoning_gym(source, arguments, num_wanted)
+        return _open_files(source, arguments)
+    if source.startswith(f"{REASONING_GYM}:"):
+        return _open_reasoning_gym(source, arguments, num_wanted)
+    path = Path(source)
     # Before folders: a folder named "sorting", a run's own for example, must not hide the generator.
-    elif source in GENERATORS or (":" in source and not Path(source).exists()):
+    if source in GENERATORS or (":" in source and not path.exists()):
         found = _find_function(source, arguments)(**arguments)
-        if not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
+        if hasattr(found, "__getitem__") and hasattr(found, "__len__"):
+            found = LazySequence(found.__getitem__, range(len(found)))
+        elif not isinstance(found, Iterable):
             raise ConfigError(
                 f"data source {source!r} returned a {type(found).__name__}; "
-                f"it must return a sequence, such as a list, of rows or of Prompt"
+                f"it must return rows or Prompt, as a sequence, such as a list, or an iterator"
             )
-        rows = Rows(found, lambda index: f"{source}, row {index}")
-    elif Path(source).suffix in FILE_TYPES:
-        rows = _open_files([source], arguments)
-    elif Path(source).is_dir():
-        rows = _open_saved_dataset(source, arguments)
-    elif Path(source).is_file() or Path(source).suffix in _OTHER_FILE_TYPES:
-        suffix = Path(source).suffix
-        kind = f"a {suffix} file" if suffix else "a file without an ending"
+        return Rows(found, lambda index: f"{source}, row {index}")
+    if path.suffix in FILE_TYPES:
+        return _open_files([source], arguments)
+    if path.is_dir():
+        return _open_dataset(source, arguments, DISK_ARGUMENTS)
+    if path.is_file() or path.suffix in _OTHER_FILE_TYPES:
+        kind = f"a {path.suffix} file" if path.suffix else "a file without an ending"
         raise ConfigError(
             f"data source {source!r} is {kind}, which is not read: data files are {', '.join(FILE_TYPES)}, "
             f"by ending; write one JSON object per line, such as "
             f'{{"prompt": ..., "answer": ...}}, into a .jsonl file'
         )
-    else:
-        near = difflib.get_close_matches(source, GENERATORS, n=1) or _near_paths(Path(source))
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"unknown data source {source!r}; {hint}A source is {_SOURCE_FORMS}")
-    if len(rows.rows) == 0:
-        raise ConfigError(f"data source {source!r} is empty: it holds no row")
-    return rows
+    if _HUB_ID.fullmatch(source) and not _near_paths(path):
+        return _open_dataset(source, arguments, HUB_ARGUMENTS)
+    near = difflib.get_close_matches(source, GENERATORS, n=1) or _near_paths(path)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(f"unknown data source {source!r}; {hint}A source is {_SOURCE_FORMS}")
 
 
 def locate_source(source: str | list[str], folders: Sequence[Path] | None) -> str | list[str]:
@@ -140,8 +176,10 @@ def _open_files(patterns: Sequence[str], arguments: Mapping[str, Any]) -> Rows:
         raise ConfigError("the list of data files is empty")
     readers: dict[str, Callable[[Sequence[Path]], Rows]] = {
         ".jsonl": partial(_read_lines, _parse_jsonl),
-        ".parquet": _read_parquet,
+        ".parquet": partial(_read_tables, pq.read_table, "Parquet"),
         ".csv": partial(_read_lines, _parse_csv),
+        ".json": partial(_read_lines, _parse_json),
+        ".arrow": partial(_read_tables, _read_arrow, "Arrow"),
     }
     suffixes = {path.suffix for path in paths}
     if len(suffixes) > 1 or not suffixes <= set(readers):
@@ -194,6 +232,19 @@ def _parse_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
+def _parse_json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """A list of objects; each is numbered by its place."""
+    try:
+        rows = json.loads(_read_bytes(path))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(
+            f"{path} must hold a list of objects with columns; one object a line is a .jsonl file"
+        )
+    yield from enumerate(rows, start=1)
+
+
 def _parse_csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every value is text, as it stands: a number read as a number would lose its zeros."""
     try:
@@ -224,17 +275,27 @@ def _read_bytes(path: Path) -> bytes:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
 
 
-def _read_parquet(paths: Sequence[Path]) -> Rows:
+def _read_arrow(path: Path) -> pa.Table:
+    """Of a file or a stream of Arrow's IPC format; `datasets` writes streams."""
+    with pa.memory_map(str(path)) as source:
+        try:
+            return pa.ipc.open_file(source).read_all()
+        except pa.ArrowInvalid:
+            source.seek(0)
+            return pa.ipc.open_stream(source).read_all()
+
+
+def _read_tables(read: Callable[[Path], pa.Table], kind: str, paths: Sequence[Path]) -> Rows:
     tables = []
     for path in paths:
         try:
-            tables.append(pq.read_table(path))
+            tables.append(read(path))
         except (pa.ArrowException, OSError) as error:
-            raise ConfigError(f"cannot read {str(path)!r} as Parquet: {error}") from None
+            raise ConfigError(f"cannot read {str(path)!r} as {kind}: {error}") from None
     try:
         table = pa.concat_tables(tables, promote_options="default")
     except pa.ArrowException as error:
-        raise ConfigError(f"the Parquet files {[str(path) for path in paths]} differ: {error}") from None
+        raise ConfigError(f"the {kind} files {[str(path) for path in paths]} differ: {error}") from None
     columns = {name: table.column(name) for name in table.column_names}
 
     def row(index: int) -> dict[str, Any]:
@@ -258,32 +319,65 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, (date, time, timedelta, Decimal, UUID)) else value
 
 
-def _open_saved_dataset(source: str, arguments: Mapping[str, Any]) -> Rows:
+def _open_dataset(source: str, arguments: Mapping[str, Any], known: Sequence[str]) -> Rows:
+    """A folder of `datasets.save_to_disk`, or a dataset of the hub, which takes more arguments."""
     with needed_by(f"data source {source!r}"):
         import datasets
-    if unknown := sorted(set(arguments) - {"split"}):
-        raise ConfigError(f"data source {source!r} takes only the argument 'split', got {unknown}")
+    if unknown := sorted(set(arguments) - set(known)):
+        raise ConfigError(f"data source {source!r} takes {', '.join(known)} as arguments, got {unknown}")
+    split = arguments.get("split")
+    # Datasets are other people's: what is wrong with one, its splits and subsets is said in many ways.
     try:
-        dataset = datasets.load_from_disk(source)
+        found = datasets.load_from_disk(source) if known == DISK_ARGUMENTS else _load_hub(source, arguments)
     except FileNotFoundError:
         raise ConfigError(
             f"folder {source!r} holds no dataset saved by datasets.save_to_disk; "
             f"for a folder of files write a pattern such as {source.rstrip('/') + '/*.parquet'!r}"
         ) from None
-    split = arguments.get("split")
-    if isinstance(dataset, datasets.DatasetDict):
-        if split is None and len(dataset) == 1:
-            split = next(iter(dataset))
-        if split not in dataset:
+    except ValueError as error:
+        # The lines after the second are examples.
+        said = " ".join(str(error).splitlines()[:2])
+        raise ConfigError(f"data source {source!r} with arguments {dict(arguments)}: {said}") from error
+    if isinstance(found, dict):
+        if split is None and len(found) == 1:
+            split = next(iter(found))
+        if split not in found:
             raise ConfigError(
-                f"data source {source!r} has the splits {sorted(dataset)}; name one as arguments.split, "
+                f"data source {source!r} has the splits {sorted(found)}; name one as arguments.split, "
                 f"not {split!r}"
             )
-        dataset = dataset[split]
-    elif split is not None:
+        found = found[split]
+    elif split is not None and known == DISK_ARGUMENTS:
         raise ConfigError(f"data source {source!r} has no splits; leave out arguments.split = {split!r}")
-    rows = LazySequence(lambda index: _plain(dataset[index]), range(len(dataset)))
+    if isinstance(found, datasets.IterableDataset):
+        return Rows(map(_plain, found), lambda index: f"{source}, row {index}")
+    rows = LazySequence(lambda index: _plain(found[index]), range(len(found)))
     return Rows(rows, lambda index: f"{source}, row {index}")
+
+
+def _load_hub(source: str, arguments: Mapping[str, Any]) -> Any:
+    """A dataset of the hub, or where the hub is out of reach its copy in the hub's cache here."""
+    import datasets
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    options: dict[str, Any] = {"name" if key == "subset" else key: value for key, value in arguments.items()}
+    revision = options.pop("revision", None)
+    try:
+        return datasets.load_dataset(source, revision=revision, **options)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise ConfigError(f"data source {source!r}: {error}") from None
+    except ConnectionError as error:
+        try:
+            # Whole repositories, as the command below leaves them, are nothing that `load_dataset` finds.
+            folder = snapshot_download(source, repo_type="dataset", revision=revision, local_files_only=True)
+        except LocalEntryNotFoundError:
+            at = f" --revision {revision}" if revision else ""
+            raise ConfigError(
+                f"data source {source!r} is not on this machine, and the hub cannot be reached ({error}); "
+                f"where it can, run: hf download --repo-type dataset {source}{at}"
+            ) from None
+        return datasets.load_dataset(folder, **options)
 
 
 def check_source(source: str | Sequence[str], arguments: Mapping[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """Environments of the `verifiers` library (0.4): its harnesses and tasks, played by the policy.
 
+An agent loop of one's own around `ProgramAgentLoop`, and a data source; run.toml beside it names both.
+
 ::
 
     load_tasks(env) --> rows: prompts to display, and which task each is
@@ -7,7 +9,7 @@
                     '--> the task's rewards --> reward                     '--> tokens, logprobs, versions
 
 The harness decides what the model reads, so the recorded trajectories may be several, with prompts of their
-own. `verifiers` needs packages that this project does not; it is imported when an environment is opened.
+own. `verifiers` needs packages that Forebay does not; it is imported when an environment is opened.
 """
 
 from __future__ import annotations
@@ -131,9 +133,7 @@ class VerifiersAgentLoop(AgentLoop):
         """
         number = (session.task["reward_model"] or {}).get(TASK_KEY)
         if number is None:
-            raise ValueError(
-                "the prompt names no task; its source must be forebay.agents.verifiers:load_tasks"
-            )
+            raise ValueError("the prompt names no task; its source must be verifiers_agent:load_tasks")
         # There is no key: the address is the secret.
         library = _library()
         client = library.EvalClientConfig(base_url=session.base_url, api_key_var="FOREBAY_NO_KEY")

@@ -40,7 +40,7 @@ from forebay.replay import StorageBackend
 from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.folder import publish
 from forebay.runs.placement import Cluster, Trainer, device_fact, takes_turns
-from forebay.runs.record.events import observe
+from forebay.runs.record.events import observe_buffer
 from forebay.runs.record.history import History
 from forebay.runs.record.journal import Recorder
 from forebay.runs.record.live import LiveFile, live_values
@@ -242,7 +242,7 @@ def build_run(
     if config.record:
         run_file, device = to_toml(with_precisions(config)), device_fact(config)
         run.record = Recorder(folder, run_file=run_file, device=device, resumed_from=resume_step)
-        observe(run.record, run.manager, run.controller)
+        observe_buffer(run.record, run.manager.replay_buffer)
     if config.history_gb:
         _begin_history(run, resume_step)
     return run

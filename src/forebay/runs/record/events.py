@@ -1,13 +1,12 @@
-"""The events of a record: noted while the run's parts work, and, for the buffer's part, repeated by a rerun.
+"""The events of a record: noted while the buffer works, and repeated by a rerun.
 
 ::
 
-    sampler        admit        group, tries, tokens it brings
-    engine         generate     request, seed, tokens, weights, finish reason, from when to when
-    judge          judge        scores or errors, from when to when
     replay buffer  put (of each group), and the calls in `CALLS`: arguments and result
     steps.fit      train        what the trainer was given
     steps.checkpoint            checkpoint
+
+When rollouts were generated and judged, and how long it took, is in the run's history, not here.
 
 A call of the buffer is noted when it has succeeded, before anything else can run. The stores in memory that
 runs use never hand over to another task half-way through, so the order of events is the order in which they
@@ -19,14 +18,8 @@ from __future__ import annotations
 import inspect
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-from forebay.agents import AgentLoop
-from forebay.engines import RolloutController
-from forebay.engines.base import Completion, Engine, GenerateRequest
-from forebay.judges import Judge
-from forebay.produce import AgentLoopManager
-from forebay.produce.sampler import Sampler
 from forebay.replay import ReplayBuffer
 from forebay.replay.groups import StoredGroup, copy_group
 from forebay.runs.record.journal import Event, Facts, Recorder
@@ -143,19 +136,6 @@ _PUT_FACTS = {
 }
 
 
-def observe(recorder: Recorder, manager: AgentLoopManager, controller: RolloutController) -> None:
-    """Have `recorder` told of everything that the manager's tasks do from now on."""
-    observe_buffer(recorder, manager.replay_buffer)
-    controller.engines = tuple(
-        _observed_engine(recorder, engine, number) for number, engine in enumerate(controller.engines)
-    )
-    for runner in manager.task_runners:
-        runner.sampler = _observed_sampler(recorder, runner.sampler)
-        loop = runner.agent_loop
-        if isinstance(loop, AgentLoop) and loop.judge is not None:
-            loop.judge = _observed_judge(recorder, loop.judge)
-
-
 def observe_buffer(recorder: Recorder, buffer: ReplayBuffer) -> None:
     """Have `recorder` told of every call that changes `buffer` from now on."""
     put_groups = buffer.put_groups
@@ -212,78 +192,6 @@ def _noted(
         return result
 
     return noted
-
-
-class _Observed:
-    """A part of the run with some methods in place of its own; everything else of it shows through."""
-
-    def __init__(self, part: Any, **methods: Callable[..., Any]) -> None:
-        self._part = part
-        vars(self).update(methods)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._part, name)
-
-
-def _observed_sampler(recorder: Recorder, sampler: Sampler) -> Sampler:
-    async def sample(task_name: str, group_status: Status | list[Status] | None = None) -> list[RolloutState]:
-        group = await sampler.sample(task_name, group_status)
-        recorder.note(
-            "admit",
-            task=task_name,
-            group=group[0].group_id,
-            status=get_group_status(group).value,
-            epoch=getattr(sampler, "epoch", None),
-            position=getattr(sampler, "position", None),
-            tries=[state.num_tries for state in group],
-            earlier_tokens=[len(state.response_ids) for state in group],
-        )
-        return group
-
-    return cast(Sampler, _Observed(sampler, sample=sample))
-
-
-def _observed_judge(recorder: Recorder, judge: Judge) -> Judge:
-    async def judged(target: list[RolloutState]) -> list[RolloutState]:
-        start_s = recorder.now_s()
-        result = await judge.judge(target)
-        errors = [state.error_msg for state in target]
-        scores = [(state.reward or {}).get("score") for state in target]
-        recorder.note(
-            "judge",
-            task=target[0].task_name,
-            group=target[0].group_id,
-            start_s=start_s,
-            rollouts=[state.rollout_id for state in target],
-            scores=[None if score is None else float(score) for score in scores],
-            errors=errors if any(errors) else None,
-        )
-        return result
-
-    return cast(Judge, _Observed(judge, judge=judged))
-
-
-def _observed_engine(recorder: Recorder, engine: Engine, number: int) -> Engine:
-    async def generate(request: GenerateRequest) -> Completion:
-        start_s = recorder.now_s()
-        completion = await engine.generate(request)
-        steps = completion.model_steps
-        recorder.note(
-            "generate",
-            request=request.request_id,
-            engine=number,
-            seed=request.seed,
-            max_tokens=request.max_tokens,
-            tokens=len(completion.response_ids),
-            # The weights of the first and of the last token: they only get newer.
-            model_steps=[int(steps[0]), int(steps[-1])] if len(steps) else None,
-            finish=completion.finish_reason,
-            start_s=start_s,
-            error=completion.error_msg,
-        )
-        return completion
-
-    return cast(Engine, _Observed(engine, generate=generate))
 
 
 def name_groups(groups: Iterable[Sequence[RolloutState]]) -> list[str | int | None]:

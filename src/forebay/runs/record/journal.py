@@ -304,21 +304,6 @@ def read_events(segment: Segment) -> Iterator[Event]:
             return
 
 
-def read_seeds(history: list[Segment], rollout_ids: set[str]) -> dict[str, int]:
-    """The seed that each of these rollouts was generated with last."""
-    seeds: dict[str, int] = {}
-    for segment in history:
-        for facts in _read_lines(segment.folder / EVENTS):
-            if facts["event"] == "generate":
-                # The controller names a request "rollout:try:tokens before it".
-                rollout_id = facts["request"].rsplit(":", 2)[0]
-                if rollout_id in rollout_ids:
-                    seeds[rollout_id] = facts["seed"]
-            elif _is_checkpoint(facts, segment.until):
-                break
-    return seeds
-
-
 def _is_checkpoint(facts: Facts, train_step: int | None) -> bool:
     return bool(facts["event"] == "checkpoint" and facts["train_step"] == train_step)
 

@@ -69,6 +69,8 @@ class Rerun:
         self._unseen = deque(rows)
         """Rows that the alarms have not been given; step 0 and an unfinished step have an evaluation only."""
         self._alarms: RunAlarms
+        self.seed = 0
+        """Of the run; as of the first step."""
         self.trainer: TrainController | None = None
         """As of the last step; None before the first, and where nothing is trained."""
         self._trains = trains
@@ -99,7 +101,7 @@ class Rerun:
     async def _begin(self, segment: Segment) -> None:
         """A trainer and a buffer as this start of the run made them."""
         config = load_config(RunConfig, segment.folder / RUN_FILE).model_copy(update={"record": False})
-        buffer = build_buffer(config)
+        buffer, self.seed = build_buffer(config), config.seed
         trainer = None
         if self._trains:
             torch.set_num_threads(config.threads)

@@ -332,7 +332,9 @@ _FREE_WORDS = """
     train.gradient_checkpointing train.advantage train.loss train.clip train.dual_clip train.kl_coef
     train.kl_estimator train.entropy_coef train.normalization train.correction train.correction_band
     train.guard train.guard_bands train.critic_lr train.lam evaluate.every
-    evaluate.rollouts_per_prompt evaluate.temperature metrics.sinks metrics.project
+    evaluate.rollouts_per_prompt evaluate.temperature evaluate.mode evaluate.best
+    tasks.*.evaluate.every tasks.*.evaluate.rollouts_per_prompt tasks.*.evaluate.temperature
+    metrics.sinks metrics.project
 """
 FREE = frozenset(_FREE_WORDS.split())
 """Keys that may change when a run goes on: a new key is put here, or into `FIXED`, on purpose."""

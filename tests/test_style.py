@@ -26,6 +26,7 @@ from forebay.cluster.arguments import RayArguments
 from forebay.config import Component, StrictModel
 from forebay.engines.build import ENGINE_ARGUMENTS
 from forebay.engines.process.host import EngineRecipe
+from forebay.evaluate import TaskEvalConfig
 from forebay.judges.build import JUDGE_ARGUMENTS, JudgeConfig, PartConfig
 from forebay.produce.prompts.orders import SAMPLERS
 from forebay.produce.prompts.sources import SOURCE_ARGUMENTS
@@ -198,7 +199,7 @@ def test_a_run_file_has_few_keys() -> None:
     elsewhere = {model for models in [*kinds.values(), inner, [EngineRecipe]] for model in models}
     keys = {
         model.__name__: sorted(_own_fields(model))
-        for base in (StrictModel, Component, BufferConfig)
+        for base in (StrictModel, Component, BufferConfig, TaskEvalConfig)
         for model in (base, *_subclasses(base))
         if model not in elsewhere
     }

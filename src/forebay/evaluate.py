@@ -1,4 +1,6 @@
-"""Metrics of evaluation rollouts. It does no rollout itself: hand it finished groups.
+"""Metrics of evaluation rollouts, and the ``[evaluate]`` table.
+
+It does no rollout itself: hand it finished groups.
 
     groups by an agent loop, held-out prompts -> Evaluator.evaluate(groups) -> {"eval/score": ..., ...}
 
@@ -11,11 +13,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
+from pydantic import BaseModel, Field
 
 from forebay.agents.extra_fields import mean_counts
+from forebay.config import StrictModel
 from forebay.judges import mean_parts
+from forebay.metrics import EVAL_SCORE
 from forebay.types import TRAJECTORY_OF_KEY, RolloutState, Status
 
 SOLVED_SCORE = 1.0
@@ -51,12 +57,13 @@ class Evaluator:
     def __init__(self, *, solved_score: float = SOLVED_SCORE) -> None:
         self.solved_score = solved_score
 
-    def evaluate(self, groups: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
+    def evaluate(self, groups: Sequence[Sequence[RolloutState]], *, whole: bool = True) -> dict[str, float]:
         """Mean score, accuracy, pass@k (k = 1, 2, 4, .. up to the group size), length and truncation.
 
-        Keys are ``eval/NAME`` and, with several tasks, ``eval/TASK/NAME``. Lengths are in generated tokens.
-        Where agents count turns and tool calls, their means are among them, as are those of the numbers that
-        judges give beside the score.
+        Keys are ``eval/NAME`` and, with several tasks, ``eval/TASK/NAME``; the latter alone if the groups are
+        not the `whole` of what is evaluated, whose numbers they would not continue. Lengths are in generated
+        tokens. Where agents count turns and tool calls, their means are among them, as are those of the
+        numbers that judges give beside the score.
 
         Raises:
             ValueError: there are no groups, or one is neither judged nor failed.
@@ -66,8 +73,8 @@ class Evaluator:
         by_task: dict[str, list[Sequence[RolloutState]]] = defaultdict(list)
         for group in groups:
             by_task[str(group[0].task_name)].append(group)
-        metrics = self._metrics(groups, "eval")
-        if len(by_task) > 1:
+        metrics = self._metrics(groups, "eval") if whole else {}
+        if len(by_task) > 1 or not whole:
             for task_name, task_groups in by_task.items():
                 metrics.update(self._metrics(task_groups, f"eval/{task_name}"))
         return metrics
@@ -115,3 +122,34 @@ def _score(state: RolloutState) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if values else float("nan")
+
+
+class TaskEvalConfig(BaseModel):
+    """How the held-out prompts of one task are tried; None: as ``[evaluate]`` says."""
+
+    # As a `StrictModel`, without being one more ancestor of `EvalConfig`.
+    model_config = StrictModel.model_config
+
+    every: int | None = Field(default=None, ge=0)
+    """Train steps between evaluations; 0: only before and after."""
+    rollouts_per_prompt: int | None = Field(default=None, ge=1)
+    """Responses to each held-out prompt."""
+    temperature: float | None = Field(default=None, ge=0)
+    """Of sampling in evaluations; 0: the likeliest token each time."""
+
+
+class EvalConfig(TaskEvalConfig):
+    """When and how the held-out prompts are tried; before and after training they always are."""
+
+    every: int = Field(default=0, ge=0)
+    """Train steps between evaluations; 0: only before and after."""
+    rollouts_per_prompt: int = Field(default=1, ge=1)
+    """Responses to each held-out prompt."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Of sampling in evaluations; 0: the likeliest token each time."""
+    mode: Literal["pause", "beside"] = "pause"
+    """``pause``: production rests meanwhile. ``beside``: it goes on, and so does training; an engine of its
+    own holds the weights of the step. Of several processes or servers it is the last, else one more."""
+    best: str = EVAL_SCORE
+    """The metric whose highest value names the best checkpoint, which is kept besides `keep_checkpoints`;
+    evaluate and save at the same steps."""

@@ -100,7 +100,7 @@ def _waiting_parts(config: RunConfig, trainer: Mapping[str, int]) -> dict[str, i
 def engines_by_place(config: RunConfig, device: Device) -> tuple[int, int]:
     """How many engines lie in the trainer's memory, and how many on the fullest GPU without a trainer."""
     if config.engine.name == "transformers" or is_server_beside(config, device):
-        return 1, 0
+        return 1 + (config.evaluate.mode == "beside"), 0
     if config.engine.name != "process":
         return 0, 0
     if not device.is_gpu or ":" in config.device:

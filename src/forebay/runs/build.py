@@ -102,6 +102,10 @@ class Run(Rollouts):
     """Train steps that rollouts may be behind since the guard lowered it; None: as configured."""
     saving: asyncio.Task[None] | None = None
     """Writes the latest checkpoint, beside everything else."""
+    evaluating: asyncio.Task[None] | None = None
+    """The evaluation under way beside production."""
+    best_checkpoint: str | None = None
+    """The kept checkpoint with the best evaluation, and how good that was."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set: finish this step, save and leave."""
     sync_interval: int = field(init=False)
@@ -124,6 +128,7 @@ class Run(Rollouts):
             "train_step": self.train_step,
             "steps": self.config.steps,
             "phase": self.display.phase_name,
+            "best_checkpoint": self.best_checkpoint,
             "pid": os.getpid(),
         }
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,7 +62,6 @@ async def begin_checkpoint(run: Run) -> None:
         state = {
             "train_step": run.train_step,
             "history": list(run.history),
-            "evaluations": list(run.evaluations),
             "guard": run.guard.state_dict(),
             "lag_limit": run.lag_limit,
             "device": device_fact(run.config),
@@ -82,15 +82,34 @@ async def _write_checkpoint(run: Run, final: Path, cut: Cut, state: dict[str, An
         with unfinished(final) as temporary:
             await compute(run, run.trainer.save, temporary / "trainer")
             await cut.write(temporary / "manager")
+            if run.evaluating is not None:
+                # Its error is raised by the next `fit`.
+                await asyncio.wait([run.evaluating])
+            step = state["train_step"]
+            state["evaluations"] = [row for row in run.evaluations if row["train_step"] <= step]
             await asyncio.to_thread(write_json, temporary / "run.json", state)
             await asyncio.to_thread(publish, temporary, final)
     finally:
         await cut.release()
-    await asyncio.to_thread(prune_checkpoints, run.folder, run.config.keep_checkpoints)
+    best = _find_best(run)
+    await asyncio.to_thread(prune_checkpoints, run.folder, run.config.keep_checkpoints, best)
     if keeps_consumed(run.config):
         # A run in a durable store may be asked to go on from any checkpoint that is left.
         covered = list_checkpoints(run.folder)[0] if store_of(run.config) != "memory" else final
         await run.manager.replay_buffer.commit(step_of(covered))
+
+
+def _find_best(run: Run) -> Path | None:
+    """The checkpoint with the best evaluation, the earliest of equals; None where no step has both."""
+    metric = run.config.evaluate.best
+    found = {int(row["train_step"]): row.get(metric, math.nan) for row in run.evaluations}
+    values = {step: value for step, value in found.items() if math.isfinite(value)}
+    saved = [path for path in list_checkpoints(run.folder) if step_of(path) in values]
+    if not saved:
+        return None
+    best = max(saved, key=lambda path: values[step_of(path)])
+    run.best_checkpoint = f"{best.name} ({metric} {values[step_of(best)]:.3g})"
+    return best
 
 
 async def checkpoint_written(run: Run) -> None:
@@ -126,6 +145,7 @@ async def resume(run: Run, path: Path, *, has_groups: bool = False) -> None:
     run.train_step = state["train_step"]
     run.history = state["history"]
     run.evaluations = state["evaluations"]
+    _find_best(run)
     run.alarms.catch_up(run.history, run.evaluations)
     run.guard.load_state_dict(state["guard"])
     if state["lag_limit"] is not None:

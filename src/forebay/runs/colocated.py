@@ -46,8 +46,8 @@ async def run_colocated(run: Run) -> None:
                 await steps.sync_weights(run)
             steps.report(run, train_step, batch, metrics)
             steps.guard(run, train_step, metrics)
-            if steps.is_due(train_step, config.evaluate.every) and train_step < config.steps:
-                await steps.evaluate(run, f"step {train_step}")
+            if due := steps.due_sets(run):
+                await steps.evaluate(run, f"step {train_step}", due)
             if steps.is_due(train_step, config.checkpoint_every):
                 await steps.begin_checkpoint(run)
         if run.train_step == config.steps and not steps.is_evaluated(run):

@@ -21,6 +21,7 @@ from forebay.config import (
     look_up,
 )
 from forebay.engines import EngineConfig, find_engine
+from forebay.evaluate import EvalConfig, TaskEvalConfig
 from forebay.judges import JudgeConfig, build_judge
 from forebay.metrics import MetricsConfig
 from forebay.models import DEVICE_PATTERN, ModelConfig
@@ -47,8 +48,8 @@ class TaskConfig(StrictModel):
 
     name: str
     """Names the task in metrics, ledger and messages."""
-    data: DataConfig
-    """The prompts to train on."""
+    data: DataConfig | None = None
+    """The prompts to train on; a task with weight 0 needs none."""
     eval_data: DataConfig | None = None
     """Held-out prompts; without them the task is not evaluated."""
     judge: JudgeConfig | None = None
@@ -66,6 +67,8 @@ class TaskConfig(StrictModel):
     """For prompts that leave no room for a response: ``error`` or ``drop``."""
     max_staleness: int | None = Field(default=None, ge=0)
     """This task's own; None: ``produce.max_staleness``."""
+    evaluate: TaskEvalConfig | None = None
+    """This task's own keys of ``[evaluate]``."""
 
 
 SEPARATE_DEFAULTS: Mapping[str, Any] = {
@@ -197,17 +200,6 @@ class ReplayConfig(BufferConfig):
         return self
 
 
-class EvalConfig(StrictModel):
-    """When and how the held-out prompts are tried; before and after training they always are."""
-
-    every: int = Field(default=0, ge=0)
-    """Train steps between evaluations; 0: only before and after."""
-    rollouts_per_prompt: int = Field(default=1, ge=1)
-    """Responses to each held-out prompt."""
-    temperature: float = Field(default=0.0, ge=0)
-    """Of sampling in evaluations; 0: the likeliest token each time."""
-
-
 class RunFile(BaseModel):
     """The keys that run files of every kind have."""
 
@@ -282,6 +274,11 @@ class RunConfig(RunFile):
     evaluate: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
 
+    def tries(self, task: TaskConfig) -> EvalConfig:
+        """How the held-out prompts of `task` are tried."""
+        own = {} if task.evaluate is None else task.evaluate.model_dump(exclude_none=True)
+        return self.evaluate.model_copy(update=own)
+
     @field_validator("engine", mode="before")
     @classmethod
     def _of_default_engine(cls, value: Any) -> Any:
@@ -334,6 +331,11 @@ class RunConfig(RunFile):
                 f"record = true repeats what happened to groups in memory, and replay.store is "
                 f"{self.replay.store!r}: leave one of the two out"
             )
+        if self.evaluate.mode == "beside" and (self.produce.mode != "separate" or self.cluster is not None):
+            raise ConfigError(
+                "evaluate.mode = 'beside' needs production that goes on beside training, and engines of this "
+                "machine: set produce.mode = 'separate' and leave cluster out, or set evaluate.mode = 'pause'"
+            )
         own_limits = [task.name for task in self.tasks if task.max_staleness is not None]
         if own_limits and not self.produce.is_async:
             raise ConfigError(
@@ -376,6 +378,10 @@ def check_cluster(config: RunConfig) -> None:
 
 
 def _check_task(number: int, task: TaskConfig) -> None:
+    if task.data is None and (task.weight > 0 or task.eval_data is None):
+        raise ConfigError(
+            f"'tasks.{number}.data' is missing: only a task with weight 0 and eval_data needs none"
+        )
     if task.sample.temperature == 0:
         raise ConfigError(
             f"tasks.{number}.sample.temperature is 0, which makes all rollouts of a prompt equal; training "

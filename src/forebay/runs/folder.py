@@ -164,9 +164,11 @@ def unfinished(final: Path) -> Iterator[Path]:
         raise
 
 
-def prune_checkpoints(folder: Path, keep: int) -> None:
-    """Delete all complete checkpoints but the last `keep`, and what a save or a deletion left half done."""
+def prune_checkpoints(folder: Path, keep: int, best: Path | None = None) -> None:
+    """Delete all complete checkpoints but the last `keep` and `best`, and what is left half done."""
     for old in list_checkpoints(folder)[:-keep]:
+        if old == best:
+            continue
         # Under another name first: whenever this ends, what has the name of a checkpoint is a whole one.
         old.rename(old.with_name(f"{old.name}.tmp"))
     for left_over in (folder / "checkpoints").glob("step_*.tmp"):

@@ -292,7 +292,7 @@ async def try_judges(config: RunConfig, data: Sequence[TaskData]) -> None:
         ConfigError: a judge has no verdict on it.
     """
     for task, part in zip(config.tasks, data, strict=True):
-        if task.agent.name != "single_turn":
+        if task.agent.name != "single_turn" or not part.training:
             continue
         judge = build_judge(task.judge)
         state = _answered(task.name, part.training[0])

@@ -91,6 +91,8 @@ async def totals(run: Run) -> dict[str, str]:
     for task, counts in (await group_counts(run)).items():
         named = [f"{count:,} {outcome}" for outcome, count in counts.items() if count]
         facts[f"groups {task}"] = ", ".join(named)
+    if run.best_checkpoint is not None:
+        facts["best"] = run.best_checkpoint
     if run.config.produce.is_async:
         facts |= run.status.run_facts(run.history)
     if run.cluster is not None:
@@ -108,7 +110,7 @@ def accuracy_line(run: Run) -> str | None:
     """The one line to remember: held-out accuracy before and after; None where nothing was held out."""
     if len(run.evaluations) < 2:
         return None
-    before, after = run.evaluations[0]["eval/accuracy"], run.evaluations[-1]["eval/accuracy"]
+    before, after = (run.evaluations[at].get("eval/accuracy", math.nan) for at in (0, -1))
     if math.isnan(before) or math.isnan(after):
         return None
     return f"held-out accuracy: {before:.1%} -> {after:.1%}"

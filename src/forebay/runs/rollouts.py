@@ -25,6 +25,7 @@ from forebay.agents import AgentLoop, build_agent_loop, prompt_tools, with_max_c
 from forebay.agents.base import Generator
 from forebay.config import Component, ConfigError, look_up
 from forebay.engines import Engine, EngineSurroundings, RolloutController, build_engines
+from forebay.evaluate import EvalConfig
 from forebay.judges import build_judge
 from forebay.ledger import Ledger
 from forebay.models import Precision, context_of, find_device, load_tokenizer, precision_on
@@ -46,7 +47,7 @@ from forebay.produce.prompts.orders import build_order
 from forebay.produce.strategies.context import GroupGenerator
 from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, StorageBackend, SyncReplayBufferConfig
 from forebay.runs.config import ASYNC_ONLY, FILTERS, RunConfig, TaskConfig
-from forebay.runs.placement import Cluster, shares_gpu, takes_turns
+from forebay.runs.placement import SERVERS, Cluster, shares_gpu, takes_turns
 from forebay.runs.store import keeps_consumed
 from forebay.train import TrainConfig
 from forebay.train.batch import why_untrainable
@@ -79,7 +80,7 @@ class EvalSet:
     task_name: str
     prompts: Sequence[Prompt]
     agent_loop: GroupGenerator
-    rollouts_per_prompt: int
+    tries: EvalConfig
     replay_buffer: ReplayBuffer
 
     async def groups(self) -> list[list[RolloutState]]:
@@ -88,7 +89,7 @@ class EvalSet:
             self.prompts,
             self.replay_buffer,
             task_name=self.task_name,
-            prompt_repeat_k=self.rollouts_per_prompt,
+            prompt_repeat_k=self.tries.rollouts_per_prompt,
             seed=EVAL_SEED,
             shuffle=False,
         )
@@ -104,6 +105,10 @@ class Rollouts:
     eval_sets: list[EvalSet]
     manager: AgentLoopManager
     activities: Activities
+    eval_controller: RolloutController | None = None
+    """Of the engine for evaluations beside production; None: production is paused for them."""
+    eval_watch: StallWatch | None = None
+    """Watches that engine."""
 
 
 def load_data(config: RunConfig) -> list[TaskData]:
@@ -116,8 +121,10 @@ def load_data(config: RunConfig) -> list[TaskData]:
     for task in config.tasks:
         try:
             held_out = load_prompts(task.eval_data) if task.eval_data is not None else ()
-            training = load_prompts(task.data)
-            data.append(TaskData(hold_out(training, held_out) if held_out else training, held_out))
+            training = () if task.data is None else load_prompts(task.data)
+            if held_out and training:
+                training = hold_out(training, held_out)
+            data.append(TaskData(training, held_out))
         except ConfigError as error:
             raise ConfigError(f"task {task.name!r}: {error}") from None
     return data
@@ -163,6 +170,7 @@ def fitting(
     if data.context is not None and data.context <= context:
         return data
     held_out = _checked(config, task, data.held_out, tokenizer, context) if data.held_out else ()
+    trains = trains and bool(data.training)
     training = _checked(config, task, data.training, tokenizer, context) if trains else data.training
     return TaskData(training, held_out, context)
 
@@ -292,11 +300,16 @@ def build_rollouts(
         ConfigError: the model cannot be run, or prompts and responses are longer than the settings allow.
     """
     tokenizer, activities, buffer = load_tokenizer(model_folder), Activities(), build_buffer(config, storage)
+    # Of their own: rollouts of an evaluation beside production are none of the producer's.
+    eval_controller, eval_activities = None, activities
     if cluster is not None:
         controller = cluster.controller()
     else:
         lora_rank = config.train.lora_rank if trains else 0
         engines = build_run_engines(config, model_folder, tokenizer, lora_rank=lora_rank)
+        if trains and config.evaluate.mode == "beside" and any(part.held_out for part in data):
+            engines, apart = _apart(config, engines, model_folder, tokenizer, lora_rank)
+            eval_controller, eval_activities = RolloutController(apart, seed=config.seed), Activities()
         controller = RolloutController(engines, seed=config.seed)
 
     def agent_loop(task: TaskConfig, *, held_out: bool = False) -> GroupGenerator:
@@ -306,19 +319,20 @@ def build_rollouts(
             config,
             task,
             held_out=held_out,
-            controller=controller,
+            controller=(eval_controller or controller) if held_out else controller,
             tokenizer=tokenizer,
-            activities=activities,
+            activities=eval_activities if held_out else activities,
         )
 
     context = min(engine.max_context_tokens for engine in controller.engines)
-    eval_sets: list[EvalSet] = []
-    runners = []
+    eval_sets, runners = list[EvalSet](), list[TaskRunner]()
     for task, part in zip(config.tasks, data, strict=True):
         prompts, held_out, _ = fitting(config, task, part, tokenizer, context, trains=trains)
         if held_out:
-            loop, group_size = agent_loop(task, held_out=True), config.evaluate.rollouts_per_prompt
-            eval_sets.append(EvalSet(task.name, held_out, loop, group_size, buffer))
+            loop = agent_loop(task, held_out=True)
+            eval_sets.append(EvalSet(task.name, held_out, loop, config.tries(task), buffer))
+        if not prompts:
+            continue
         runners.append(
             TaskRunner(
                 task_name=task.name,
@@ -328,24 +342,49 @@ def build_rollouts(
                 weight=task.weight,
             )
         )
+    manager = AgentLoopManager(
+        task_runners=runners,
+        replay_buffer=buffer,
+        rollout_controller=controller,
+        stall_watch=_watch(config, activities, controller),
+        activities=activities,
+        rules=group_rules(config, context) if trains else None,
+        keeps_dropped=keeps_consumed(config),
+    )
+    eval_watch = None
+    if eval_controller is not None:
+        eval_watch = _watch(config, eval_activities, eval_controller)
+    return Rollouts(tokenizer, controller, eval_sets, manager, activities, eval_controller, eval_watch)
+
+
+def _watch(config: RunConfig, activities: Activities, controller: RolloutController) -> StallWatch:
     stall_after_s = config.produce.stall_after_s
-    watch = StallWatch(
+    return StallWatch(
         activities,
         warn_after_s=min(WARN_AFTER_S, stall_after_s / 2),
         fail_after_s=stall_after_s,
         describe=controller.describe,
         progress=controller.count_tokens_made,
     )
-    manager = AgentLoopManager(
-        task_runners=runners,
-        replay_buffer=buffer,
-        rollout_controller=controller,
-        stall_watch=watch,
-        activities=activities,
-        rules=group_rules(config, context) if trains else None,
-        keeps_dropped=keeps_consumed(config),
-    )
-    return Rollouts(tokenizer, controller, eval_sets, manager, activities)
+
+
+def _apart(
+    config: RunConfig, engines: list[Engine], model_folder: Path, tokenizer: Any, lora_rank: int
+) -> tuple[list[Engine], list[Engine]]:
+    """The engines of production, and the one for evaluations: the last of several, or one more.
+
+    Raises:
+        ConfigError: there is one server, and the run cannot know where another would go.
+    """
+    if len(engines) > 1:
+        return engines[:-1], engines[-1:]
+    if config.engine.name in SERVERS:
+        raise ConfigError(
+            "evaluate.mode = 'beside' takes one server for evaluations: set engine.arguments.servers to 2 or "
+            "more (or name as many urls), or set evaluate.mode = 'pause'"
+        )
+    scratch = config.folder / "engines" / "evaluation"
+    return engines, build_run_engines(config, model_folder, tokenizer, scratch=scratch, lora_rank=lora_rank)
 
 
 def _sampler(
@@ -394,7 +433,7 @@ def build_task_loop(
     if held_out:
         # A control run shuffles the rewards it trains on; what it has learned is still measured honestly.
         judge = judge.model_copy(update={"shuffle_seed": None}) if judge else None
-        sample_params = replace(sample_params, temperature=config.evaluate.temperature)
+        sample_params = replace(sample_params, temperature=config.tries(task).temperature)
     return build_agent_loop(
         task_agent(config, task),
         rollout_controller=controller,

@@ -15,7 +15,8 @@
     produces: train steps
 
 A pause leaves every unfinished group in the buffer, ABORTED with its tokens; nothing is thrown away. While
-the held-out prompts are tried the producer rests and the weights stay as they are.
+the held-out prompts are tried the producer rests and the weights stay as they are, unless they are tried
+beside production (`forebay.runs.evaluation`).
 """
 
 from __future__ import annotations
@@ -84,21 +85,25 @@ async def _after_step(run: Run, train_step: int) -> None:
     """Do the work that is due after a step; production rests for a sync and an evaluation, not for a save."""
     config = run.config
     sync = steps.is_due(train_step, run.sync_interval)
-    evaluate = steps.is_due(train_step, config.evaluate.every) and train_step < config.steps
+    due = steps.due_sets(run)
+    if due and run.eval_controller is not None:
+        # Only begun, with the weights that the trainer has: production goes on.
+        await steps.evaluate(run, f"step {train_step}", due)
+        due = []
     # The last one is made where production has come to its end.
     is_last = train_step == config.steps or run.stop.is_set()
     save = steps.is_due(train_step, config.checkpoint_every) and not is_last
-    if sync and config.produce.in_flight_update and not evaluate:
+    if sync and config.produce.in_flight_update and not due:
         await steps.sync_weights(run)
         await run.manager.continue_produce(run.controller.model_step)
         if save:
             await steps.begin_checkpoint(run)
-    elif sync or evaluate:
+    elif sync or due:
         async with steps.production_paused(run):
             if sync:
                 await steps.sync_weights(run)
-            if evaluate:
-                await steps.evaluate(run, f"step {train_step}")
+            if due:
+                await steps.evaluate(run, f"step {train_step}", due)
             if save:
                 # Begun where nothing is in flight anyway, so that interrupted rollouts are saved with their
                 # tokens; it is written while production goes on.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Coroutine
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,42 +29,29 @@ from forebay.runs.build import Run
 from forebay.runs.checkpoints import begin_checkpoint as begin_checkpoint
 from forebay.runs.checkpoints import checkpoint, checkpoint_written, compute, limit_lag, phase
 from forebay.runs.checkpoints import resume as resume
+from forebay.runs.evaluation import due_sets as due_sets
+from forebay.runs.evaluation import evaluate as evaluate
+from forebay.runs.evaluation import evaluation_ended
+from forebay.runs.evaluation import evaluation_groups as evaluation_groups
+from forebay.runs.evaluation import is_due as is_due
+from forebay.runs.evaluation import is_evaluated as is_evaluated
+from forebay.runs.evaluation import refuse_failed as refuse_failed
+from forebay.runs.evaluation import sync_weights as sync_weights
 from forebay.runs.folder import publish
-from forebay.runs.placement import Cluster, PartLost
 from forebay.runs.record.events import name_groups
 from forebay.runs.reporting import group_counts as group_counts
-from forebay.runs.reporting import raise_alarms, totals
 from forebay.runs.reporting import report as report
-from forebay.runs.rollouts import EvalSet, Rollouts
+from forebay.runs.reporting import totals
+from forebay.runs.rollouts import Rollouts
 from forebay.runs.show.pictures import learning_curve
 from forebay.runs.store import keeps_consumed
 from forebay.runs.verify import WeightsDifferError
 from forebay.train import OffPolicyError
-from forebay.types import RolloutState, Status
-from forebay.watching.activity import EVALUATE, SYNC, TRAIN, WAIT_BATCH
-from forebay.watching.stalls import StallError, StallWatch
+from forebay.types import RolloutState
+from forebay.watching.activity import TRAIN, WAIT_BATCH
+from forebay.watching.stalls import StallError
 
 T = TypeVar("T")
-
-
-async def sync_weights(run: Run) -> None:
-    """Give the engines the trainer's weights; rollouts made from now on carry its model step."""
-    with phase(run, "sync", SYNC):
-        if run.turns is not None:
-            await run.turns.sync()
-        await run.trainer.sync_weights(run.controller)
-        if run.weight_check is None:
-            return
-        # Engines that are not up take over the weights when they come back, unchecked.
-        differences: list[float] = []
-        for number, engine in run.controller.engines_up.items():
-            if (states := await run.weight_check.probe(engine, number)) is not None:
-                compared = await compute(run, run.weight_check.compare, number, states, run.trainer)
-                differences.append(compared)
-        metrics = {"sync/engines_unchecked": float(len(run.controller.engines) - len(differences))}
-        if differences:
-            metrics["sync/logprob_difference"] = max(differences)
-        run.metrics.log(run.train_step, metrics)
 
 
 async def produce(run: Run, train_step: int) -> ProduceBatchResult:
@@ -131,6 +118,8 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
     """
     if run.saving is not None and run.saving.done():
         await checkpoint_written(run)
+    if run.evaluating is not None and run.evaluating.done():
+        await evaluation_ended(run)
     try:
         with phase(run, "train", TRAIN):
             thresholds = None
@@ -188,76 +177,6 @@ async def forget_consumed(run: Run, train_step: int) -> None:
     await run.status.count_buffer()
 
 
-async def evaluate(run: Run, label: str) -> dict[str, float]:
-    """Try the held-out prompts with the weights of the latest train step; {} without any.
-
-    Nothing else may be generated meanwhile: a background producer is paused first.
-
-    Raises:
-        PartLost: no engine or no worker of the cluster is left.
-    """
-    if not run.eval_sets:
-        return {}
-    if run.controller.model_step != run.trainer.model_step:
-        await sync_weights(run)
-    with phase(run, "evaluate", EVALUATE):
-        if run.turns is not None:
-            await run.turns.generate()
-        await run.controller.continue_generation()
-        try:
-            groups = await evaluation_groups(run.eval_sets, run.manager.stall_watch)
-        finally:
-            await run.controller.pause_generation()
-    refuse_failed(groups, run.cluster)
-    metrics = run.evaluator.evaluate(groups)
-    metrics |= raise_alarms(run, {"train_step": run.train_step, **metrics})
-    run.evaluations.append({"train_step": run.train_step, **metrics})
-    run.metrics.log(run.train_step, metrics)
-    run.display.evaluation(label, metrics)
-    if run.rollouts_history is not None:
-        run.rollouts_history.left(groups, "evaluated", train_step=run.train_step)
-    return metrics
-
-
-async def evaluation_groups(
-    eval_sets: list[EvalSet], stall_watch: StallWatch | None = None
-) -> list[list[RolloutState]]:
-    """A judged group for every held-out prompt; all are generated at once.
-
-    Raises:
-        StallError: none of them has been finished for too long.
-    """
-    work = [
-        eval_set.agent_loop.generate_group(group)
-        for eval_set in eval_sets
-        for group in await eval_set.groups()
-    ]
-    watched = contextlib.nullcontext() if stall_watch is None else stall_watch.guard()
-    async with watched, asyncio.TaskGroup() as task_group:
-        tasks = [task_group.create_task(coroutine) for coroutine in work]
-        if stall_watch is not None:
-            for task in tasks:
-                task.add_done_callback(lambda _: stall_watch.progressed())
-    return [task.result() for task in tasks]
-
-
-def refuse_failed(groups: Iterable[Iterable[RolloutState]], cluster: Cluster | None) -> None:
-    """Refuse rollouts that failed for want of an engine or a worker: they say nothing about the model.
-
-    Raises:
-        PartLost: rollouts failed, and no engine or no worker is left.
-    """
-    if cluster is None or not (lost := cluster.none_is_left()):
-        return
-    if any(state.status is Status.FAILED for group in groups for state in group):
-        raise PartLost(lost)
-
-
-def is_due(step: int, every: int) -> bool:
-    """Whether something done every so many steps (0: never) is due after `step`."""
-    return every > 0 and step % every == 0
-
-
 async def first_checkpoint(run: Run) -> None:
     """Where parts of the run can be lost: something to go back to before the first train step."""
     if run.cluster is not None and run.train_step == 0:
@@ -296,6 +215,7 @@ async def rescue(run: Run, error: Exception) -> None:
 
 async def finish(run: Run) -> None:
     """Save the last state, the model and the picture, and say where they are."""
+    await evaluation_ended(run)
     final = await checkpoint(run)
     await compute(run, _publish_model, final / "trainer" / "model", run.folder / "model")
     if run.history:
@@ -319,6 +239,8 @@ async def close_rollouts(rollouts: Rollouts | Run) -> None:
         if isinstance(loop, AgentLoop):
             await loop.close()
     await rollouts.controller.close()
+    if rollouts.eval_controller is not None:
+        await rollouts.eval_controller.close()
 
 
 async def close(run: Run) -> None:
@@ -344,8 +266,6 @@ async def close(run: Run) -> None:
         if run.saving is not None:
             # Whether it succeeds or not: all that follows is needed for it.
             stack.push_async_callback(asyncio.wait, [run.saving])
-
-
-def is_evaluated(run: Run) -> bool:
-    """Whether the current weights were tried already."""
-    return bool(run.evaluations) and run.evaluations[-1]["train_step"] == run.train_step
+        if run.evaluating is not None:
+            run.evaluating.cancel()
+            stack.push_async_callback(asyncio.wait, [run.evaluating])

@@ -22,9 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from forebay.evaluate import EvalConfig
 from forebay.metrics import nearest_rank
 from forebay.runs.colocated import run_colocated
-from forebay.runs.config import EvalConfig, ProduceConfig, RunConfig
+from forebay.runs.config import ProduceConfig, RunConfig
 from forebay.runs.separate import run_separate
 from forebay.simulation.cluster import ClusterConfig
 from forebay.simulation.world import EnoughSteps, SimulationLoop, World, build_world

@@ -40,6 +40,8 @@ WAIT_BATCH = "wait_batch"
 TRAIN = "train"
 SYNC = "sync"
 EVALUATE = "evaluate"
+EVALUATE_BESIDE = "evaluate_beside"
+"""Held-out prompts are tried while production and training go on."""
 CHECKPOINT = "checkpoint"
 
 
@@ -117,6 +119,7 @@ STAGES: Mapping[str, Stage] = {
     WAIT_BATCH: Stage("waiting", "the trainer waiting for {name}"),
     SYNC: Stage("sync", "weight sync {name}", "trainer"),
     EVALUATE: Stage("evaluation", "evaluation {name}", "trainer"),
+    EVALUATE_BESIDE: Stage("evaluation", "evaluation {name} beside production"),
     QUEUED: Stage("queued", "{name} waiting for its turn", "", "queued", "group"),
     GENERATE: Stage("rollouts", "rollout {name} generating", "producer", "generating", "rollout"),
     TOOL: Stage("tools", "rollout {name} waiting for a tool", "producer", "at a tool:", "rollout"),

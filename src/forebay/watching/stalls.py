@@ -30,7 +30,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TypeVar
 
 from forebay.aio.time_limits import timeout
-from forebay.watching.activity import EVALUATE, STAGES, WAIT_BATCH, Activities, Activity, loop_time
+from forebay.watching.activity import STAGES, Activities, Activity, loop_time
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ T = TypeVar("T")
 _NUM_NAMED = 5
 """Enough to tell one hanging rollout from an engine that stands still, few enough for one line."""
 
-_AROUND = frozenset({WAIT_BATCH, EVALUATE})
+_AROUND = frozenset(name for name, stage in STAGES.items() if stage.track in ("waiting", "evaluation"))
 """Stages that end when others do: named last, for they are older and say nothing of the cause."""
 
 

@@ -1,0 +1,193 @@
+"""Weights to the engines, and held-out prompts tried: with production at rest, or beside it.
+
+::
+
+    pause    sync --> the engines answer all held-out prompts, nothing else --> metrics
+    beside   the trainer's weights --> engine for evaluation; held there
+               task `run.evaluating`: it answers --> metrics of that step, logged when they are there
+             meanwhile: production, train steps, hand-overs to the other engines
+             waits for the task: the next evaluation, a checkpoint's publication, the end
+
+A checkpoint appears only with the evaluations up to its step. A run that is killed during an evaluation
+therefore goes on from before it, and does it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from forebay.engines import RolloutController
+from forebay.runs.build import Run
+from forebay.runs.checkpoints import compute, phase
+from forebay.runs.placement import Cluster, PartLost
+from forebay.runs.reporting import raise_alarms
+from forebay.runs.rollouts import EvalSet
+from forebay.types import RolloutState, Status
+from forebay.watching.activity import EVALUATE, EVALUATE_BESIDE, SYNC
+from forebay.watching.stalls import StallWatch
+
+
+async def sync_weights(run: Run) -> None:
+    """Give the engines the trainer's weights; rollouts made from now on carry its model step."""
+    with phase(run, "sync", SYNC):
+        if run.turns is not None:
+            await run.turns.sync()
+        await run.trainer.sync_weights(run.controller)
+        if run.weight_check is None:
+            return
+        # Engines that are not up take over the weights when they come back, unchecked.
+        differences: list[float] = []
+        for number, engine in run.controller.engines_up.items():
+            if (states := await run.weight_check.probe(engine, number)) is not None:
+                compared = await compute(run, run.weight_check.compare, number, states, run.trainer)
+                differences.append(compared)
+        metrics = {"sync/engines_unchecked": float(len(run.controller.engines) - len(differences))}
+        if differences:
+            metrics["sync/logprob_difference"] = max(differences)
+        run.metrics.log(run.train_step, metrics)
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether something done every so many steps (0: never) is due after `step`."""
+    return every > 0 and step % every == 0
+
+
+def due_sets(run: Run) -> list[EvalSet]:
+    """The held-out prompts to try after this train step; at the end all of them have their turn."""
+    if run.train_step >= run.config.steps:
+        return []
+    return [eval_set for eval_set in run.eval_sets if is_due(run.train_step, eval_set.tries.every)]
+
+
+async def evaluate(run: Run, label: str, eval_sets: Sequence[EvalSet] | None = None) -> None:
+    """Try the held-out prompts, or only `eval_sets`, with the weights of the latest train step.
+
+    Beside production it is only begun. Otherwise nothing else may be generated meanwhile: a background
+    producer is paused first.
+
+    Raises:
+        PartLost: no engine or no worker of the cluster is left.
+        EngineLost, StallError: of this evaluation or, beside production, of the one before.
+    """
+    eval_sets = run.eval_sets if eval_sets is None else eval_sets
+    if not eval_sets:
+        return
+    if run.eval_controller is not None:
+        await evaluation_ended(run)
+        with phase(run, "sync", SYNC):
+            await run.trainer.sync_weights(run.eval_controller)
+        working = _evaluate_beside(run, run.eval_controller, label, eval_sets, run.train_step)
+        run.evaluating = asyncio.create_task(working, name=f"evaluation {label}")
+        return
+    if run.controller.model_step != run.trainer.model_step:
+        await sync_weights(run)
+    with phase(run, "evaluate", EVALUATE):
+        if run.turns is not None:
+            await run.turns.generate()
+        groups = await _answers(run.controller, eval_sets, run.manager.stall_watch)
+    _note(run, label, eval_sets, groups, run.train_step)
+
+
+async def evaluation_ended(run: Run) -> None:
+    """Wait for the evaluation that is under way, if one is.
+
+    Raises:
+        EngineLost, StallError, PartLost: it failed.
+    """
+    if (working := run.evaluating) is not None:
+        # A caller that is cancelled does not end it.
+        await asyncio.wait([working])
+        run.evaluating = None
+        working.result()
+
+
+async def _evaluate_beside(
+    run: Run, controller: RolloutController, label: str, eval_sets: Sequence[EvalSet], train_step: int
+) -> None:
+    with run.activities.span(EVALUATE_BESIDE, f"step {train_step}"):
+        groups = await _answers(controller, eval_sets, run.eval_watch)
+    versions = [state.response_model_steps[state.response_mask > 0] for group in groups for state in group]
+    found = np.unique(np.concatenate(versions)).tolist()
+    if found not in ([], [train_step]):
+        run.display.warning(
+            f"the evaluation of step {train_step} is left out: its engine was lost, came back with other "
+            f"weights, and answered with those of the steps {found}"
+        )
+        return
+    _note(run, label, eval_sets, groups, train_step)
+
+
+async def _answers(
+    controller: RolloutController, eval_sets: Sequence[EvalSet], stall_watch: StallWatch | None
+) -> list[list[RolloutState]]:
+    await controller.continue_generation()
+    try:
+        return await evaluation_groups(eval_sets, stall_watch)
+    finally:
+        await controller.pause_generation()
+
+
+def _note(
+    run: Run,
+    label: str,
+    eval_sets: Sequence[EvalSet],
+    groups: list[list[RolloutState]],
+    train_step: int,
+) -> None:
+    """Log the metrics of `groups`, answered by the weights of `train_step`, at the step where the run is."""
+    refuse_failed(groups, run.cluster)
+    metrics = run.evaluator.evaluate(groups, whole=len(eval_sets) == len(run.eval_sets))
+    metrics |= raise_alarms(run, {"train_step": train_step, **metrics})
+    run.evaluations.append({"train_step": train_step, **metrics})
+    run.metrics.log(run.train_step, {**metrics, "eval/model_step": float(train_step)})
+    run.display.evaluation(label, metrics)
+    if run.rollouts_history is not None:
+        run.rollouts_history.left(groups, "evaluated", train_step=train_step)
+
+
+async def evaluation_groups(
+    eval_sets: Sequence[EvalSet], stall_watch: StallWatch | None = None
+) -> list[list[RolloutState]]:
+    """A judged group for every held-out prompt; all are generated at once.
+
+    Raises:
+        StallError: none of them has been finished for too long.
+    """
+    work = [
+        eval_set.agent_loop.generate_group(group)
+        for eval_set in eval_sets
+        for group in await eval_set.groups()
+    ]
+    watched = contextlib.nullcontext() if stall_watch is None else stall_watch.guard()
+    async with watched, asyncio.TaskGroup() as task_group:
+        tasks = [task_group.create_task(coroutine) for coroutine in work]
+        if stall_watch is not None:
+            for task in tasks:
+                task.add_done_callback(lambda _: stall_watch.progressed())
+    return [task.result() for task in tasks]
+
+
+def refuse_failed(groups: Iterable[Iterable[RolloutState]], cluster: Cluster | None) -> None:
+    """Refuse rollouts that failed for want of an engine or a worker: they say nothing about the model.
+
+    Raises:
+        PartLost: rollouts failed, and no engine or no worker is left.
+    """
+    if cluster is None or not (lost := cluster.none_is_left()):
+        return
+    if any(state.status is Status.FAILED for group in groups for state in group):
+        raise PartLost(lost)
+
+
+def is_evaluated(run: Run) -> bool:
+    """Whether the current weights were tried already, or are just tried."""
+    is_tried = bool(run.evaluations) and run.evaluations[-1]["train_step"] == run.train_step
+    return is_tried or (
+        run.evaluating is not None
+        and run.eval_controller is not None
+        and run.eval_controller.model_step == run.train_step
+    )

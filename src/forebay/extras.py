@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from forebay.config import ConfigError
 
 EXTRAS = {
-    "train": ("torch", "transformers", "tokenizers", "peft", "datasets", "matplotlib", "plotext", "gguf"),
+    "train": ("torch", "transformers", "tokenizers", "peft", "datasets", "plotext", "gguf"),
     "8bit": ("bitsandbytes",),
     "pandas": ("pandas",),
     "sql": ("sqlalchemy", "psycopg"),

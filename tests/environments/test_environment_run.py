@@ -31,19 +31,7 @@ def rows_of(config):
     return read_jsonl(config.folder / "metrics.jsonl")
 
 
-@pytest.fixture(autouse=True)
-def _undrawn(request, monkeypatch):
-    """Pictures take five times as long as the rest of a small run; a test that looks at them is `drawn`."""
-    if "drawn" not in request.fixturenames:
-        monkeypatch.setattr("forebay.environments.run.learning_curve", lambda *_: None)
-
-
-@pytest.fixture
-def drawn():
-    return None
-
-
-async def test_a_run_learns(tmp_path, drawn):
+async def test_a_run_learns(tmp_path):
     config = small_run(
         tmp_path,
         steps=12,
@@ -60,8 +48,7 @@ async def test_a_run_learns(tmp_path, drawn):
     assert returns[-1] > 2 * returns[0]
     assert rows[-1]["eval/return"] > 100
     assert max(row["lag"] for row in rows[1:]) <= config.fragments.max_staleness
-    for name in ("learning_curve.png", "run.toml"):
-        assert (config.folder / name).stat().st_size > 0
+    assert (config.folder / "run.toml").stat().st_size > 0
     assert not list(config.folder.glob("buffer-*"))
 
 

@@ -17,7 +17,6 @@ import sys
 import traceback
 
 # Some only to have them imported before the fork, because it takes long.
-import matplotlib.pyplot  # noqa: F401
 import peft  # noqa: F401
 import scripted_run
 

@@ -92,7 +92,6 @@ def test_a_run_leaves_everything_it_promises(tmp_path, capsys):
         "live.json",
         "history/segment_000/segment.json",
         "ledger.jsonl",
-        "learning_curve.png",
     ):
         assert (folder / name).stat().st_size > 0, name
     assert (folder / "model" / "model.safetensors").exists()

@@ -326,7 +326,6 @@ def test_the_summary_tells_how_it_went_and_where_it_is(tmp_path: Path) -> None:
     console = piped()
     (tmp_path / "model").mkdir()
     (tmp_path / "metrics.jsonl").touch()
-    (tmp_path / "trace_from_step_2.json").touch()
     now = iter([0.0, 0.0, 92.0])
     display = RunDisplay(console, clock=lambda: next(now))
     display.summary(history(8), EVALUATIONS, {"stalls": "none warned of"}, tmp_path)
@@ -339,8 +338,6 @@ def test_the_summary_tells_how_it_went_and_where_it_is(tmp_path: Path) -> None:
     assert [str(tmp_path / "model"), "the", "trained", "model"] in [row[:4] for row in rows]
     assert "metrics.jsonl" in text
     assert ["stalls", "none", "warned", "of"] in rows
-    assert str(tmp_path / "trace_from_step_2.json") in text
-    assert "https://ui.perfetto.dev" in text
     assert "checkpoints" not in text
     assert "reward by train step" in text
     assert "\x1b" not in text

@@ -67,8 +67,9 @@ def paused(tmp_path_factory):
     return train(tmp_path_factory.mktemp("paused"), evaluate={"every": 2})
 
 
-def test_it_finds_what_an_evaluation_with_production_at_rest_finds(paused, tmp_path):
-    beside = train(tmp_path, evaluate={"every": 2, "mode": "beside"})
+@pytest.mark.parametrize("engine", ["transformers", {"name": "process", "arguments": {"engines": 2}}])
+def test_it_finds_what_an_evaluation_with_production_at_rest_finds(paused, tmp_path, engine):
+    beside = train(tmp_path, evaluate={"every": 2, "mode": "beside"}, engine=engine)
     assert evaluations(beside) == evaluations(paused)
     assert [row["train_step"] for row in evaluations(beside)] == [0, 2, 4, 6]
     # Something was learned, so weights of another step would have answered otherwise.

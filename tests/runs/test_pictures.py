@@ -1,16 +1,15 @@
-"""The learning curve as a PNG and as text."""
+"""The learning curve as text."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.runs.show.pictures import learning_curve, read_curve, smooth, terminal_curve
+from forebay.runs.show.pictures import read_curve, smooth, terminal_curve
 
 
 def rows(count: int) -> list[dict[str, float | None]]:
@@ -55,28 +54,6 @@ def test_smoothing_is_the_mean_of_the_neighbors_there_are(values: list[float], h
     if len(values) > 2 * half:
         expected = [np.mean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
         np.testing.assert_allclose(smoothed, expected, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("history", "evaluations"),
-    [
-        (rows(40), EVALUATIONS),
-        (rows(1), []),
-        ([], []),
-        ([{"train_step": 1, "reward": -3.0}, {"train_step": 2, "reward": None}], EVALUATIONS),
-    ],
-    ids=["whole run", "one step", "nothing", "gaps and negative rewards"],
-)
-def test_a_run_of_any_length_becomes_a_png(
-    tmp_path: Path,
-    history: list[dict[str, float | None]],
-    evaluations: list[dict[str, float | None]],
-) -> None:
-    path = tmp_path / "run" / "curve.png"
-    learning_curve(history, evaluations, path)
-    header = path.read_bytes()[:24]
-    assert header[:8] == b"\x89PNG\r\n\x1a\n"
-    assert (int.from_bytes(header[16:20]), int.from_bytes(header[20:24])) == (1500, 975)
 
 
 @pytest.mark.parametrize("ascii_only", [False, True])

@@ -203,15 +203,23 @@ def test_the_totals_of_a_run_are_what_was_trained_and_what_became_of_the_groups(
             if number < 1100:
                 manager.ledger.record(number, "math", "trained", train_step=1)
         history = [{"samples": 8.0, "response_tokens": 14.2} for _ in range(8)]
-        cluster = SimpleNamespace(counts=lambda: {"cluster/trainer_restarts": 1.0, "cluster/lost": 0.0})
-        config = SimpleNamespace(produce=SimpleNamespace(is_async=False))
         return await totals(
-            SimpleNamespace(config=config, manager=manager, status=status, history=history, cluster=cluster)
+            SimpleNamespace(
+                config=SimpleNamespace(produce=SimpleNamespace(is_async=False)),
+                manager=manager,
+                status=status,
+                history=history,
+                cluster=SimpleNamespace(
+                    counts=lambda: {"cluster/trainer_restarts": 1.0, "cluster/lost": 0.0}
+                ),
+                best_checkpoint="step_000002 (eval/score 0.7)",
+            )
         )
 
     assert run(main()) == {
         "rollouts": "64 with 909 tokens trained",  # 8 steps x 8 rollouts x 14.2 tokens
         "groups math": "1,200 generated, 1,100 trained",
+        "best": "step_000002 (eval/score 0.7)",
         "restarts": "trainer restarts 1",
     }
 

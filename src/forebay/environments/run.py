@@ -14,7 +14,6 @@
                   run.json          counts, recent episodes, session
                   fragments/        a copy of the buffer
                 buffer-*/           the buffer while the run goes on; made anew from a checkpoint
-                learning_curve.png
 
 The event loop belongs to the buffer, the hub and the workers' connections; reading a batch, training,
 evaluating and drawing happen in a thread, one after the other. Nothing that is loaded is unpickled.
@@ -50,7 +49,6 @@ from forebay.io.durable import write_json
 from forebay.metrics import STEP_S, MetricsConfig, PhaseTimer, read_jsonl
 from forebay.runs import folder as run_folder
 from forebay.runs.show.display import RunDisplay
-from forebay.runs.show.pictures import Curves, learning_curve
 from forebay.runs.show.surroundings import logs_shown, stopped_by_signals
 from forebay.tracebacks import first_error
 
@@ -345,12 +343,6 @@ async def _run(
         rows = read_jsonl(config.folder / "metrics.jsonl")
         trained = [row for row in rows if STEP_S in row]
         tried = [row for row in rows if EVAL_RETURN in row]
-        try:
-            await asyncio.to_thread(
-                learning_curve, trained, tried, config.folder / "learning_curve.png", CURVES
-            )
-        except ImportError as error:
-            display.warning(f"the learning curve is missing: {error}")
         display.summary(trained, tried, run.totals(), config.folder)
     return run.stop.is_set()
 
@@ -440,17 +432,6 @@ def _load_newest(folder: Path, trainer: PPOTrainer) -> Checkpoint:
     return saved
 
 
-CURVES = Curves(
-    main=(RETURN, "return of the last 100 training episodes", "mean return"),
-    evaluation=(EVAL_RETURN, "evaluation"),
-    others=(
-        (LAG, "lag of the weights", "train steps"),
-        (STEPS_PER_S, "speed", "environment steps/s"),
-        (STEP_S, "time of a step", "seconds"),
-    ),
-)
-
-
 class FragmentDisplay(RunDisplay):
     """Shows one run on a console."""
 
@@ -465,7 +446,6 @@ class FragmentDisplay(RunDisplay):
     }
     curve_title: ClassVar[str] = "mean return of training episodes, smoothed; o: of an evaluation"
     saved: ClassVar[Mapping[str, str]] = {
-        "learning_curve.png": "returns, lag, speed and time by step",
         "metrics.jsonl": "every number of every step",
         "checkpoints": "to go on from: forebay train --resume",
     }

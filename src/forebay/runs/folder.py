@@ -12,7 +12,6 @@
                 warmup/             the model after the warm-up, if there was one
                 checkpoints/step_N  trainer, manager, history; complete or absent, with checksums of all
                 model/              the trained model, Hugging Face format
-                learning_curve.png
     runs/.NAME.lock     held while a process is at work in runs/NAME
 """
 

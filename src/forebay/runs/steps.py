@@ -43,7 +43,6 @@ from forebay.runs.reporting import group_counts as group_counts
 from forebay.runs.reporting import report as report
 from forebay.runs.reporting import totals
 from forebay.runs.rollouts import Rollouts
-from forebay.runs.show.pictures import learning_curve
 from forebay.runs.store import keeps_consumed
 from forebay.runs.verify import WeightsDifferError
 from forebay.train import OffPolicyError
@@ -214,12 +213,10 @@ async def rescue(run: Run, error: Exception) -> None:
 
 
 async def finish(run: Run) -> None:
-    """Save the last state, the model and the picture, and say where they are."""
+    """Save the last state and the model, and say where they are."""
     await evaluation_ended(run)
     final = await checkpoint(run)
     await compute(run, _publish_model, final / "trainer" / "model", run.folder / "model")
-    if run.history:
-        await compute(run, learning_curve, run.history, run.evaluations, run.folder / "learning_curve.png")
     run.display.summary(run.history, run.evaluations, await totals(run), run.folder)
 
 

@@ -77,7 +77,6 @@ class RunDisplay:
     curve_title: ClassVar[str] = "reward by train step, smoothed; o: held-out score"
     saved: ClassVar[Mapping[str, str]] = {
         "model": "the trained model and its tokenizer",
-        "learning_curve.png": "reward, length, speed and time by step",
         "metrics.jsonl": "every number of every step",
         "history": "every rollout, in Parquet; forebay board shows them",
         "checkpoints": "to go on from",

@@ -26,7 +26,7 @@ from forebay.runs.config import RunConfig, TaskConfig
 from forebay.runs.folder import new_folder
 from forebay.runs.show.display import RunDisplay
 from forebay.train import TrainConfig
-from forebay.train.optimization import BETAS
+from forebay.train.config import ADAM
 from forebay.types import RolloutState, SampleParams
 
 Groups = list[list[RolloutState]]
@@ -34,8 +34,7 @@ Groups = list[list[RolloutState]]
 
 def run_config(job: Job) -> RunConfig:
     # What a run file cannot choose must be what the other side was told.
-    assert tuple(job.betas) == BETAS, job.betas
-    assert job.eps == 1e-8, "torch's default for AdamW"
+    assert (*job.betas, job.eps) == ADAM, (job.betas, job.eps)
     return RunConfig(
         name="run",
         seed=job.seed,

@@ -254,8 +254,7 @@ def token_config(output, produce, train, seed, steps):
             "warmup": {"steps": 150, "lr": 3e-3},
             "train": {
                 "lr": 4e-4,
-                "schedule": "linear",
-                "schedule_warmup_steps": 5,
+                "schedule": ("linear", 5),
                 "token_budget": 4096,
                 "layout": "shared_prompt",
                 "guard": "off",

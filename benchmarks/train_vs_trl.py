@@ -47,7 +47,7 @@ from forebay.runs.build import warm_up
 from forebay.runs.config import RunConfig, TaskConfig
 from forebay.runs.show.display import RunDisplay
 from forebay.train import WarmupConfig
-from forebay.train.optimization import BETAS
+from forebay.train.config import ADAM
 
 HERE = Path(__file__).parent
 TRL_ENVIRONMENT = HERE / ".envs" / "trl"
@@ -246,7 +246,7 @@ def make_job(bench: Bench, side: str, folder: Path, *, seed: int, steps: int) ->
         group_size=bench.group_size,
         max_tokens=bench.max_tokens,
         lr=bench.size.lr,
-        betas=BETAS,
+        betas=ADAM[:2],
         eps=ADAM_EPS,
         max_grad_norm=MAX_GRAD_NORM,
         clip=CLIP,

@@ -34,11 +34,15 @@ async def train(config: RunConfig) -> list[dict[str, float]]:
                 batch = run.trainer.pack(produced.rollout_states)
                 if config.train.uses_critic:
                     batch = run.trainer.compute_values(batch)
-                batch = run.trainer.compute_advantages(batch)
+                # A divergence in the rewards comes from the two passes below.
+                if not config.train.kl_in_reward:
+                    batch = run.trainer.compute_advantages(batch)
                 if config.train.needs_old_logprobs:
                     batch = run.trainer.compute_old_logprobs(batch)
-                if config.train.kl_coef > 0:
+                if config.train.uses_reference:
                     batch = run.trainer.compute_ref_logprobs(batch)
+                if config.train.kl_in_reward:
+                    batch = run.trainer.compute_advantages(batch)
                 batch = run.trainer.train(batch)
 
                 # Trained: the buffer may forget these groups.

@@ -325,13 +325,14 @@ _FREE_WORDS = """
     produce.staleness_rule produce.over_sample_threshold produce.enable_partial_rollout
     produce.tail_batch_trigger_size produce.tail_batch_max_tries produce.max_retries
     produce.in_flight_update produce.stall_after_s produce.min_members produce.max_failed_groups
-    train.lr train.schedule train.schedule_warmup_steps train.weight_decay train.max_grad_norm
+    train.lr train.schedule train.weight_decay train.max_grad_norm
     train.mini_batches train.epochs train.token_budget train.layout train.dtype train.attention train.ranks
-    train.betas train.epsilon train.moments train.offload_activations train.compile
+    train.adam train.preset train.credit train.discount train.overlong
+    train.moments train.offload_activations train.compile
     train.parallel.tensor train.parallel.replicas train.parallel.offload
-    train.gradient_checkpointing train.advantage train.loss train.clip train.dual_clip train.kl_coef
+    train.gradient_checkpointing train.advantage train.loss train.clip train.kl_coef
     train.kl_estimator train.entropy_coef train.normalization train.correction train.correction_band
-    train.guard train.guard_bands train.critic_lr train.lam evaluate.every
+    train.guard train.guard_bands train.critic_lr evaluate.every
     evaluate.rollouts_per_prompt evaluate.temperature evaluate.mode evaluate.best
     tasks.*.evaluate.every tasks.*.evaluate.rollouts_per_prompt tasks.*.evaluate.temperature
     metrics.sinks metrics.project

@@ -105,7 +105,7 @@ def test_a_run_is_refused_in_one_sentence_and_can_be_tried_when_it_is_converted(
     assert "nothing to convert" in run("migrate", folder).output
     # The trainer's part is written otherwise since; its model is where a new run can begin.
     refused = " ".join(run("train", "--resume", folder, exit_code=2).stderr.split())
-    assert "has format 1, this version reads 2" in refused
+    assert "has format = 1, this trainer 2" in refused
     assert "begin a new run with its model/ as model.source" in refused
 
 

@@ -156,6 +156,10 @@ class RolloutState:
 FAILED_AT_KEY = "failed_at"
 """Key in ``extra_fields`` of a FAILED rollout: file and line in a user's code that raised."""
 
+TURN_REWARDS_KEY = "turn_rewards"
+"""Key in ``reward``, or else in ``extra_fields``: pairs of (response tokens until then, reward), for what was
+earned before the end. The rest of the ``score`` is earned at the end."""
+
 TRAJECTORY_OF_KEY = "trajectory_of"
 """Key in ``extra_fields`` of a further trajectory: the rollout id of the first one of the same attempt."""
 

@@ -307,6 +307,16 @@ def test_a_replay_may_take_as_long_as_the_replies_together() -> None:
     run(main())
 
 
+def test_rewards_say_at_which_token_they_were_earned() -> None:
+    state = play(Count())
+    rewards = state.extra_fields["turn_rewards"]
+    assert sum(reward for _, reward in rewards) == state.reward["score"]
+    # The environment's tokens begin right there, but after the last turn, where there are none.
+    assert [int(state.response_mask[end]) for end, _ in rewards[:-1]] == [0] * (len(rewards) - 1)
+    assert all(state.response_mask[end - 1] == 1 for end, _ in rewards)
+    assert rewards[-1][0] == len(state.response_ids)
+
+
 def test_a_judge_judges_and_can_read_the_environments_reward() -> None:
     class Half(Judge):
         async def score(self, state: RolloutState) -> float:

@@ -14,10 +14,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
-from forebay.aio import virtual_time
 from forebay.config import ConfigError
 from forebay.judges import JudgeConfig, LLMJudge, build_judge
-from forebay.judges.llm import Pace, ReplyCache, ReplyParser
+from forebay.judges.llm import ReplyParser
 from forebay.types import RolloutState, Status
 
 
@@ -181,27 +180,50 @@ async def test_a_server_that_is_silent_or_gone_fails_the_rollout(server, judge) 
     assert "ConnectError" in state.error_msg
 
 
-async def test_the_same_question_is_asked_once_and_the_file_outlives_the_process(
-    server, judge, tmp_path
-) -> None:
-    server.script = [completion('{"score": 0.25}')]
-    path = tmp_path / "cache.jsonl"
+async def test_the_same_question_is_asked_once_and_what_cannot_be_read_again(server) -> None:
+    server.script = [completion("garbage"), completion('{"score": 0.25}')]
+    judge = LLMJudge(base_url=server.url, model="m", max_retries=0)
+    assert (await judge.judge(rollout("0"))).status is Status.FAILED
     for _ in range(2):
-        assert rewards(await judge(3, cache=str(path))) == [0.25] * 3
+        assert rewards(await judge.judge([rollout(text) for text in "012"])) == [0.25] * 3
+    assert len(server.requests) == 1 + 3
+    await judge.aclose()
+
+
+def longer_wins(request: dict) -> Response:
+    """Which of the two answers is longer; the first place is worth 0.25 in a tie."""
+    lines = request["messages"][-1]["content"].splitlines()
+    first, second = (lines[lines.index(f"Answer {place}:") + 1] for place in (1, 2))
+    share = 0.75 if len(first) == len(second) else float(len(first) > len(second))
+    return completion(f'I think {{"score": {share}}}')
+
+
+async def test_a_group_is_judged_by_pairs(server, judge) -> None:
+    server.script = [longer_wins]
+    states = await judge(group="pairs", responses=["aa", "a", "bb"])
+    # Both longer ones beat the short one; between them the second stands first, which the model favors.
+    assert rewards(states) == [(1 + 0.25) / 2, 0.0, (1 + 0.75) / 2]
     assert len(server.requests) == 3
-    # Another model setting is another question.
-    await judge(3, cache=str(path), parameters={"temperature": 1.0})
-    assert len(server.requests) == 6
-    for _ in range(2):
-        await judge(1, cache=False)
-    assert len(server.requests) == 8
+    assert rewards(await judge(group="pairs", responses=["alone"])) == [0.5]
+    server.script = [completion('{"score": 7}')]
+    states = await judge(group="pairs", responses=["a", "b"], max_retries=0)
+    assert {state.status for state in states} == {Status.FAILED}
+    assert "the score 7 is not within 0 .. 1" in states[0].error_msg
 
 
-async def test_what_could_not_be_read_is_not_cached(server, judge, tmp_path) -> None:
-    server.script = [completion("garbage"), completion('{"score": 1}')]
-    path = tmp_path / "cache.jsonl"
-    assert (await judge(max_retries=0, cache=str(path)))[0].status is Status.FAILED
-    assert rewards(await judge(cache=str(path))) == [1.0]
+async def test_a_rubric_is_the_weighted_mean_of_its_criteria(server, judge) -> None:
+    rubric = {"The answer is right.": 3.0, "Its steps are shown.": 1.0}
+    server.script = [completion('{"1": 1} or rather {"1": 1, "2": 0.5}')]
+    (state,) = await judge(rubric=rubric)
+    assert state.reward == {"score": 0.875, "The answer is right.": 1.0, "Its steps are shown.": 0.5}
+    asked = server.requests[0]["messages"][-1]["content"]
+    assert "Criterion 1: The answer is right.\nCriterion 2: Its steps are shown.\n" in asked
+    # A criterion without a grade is no zero.
+    server.script = [completion('{"1": 1}')]
+    (state,) = await judge(rubric=rubric, max_retries=1)
+    assert (state.status, state.reward) == (Status.FAILED, None)
+    assert "2 criteria, but the scores are {'1': 1}" in state.error_msg
+    assert len(server.requests) == 3
 
 
 async def test_requests_in_flight_are_bounded(server, judge) -> None:
@@ -212,13 +234,12 @@ async def test_requests_in_flight_are_bounded(server, judge) -> None:
     assert 1 <= server.most_in_flight <= 3
 
 
-@pytest.mark.parametrize(("budget", "limit"), [("max_calls", 4), ("max_tokens", 40)])
-async def test_a_used_up_budget_fails_what_is_left(server, judge, budget, limit) -> None:
+async def test_a_used_up_budget_fails_what_is_left(server, judge) -> None:
     server.script = [completion('{"score": 1}')]
-    states = await judge(6, max_concurrent=1, **{budget: limit})
+    states = await judge(6, max_concurrent=1, max_calls=4)
     failed = [state for state in states if state.status is Status.FAILED]
     assert len(failed) == 2
-    told = f"the budget is used up: {limit} of {budget} = {limit}; raise it"
+    told = "the budget is used up: 4 of max_calls = 4; raise it"
     assert all(told in state.error_msg for state in failed)
     assert len(server.requests) == 4
 
@@ -254,7 +275,8 @@ async def test_a_template_is_checked_when_it_is_compiled_and_its_names_when_it_i
         ({"parse": "([0-9]+"}, "not a regular expression"),
         ({"parse": "no.such:function"}, "cannot import 'no.such'"),
         ({"max_concurrent": 0}, "'max_concurrent' = 0: .*greater than or equal to 1"),
-        ({"per_minute": 0}, "'per_minute' = 0: .*greater than 0"),
+        ({"rubric": {"good": 0.0}}, "takes weights over 0"),
+        ({"rubric": {"good": 1.0}, "group": "pairs"}, "and no group"),
         ({"max_calls": 0}, "'max_calls' = 0: .*greater than or equal to 1"),
     ],
 )
@@ -262,20 +284,6 @@ def test_arguments_that_do_not_fit_are_refused_before_the_run(options, message) 
     arguments = {"base_url": "http://x", "model": "m", **options}
     with pytest.raises(ConfigError, match=message):
         build_judge(JudgeConfig(name="llm", arguments=arguments))
-
-
-def test_a_turn_comes_every_so_often_by_the_loops_clock() -> None:
-    async def turns() -> list[float]:
-        pace, clock = Pace(120), asyncio.get_running_loop().time
-        start_s = clock()
-
-        async def turn() -> float:
-            await pace.turn()
-            return clock() - start_s
-
-        return await asyncio.gather(*(turn() for _ in range(4)))
-
-    assert virtual_time.run(turns()) == pytest.approx([0.0, 0.5, 1.0, 1.5])
 
 
 def letters(reply: str) -> list[float]:
@@ -314,15 +322,3 @@ def test_scores_are_scaled_to_0_and_1_and_never_clipped(low, width, share, noise
     assert parser.verdict(reply) == pytest.approx(share)
     with pytest.raises(ValueError, match="is not within"):
         parser.verdict(noise + json.dumps({"score": low + width + 1}))
-
-
-def test_a_cache_survives_a_torn_line(tmp_path) -> None:
-    path = tmp_path / "cache.jsonl"
-    ReplyCache(path).put({"a": 1}, "one")
-    with path.open("ab") as file:
-        file.write(b'{"request": "half')
-    cache = ReplyCache(path)
-    assert cache.get({"a": 1}) == "one"
-    cache.put({"a": 2}, "two")
-    again = ReplyCache(path)
-    assert (again.get({"a": 1}), again.get({"a": 2}), again.get({"a": 3})) == ("one", "two", None)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from forebay.train import TrainConfig
 from forebay.train.optimization import Optimizer, schedule_factor
 
 
@@ -23,14 +24,16 @@ def test_schedules_by_hand():
 
 def test_a_falling_schedule_needs_its_end():
     with pytest.raises(ValueError, match="'cosine' needs total_steps"):
-        Optimizer(nn.Linear(1, 1), lr=1.0, schedule="cosine")
+        Optimizer(nn.Linear(1, 1), TrainConfig(lr=1.0, schedule="cosine"))
 
 
 def test_a_step_is_adamw_with_clipped_gradients_at_the_scheduled_rate():
     torch.manual_seed(0)
     ours, plain = nn.Linear(3, 2), nn.Linear(3, 2)
     plain.load_state_dict(ours.state_dict())
-    optimizer = Optimizer(ours, lr=0.1, schedule="linear", total_steps=4, weight_decay=0.5, max_grad_norm=0.5)
+    optimizer = Optimizer(
+        ours, TrainConfig(lr=0.1, schedule="linear", weight_decay=0.5, max_grad_norm=0.5), total_steps=4
+    )
     groups = [{"params": [plain.weight], "weight_decay": 0.5}, {"params": [plain.bias], "weight_decay": 0.0}]
     reference = torch.optim.AdamW(groups, lr=0.1)
     for step in range(3):
@@ -53,7 +56,7 @@ def test_a_step_is_adamw_with_clipped_gradients_at_the_scheduled_rate():
 def test_a_gradient_that_is_not_finite_changes_nothing():
     layer = nn.Linear(2, 1)
     before = {name: value.clone() for name, value in layer.state_dict().items()}
-    optimizer = Optimizer(layer, lr=0.1)
+    optimizer = Optimizer(layer, TrainConfig(lr=0.1))
     (layer(torch.ones(1, 2)).sum() * float("nan")).backward()
     with pytest.raises(FloatingPointError, match="after train step 7 is nan; no weight was changed"):
         optimizer.step(7)
@@ -64,11 +67,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
 def test_only_weights_that_require_a_gradient_are_trained():
     layer = nn.Linear(2, 1).requires_grad_(False)
     with pytest.raises(ValueError, match="Linear has no weights that require a gradient"):
-        Optimizer(layer, lr=0.1)
+        Optimizer(layer, TrainConfig(lr=0.1))
 
 
 def test_the_state_of_another_model_is_refused():
-    optimizers = [Optimizer(layer, lr=0.1) for layer in (nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1)))]
+    optimizers = [
+        Optimizer(layer, TrainConfig(lr=0.1)) for layer in (nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1)))
+    ]
     assert dict(optimizers[0].state_tensors()) == {}
     (optimizers[0]._parameters["weight"].sum() + optimizers[0]._parameters["bias"].sum()).backward()
     optimizers[0].step(0)
@@ -80,12 +85,12 @@ def trained(moments, steps, resume_after=None, resumed_moments=None):
     """The weights after `steps`; after `resume_after` of them another optimizer goes on from the state."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
-    settings = {"lr": 1e-2, "betas": (0.8, 0.95), "epsilon": 1e-6, "weight_decay": 0.1}
-    optimizer = Optimizer(model, moment_kind=moments, **settings)
+    settings = {"lr": 1e-2, "adam": (0.8, 0.95, 1e-6), "weight_decay": 0.1}
+    optimizer = Optimizer(model, TrainConfig(moments=moments, **settings))
     for step in range(steps):
         if step == resume_after:
             state = {key: value.clone() for key, value in optimizer.state_tensors()}
-            optimizer = Optimizer(model, moment_kind=resumed_moments or moments, **settings)
+            optimizer = Optimizer(model, TrainConfig(moments=resumed_moments or moments, **settings))
             optimizer.load_state_tensors(state)
         inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
         model(inputs).square().sum().backward()
@@ -124,4 +129,4 @@ def test_eight_bits_without_their_library_are_one_sentence(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     with pytest.raises(ModuleNotFoundError, match=r"needs bitsandbytes, .* pip install 'forebay\[8bit\]'"):
-        Optimizer(nn.Linear(2, 1), lr=1.0, moment_kind="8bit")
+        Optimizer(nn.Linear(2, 1), TrainConfig(lr=1.0, moments="8bit"))

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from forebay.cli import app
 from forebay.train import TrainConfig, TrainController
-from forebay.train.config import PAPERS
+from forebay.train.presets import PAPERS, differences
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,15 @@ def test_names_fill_in_what_is_left_out(given: dict[str, Any], resolved: dict[st
     [
         ({"loss": "gspo", "clip": 0.2}, "loss 'gspo' with clip = 0.2"),
         ({"loss": "gspo", "normalization": "token-mean"}, "loss 'gspo' with normalization = 'token-mean'"),
-        ({"loss": "gspo", "advantage": "gae", "critic_lr": 1e-5}, "is the range of the critic's values, too"),
+        (
+            {"loss": "gspo", "advantage": "gae", "critic_lr": 1e-5},
+            "with critic_lr = 1e-05: after its paper it is None",
+        ),
         ({"loss": "cispo", "clip": 0.2}, "loss 'cispo' with clip = 0.2"),
         ({"advantage": "dr_grpo"}, "advantage 'dr_grpo' with normalization = 'token-mean'"),
-        ({"advantage": "opo", "epochs": 2}, "advantage 'opo' with 2 optimizer steps"),
+        ({"advantage": "opo", "epochs": 2}, "advantage 'opo' with epochs = 2: after its paper it is 1"),
         ({"advantage": "opo", "kl_coef": 0.1}, "advantage 'opo' with kl_coef"),
-        ({"advantage": "rloo", "mini_batches": 4}, "advantage 'rloo' with 4 optimizer steps"),
+        ({"advantage": "rloo", "mini_batches": 4}, "advantage 'rloo' with mini_batches = 4"),
         (
             {"advantage": "reinforce_pp_baseline", "kl_coef": 0.1, "kl_estimator": "k3"},
             "with kl_estimator = 'k3'",
@@ -65,7 +68,7 @@ def test_names_alone_differ_from_nothing():
     names += [{"advantage": name} for name in ("grpo", "rloo", "opo", "reinforce_pp_baseline", "pass_at_4")]
     names += [{"advantage": "dr_grpo", "normalization": 64}, {"advantage": "dr_grpo", "loss": "gspo"}]
     names += [{"advantage": "gae", "critic_lr": 1e-5}, {"advantage": "reinforce_pp_baseline", "kl_coef": 0.1}]
-    assert not [said for given in names for said in TrainConfig(**given).differences_from_papers()]
+    assert not [said for given in names for said in differences(TrainConfig(**given))]
     assert all(key in TrainConfig.model_fields for table in PAPERS.values() for key in table)
 
 

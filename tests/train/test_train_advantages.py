@@ -11,6 +11,7 @@ from forebay.train.batch import TrainBatch
 from forebay.train.config import ADVANTAGE_NAMES
 from forebay.train.objective.advantages import (
     ADVANTAGES,
+    Decisions,
     dr_grpo,
     gae,
     grpo,
@@ -21,6 +22,7 @@ from forebay.train.objective.advantages import (
     spread,
     standardize,
 )
+from forebay.types import RolloutState, Status
 
 scores_of_groups = st.lists(
     st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0]), min_size=1, max_size=6), min_size=1, max_size=5
@@ -191,20 +193,31 @@ def test_gae_runs_backwards_over_generated_tokens(seed, gamma, lam):
     total = lengths.sum()
     mask, values = random.integers(0, 2, total).astype(bool), random.normal(size=total)
     scores = random.normal(size=4)
-    advantages, returns = gae(scores, values, mask, lengths, gamma, lam)
-    for score, part in zip(scores, np.split(np.arange(total), np.cumsum(lengths)[:-1]), strict=True):
+    batch = TrainBatch.from_groups(
+        [
+            [
+                RolloutState([], prompt_ids=[1], response_ids=part, response_mask=mask[part],
+                             status=Status.COMPLETED, reward={"score": score})
+            ]
+            for score, part in zip(scores, np.split(np.arange(total), np.cumsum(lengths)[:-1]), strict=True)
+        ]
+    )  # fmt: skip
+    batch.values = values
+    decisions = Decisions(batch, "token")
+    rewards = decisions.sums(batch.token_rewards)
+    found = gae(rewards, batch.values[decisions.firsts_K], decisions.rows_K, gamma, lam)
+    advantages, returns = (decisions.spread(part, batch) for part in found)
+    for score, part in zip(batch.scores, batch.by_sequence(np.arange(total)), strict=True):
         generated = part[mask[part]]
-        expected = gae_reference(score, values[generated], gamma, lam)
+        expected = gae_reference(score, batch.values[generated], gamma, lam)
         np.testing.assert_allclose(advantages[generated], expected, atol=1e-12)
-        np.testing.assert_allclose(returns[generated], expected + values[generated], atol=1e-12)
+        np.testing.assert_allclose(returns[generated], expected + batch.values[generated], atol=1e-12)
     assert not advantages[~mask].any()
     assert not returns[~mask].any()
 
 
 def test_gae_with_lambda_one_is_the_score_minus_the_value():
-    advantages, returns = gae(
-        np.array([2.0]), np.array([0.5, 1.5]), np.array([True, True]), np.array([2]), 1.0, 1.0
-    )
+    advantages, returns = gae(np.array([0.0, 2.0]), np.array([0.5, 1.5]), np.array([0, 0]), 1.0, 1.0)
     assert advantages.tolist() == [1.5, 0.5]
     assert returns.tolist() == [2.0, 2.0]
 

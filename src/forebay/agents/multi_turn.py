@@ -43,7 +43,7 @@ from forebay.agents.extra_fields import CONVERSATION_KEY, EPISODE_KEY, TURNS_KEY
 from forebay.aio.tasks import is_cancelled
 from forebay.aio.time_limits import time_limit, timeout
 from forebay.config import StrictModel
-from forebay.types import RolloutState, Status
+from forebay.types import TURN_REWARDS_KEY, RolloutState, Status
 from forebay.watching.activity import TOOL
 
 logger = logging.getLogger(__name__)
@@ -230,6 +230,7 @@ class MultiTurnAgentLoop(AgentLoop):
         record.memory = memory
         if reply.reward is not None:
             record.rewards.append(float(reply.reward))
+            record.rewarded_at.append(len(state.response_ids))
         messages = [] if reply.done else reply.messages
         state.extra_fields[CONVERSATION_KEY].extend(messages)
         record.awaits_reply = False
@@ -264,6 +265,8 @@ class MultiTurnAgentLoop(AgentLoop):
         state.finish_reason = "stop" if by == "environment" and not record.is_cut else "length"
         if self.judge is None and self.environment.gives_rewards:
             state.reward = {"score": float(sum(record.rewards))}
+            pairs = zip(record.rewarded_at, record.rewards, strict=False)
+            state.extra_fields[TURN_REWARDS_KEY] = [list(pair) for pair in pairs]
 
     async def _call(self, call: Any, state: RolloutState, num_replies: int = 1) -> Any:
         """Wait for the environment, so that a pause ends it and a stall names it."""
@@ -291,6 +294,8 @@ class EpisodeRecord:
     """The turn is finished and the environment has not replied to it."""
     rewards: list[float] = field(default_factory=list)
     """The environment's rewards so far."""
+    rewarded_at: list[int] = field(default_factory=list)
+    """How many response tokens there were at each of them."""
     ended_by: str | None = None
     """``environment``, ``max_turns``, ``max_tokens`` or ``context``; None: not ended."""
 

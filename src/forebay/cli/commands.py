@@ -159,6 +159,7 @@ def _train(
 ) -> None:
     from forebay.runs.config import RunConfig, to_toml
     from forebay.runs.folder import RUN_FILE, saved_as
+    from forebay.train import presets
 
     if resume is not None:
         config = saved_as(_kind_of(resume / RUN_FILE), resume, overrides)
@@ -168,9 +169,11 @@ def _train(
         raise ConfigError("name a run file, for example recipes/demo_tiny.toml, or --resume RUN_FOLDER")
     if dry_run:
         typer.echo(to_toml(config), nl=False)
-        for difference in config.train.differences_from_papers() if isinstance(config, RunConfig) else ():
-            typer.echo(f"warning: {difference}", err=True)
         if isinstance(config, RunConfig):
+            for origin in presets.origins(config.train):
+                typer.echo(f"# {origin}")
+            for difference in presets.differences(config.train):
+                typer.echo(f"warning: {difference}", err=True)
             # On stderr, so that the run file alone is on stdout.
             plan_cli.show_plan_here(config, Console(stderr=True))
         return

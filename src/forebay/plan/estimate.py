@@ -372,7 +372,7 @@ def _times(
         return {}
     # Passes without gradient are a third of the work of one with.
     extra = config.train.needs_old_logprobs * (config.train.correction != "ratio") + (
-        config.train.kl_coef > 0
+        config.train.uses_reference
     )
     flop_per_token = step.flop / step.tokens * (config.train.epochs + extra / 3)
     train_rate = device.flop_per_s * TRAIN_SHARE / flop_per_token * config.train.ranks

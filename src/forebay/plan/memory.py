@@ -144,7 +144,7 @@ def step_memory(
         patch.object(functional, "grouped_mm", _grouped_mm),
     ):
         # Fake tensors cannot be copied, so models that the learner would copy are made once more.
-        has_reference = config.kl_coef > 0 and config.lora_rank == 0
+        has_reference = config.uses_reference and config.lora_rank == 0
         learner = Learner(
             _model(model_config),
             config,

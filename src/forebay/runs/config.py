@@ -30,6 +30,7 @@ from forebay.produce.prompts.orders import build_order
 from forebay.produce.prompts.sources import check_source
 from forebay.replay.config import BufferConfig
 from forebay.train import TrainConfig, WarmupConfig, check_staleness_rule
+from forebay.train.presets import DYNAMIC_SAMPLING
 from forebay.types import SampleParams
 
 CLUSTERS = {"ray": "forebay.cluster:RayCluster"}
@@ -285,6 +286,16 @@ class RunConfig(RunFile):
         """``engine.arguments.max_batch=4`` alone is for the engine that there is without it."""
         return {"name": "transformers", **value} if isinstance(value, dict) else value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_preset(cls, given: Any) -> Any:
+        """The keys of another table that the preset of ``[train]`` brings."""
+        train, produce = (given.get(key, {}) for key in ("train", "produce"))
+        if not isinstance(train, Mapping) or not isinstance(produce, Mapping):
+            return given
+        dynamic = {"filter": "reward_variance"} if train.get("preset") in DYNAMIC_SAMPLING else {}
+        return {**given, "produce": {**dynamic, **produce}}
+
     @model_validator(mode="after")
     def _fill_train(self) -> RunConfig:
         """Defaults of ``[train]`` that follow from other tables."""
@@ -342,7 +353,7 @@ class RunConfig(RunFile):
                 f"max_staleness of task {', '.join(own_limits)}: nothing is stale in this run; set "
                 f"produce.mode = 'separate' or produce.max_staleness, or leave it out"
             )
-        compares = train.advantage != "gae" and ":" not in train.advantage
+        compares = train.advantage not in ("gae", "reinforce_pp") and ":" not in train.advantage
         if self.steps > 0 and compares and group_size < 2:
             raise ConfigError(
                 f"rollouts_per_prompt = {group_size} gives advantage {train.advantage!r} nothing to compare: "

@@ -7,12 +7,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from random import Random
 from typing import Any
 
 import numpy as np
 
 from forebay.replay.query import StorageIndices, parse_query
-from forebay.replay.stores.contract import StorageBackend, StorageItem, TagValue
+from forebay.replay.stores.contract import StorageBackend, StorageItem, TagValue, revive_row
 from forebay.types import Status
 
 EVERYTHING = {"status": {"$in": [status.value for status in Status]}}
@@ -57,6 +59,51 @@ async def fill(storage: StorageBackend) -> None:
         make_row(5, "code", staleness=1, step=9),
     )
     await storage.take([5], train_step=7)
+
+
+ORDERS = (None, "timestamp_id", "-timestamp_id", "staleness", "-staleness", "priority", "-priority")
+
+
+def draw_operation(draw: Random, number: int) -> Callable[[StorageBackend], Awaitable[Any]]:
+    """An operation on a store that has had about `number` of them; the same one each time it is called."""
+    task, status = draw.choice(("math", "code")), draw.choice(("completed", "aborted", "failed"))
+    levels: list[TagValue] = [1, 2.5, True, "3"]
+    tags = {"level": draw.choice(levels)}
+    priority, share, step = draw.choice([0.0, 0.5, 1.0, 3.0]), draw.random(), draw.choice([None, 1, 4, 7])
+    uids, count = draw.choices(range(-1, number + 2), k=draw.randrange(6)), draw.randrange(4)
+    query = {"task_name": task, "status": "completed"}
+
+    async def change(store: StorageBackend) -> None:
+        rows = await store.get({"uid": {"$in": uids}}, rows_only=True)
+        for row in rows:
+            row.status, row.tags, row.priority, row.timestamp_id = status, tags, priority, 50
+        await store.update([*rows, make_row("unknown")])
+
+    async def revive(store: StorageBackend) -> None:
+        await store.update(
+            [revive_row(row) for row in await store.get({"status": "archived"}, rows_only=True)]
+        )
+
+    def put(store: StorageBackend) -> Awaitable[int]:
+        return store.put(
+            make_row(number, task, status, staleness=count, step=step, tags=tags, priority=priority)
+        )
+
+    operations: list[Callable[[StorageBackend], Awaitable[Any]]] = [
+        *[put] * 6,
+        change,
+        revive,
+        lambda store: store.take(uids, query=query if count else None, train_step=step),
+        lambda store: store.take_first(count, query, order=ORDERS[number % len(ORDERS)], train_step=step),
+        lambda store: store.take_drawn(count, query, lambda: share, train_step=step),
+        lambda store: store.update_priorities(dict.fromkeys(uids, priority)),
+        lambda store: store.delete(uids[:2]),
+        lambda store: store.delete_where({**query, "staleness": {"$gte": 3}}, expected=count or None),
+        lambda store: store.evict(12 + count),
+        lambda store: store.set_train_step(task, 1 + number // 8),
+        lambda store: store.let_train_steps_fall(),
+    ]
+    return draw.choice(operations)
 
 
 QUERIES: list[tuple[Any, list[int]]] = [

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from forebay.types import (
     TRAJECTORY_OF_KEY,
+    TURN_REWARDS_KEY,
     UNLABELED,
     FloatArray,
     IntArray,
@@ -78,12 +79,16 @@ class TrainBatch:
     """S: number of the first sequence of the same attempt; its own, but for further trajectories."""
     temperatures: NDArray[np.float32]
     """S: what each sequence was sampled with."""
+    token_rewards: NDArray[np.float64]
+    """R: the scores where they were earned: at the ends of turns, the rest at the last generated token."""
 
     mini_batches: list[Pack] = field(default_factory=list)
     """The sequences of each optimizer step; empty until packed."""
     packs: list[list[list[Pack]]] = field(default_factory=list)
     """By mini-batch, by rank, the micro-batches: passes are made over these."""
     layout: Layout = "padded"
+    penalties: tuple[float, float] | None = None
+    """Weights of divergence and entropy in this step; None: the config's."""
     loss_weights: FloatArray | None = None
     """float32, R: factor of each token's loss; a token with 0 takes no part in any mean. None: all 1."""
     old_logprobs: FloatArray | None = None
@@ -106,8 +111,17 @@ class TrainBatch:
     """Measures of the steps, as ``train/NAME``."""
 
     @classmethod
-    def from_groups(cls, groups: Iterable[Sequence[RolloutState]], *, temperature: float = 1.0) -> TrainBatch:
+    def from_groups(
+        cls,
+        groups: Iterable[Sequence[RolloutState]],
+        *,
+        temperature: float = 1.0,
+        overlong: str | float = "train",
+    ) -> TrainBatch:
         """The batch of these groups; `temperature` holds for rollouts without their own ``sample_params``.
+
+        `overlong` is for rollouts cut at their ``max_tokens``: ``filter`` gives them loss weight 0, and a
+        share takes `overlong_penalty` from scores (Yu et al. 2025, "DAPO", section 3.4).
 
         Raises:
             ValueError: no groups, or a rollout that is not COMPLETED, judged and sampled at a temperature
@@ -121,7 +135,10 @@ class TrainBatch:
         _check_trainable(ordered, states, temperatures)
         for state in states:
             fill_token_fields(state)
-        return cls(
+        masks = [state.response_mask.astype(bool) for state in states]
+        penalties = np.array([overlong_penalty(s, overlong) for s in states])
+        scores = np.array([float((s.reward or {})["score"]) for s in states]) - penalties
+        batch = cls(
             rollout_ids=[state.rollout_id for state in states],
             task_names=[state.task_name for state in states],
             input_ids=np.concatenate(
@@ -129,14 +146,21 @@ class TrainBatch:
             ),
             prompt_lengths=np.array([len(s.prompt_ids) for s in states], np.int64),
             response_lengths=np.array([len(s.response_ids) for s in states], np.int64),
-            response_mask=np.concatenate([s.response_mask for s in states]).astype(bool),
+            response_mask=np.concatenate(masks),
             rollout_logprobs=np.concatenate([s.logprobs for s in states]),
             model_steps=np.concatenate([s.response_model_steps for s in states]),
-            scores=np.array([float((s.reward or {})["score"]) for s in states]),
+            scores=scores,
             group_index=np.repeat(np.arange(len(ordered)), [len(group) for group in ordered]),
             attempt_first=_attempt_first(ordered),
             temperatures=np.array(temperatures, np.float32),
+            token_rewards=np.concatenate(list(map(_token_rewards, states, masks, scores))),
         )
+        if not isinstance(overlong, str):
+            batch.metrics["train/overlong_penalty"] = float(penalties.mean())
+        elif overlong == "filter":
+            cut_S = np.array([state.finish_reason == "length" for state in states])
+            batch.loss_weights = (~cut_S[batch.response_rows]).astype(np.float32)
+        return batch
 
     @classmethod
     def from_examples(cls, examples: Iterable[tuple[Sequence[int], Sequence[int]]]) -> TrainBatch:
@@ -236,6 +260,34 @@ class TrainBatch:
     def by_sequence(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """An array by response token as S views, one per sequence."""
         return np.split(values, self.response_starts[1:])
+
+
+def overlong_penalty(state: RolloutState, share: str | float) -> float:
+    """0 up to the last `share` of the rollout's ``max_tokens``, then rising linearly to 1 at their end.
+
+    Yu et al. 2025, "DAPO", equation 13, where the share is 4,096 of 20,480 tokens. 0 where `share` is a word,
+    and where the rollout names no budget.
+    """
+    if isinstance(share, str) or share == 0 or state.sample_params is None:
+        return 0.0
+    budget = state.sample_params.max_tokens
+    over = int(np.count_nonzero(state.response_mask)) - (1 - share) * budget
+    return min(max(over / (share * budget), 0.0), 1.0)
+
+
+def _token_rewards(state: RolloutState, mask_R: NDArray[np.bool_], score: float) -> NDArray[np.float64]:
+    """By response token: each reward at the last token that was generated until it was given."""
+    rewards_R = np.zeros(len(mask_R))
+    generated = np.flatnonzero(mask_R)
+    noted = state.extra_fields.get(TURN_REWARDS_KEY, ())
+    given = [*(state.reward or {}).get(TURN_REWARDS_KEY, noted)]
+    given.append((len(mask_R), score - sum(reward for _, reward in given)))
+    for end, reward in given:
+        # A reward before the first token is earned with that one.
+        place = max(int(np.searchsorted(generated, end)) - 1, 0)
+        if len(generated):
+            rewards_R[generated[place]] += reward
+    return rewards_R
 
 
 def _attempt_first(groups: Iterable[Sequence[RolloutState]]) -> NDArray[np.int64]:

@@ -52,6 +52,7 @@ FORMAT = 2
 """Version of the checkpoint folder; 1, until version 0.2, had whole tensors only."""
 STATE = "state"
 RANDOM_FILE = "random.safetensors"
+PENALTIES_FILE = "penalties.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 """The name that peft looks for."""
 
@@ -306,16 +307,12 @@ def load_trainer(folder: Path, parts: TrainerParts, group: ProcessGroup | None =
         ValueError: it is of another kind of trainer.
     """
     saved = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
-    if saved["format"] != FORMAT:
-        raise ValueError(
-            f"the checkpoint {str(folder)!r} has format {saved['format']}, this version reads {FORMAT}; "
-            f"go on with the version that wrote it, or begin a new run with its model/ as model.source"
-        )
     for name, mine in parts.kind().items():
         if saved.get(name) != mine:
             raise ValueError(
                 f"the checkpoint {str(folder)!r} has {name} = {saved.get(name)!r}, this trainer {mine!r}; "
-                f"build it from the same config and the same starting model (after its warm-up, if any)"
+                f"build it from the same config and the same starting model (after its warm-up), with the "
+                f"version that wrote it; or begin a new run with its model/ as model.source"
             )
     reader = HuggingFaceStorageReader(str(folder / STATE))
     found: dict[str, Any] = reader.read_metadata().state_dict_metadata

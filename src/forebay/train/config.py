@@ -6,6 +6,7 @@ Names that choose code (`advantage`, `loss`, `correction`) come from a literal t
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -20,18 +21,25 @@ from forebay.train.objective.corrections import CORRECTIONS, DEFAULT_BANDS, Band
 from forebay.train.objective.guard import DEFAULT_BANDS as GUARD_BANDS
 from forebay.train.objective.guard import GuardAction, check_bands
 from forebay.train.parallel.config import ParallelConfig
+from forebay.train.presets import with_papers
 
-ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "gae")
+logger = logging.getLogger(__name__)
+
+ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline", "gae")
 LOSS_NAMES = ("clipped", "gspo", "cispo")
 """The keys of `ADVANTAGES` and `POLICY_LOSSES` (`forebay.train.objective`), so that run files are checked
 without them: both modules read this one, and losses load torch."""
 
-BETAS, EPSILON = (0.9, 0.999), 1e-8
-"""AdamW's published defaults."""
+ADAM = (0.9, 0.999, 1e-8)
+"""AdamW's published betas and epsilon."""
 Moments = Literal["float32", "cpu", "8bit"]
 
 NonNegative = Annotated[float, Field(ge=0)]
+DualClip = Annotated[float, Field(gt=1)]
+Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+Weight = Annotated[float, Field(ge=0, le=1)]
+Schedule = Literal["constant", "linear", "cosine"]
 
 
 class WarmupConfig(StrictModel):
@@ -62,16 +70,13 @@ class TrainConfig(StrictModel):
     # Optimizer
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls after the warm-up; ``linear`` and ``cosine`` reach 0 after the last train step."""
-    schedule_warmup_steps: int = Field(default=0, ge=0)
-    """Train steps over which the rate rises linearly."""
+    schedule: Schedule | tuple[Schedule, Annotated[int, Field(ge=0)]] = "constant"
+    """How the rate falls: ``constant``, or ``linear`` or ``cosine`` to 0 after the last train step; a pair
+    such as ["cosine", 20] has the number of train steps over which it rises before."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Of matrices; norms and biases never decay."""
-    betas: tuple[Share, Share] = BETAS
-    """How much AdamW keeps of its two moments, the mean gradient and the mean square, at each step."""
-    epsilon: float = Field(default=EPSILON, gt=0)
-    """AdamW divides by the root of the second moment and this."""
+    adam: tuple[Share, Share, Positive] = ADAM
+    """AdamW's betas, how much it keeps of the mean gradient and of the mean square, and its epsilon."""
     moments: Moments = "float32"
     """``cpu``: in the host's memory, on the device for their step only; the same numbers, slower. ``8bit``: a
     quarter of the bytes, on one rank, by bitsandbytes. A resumed run may change between the other two."""
@@ -107,22 +112,33 @@ class TrainConfig(StrictModel):
     compile: bool = False
     """The layers become one program by torch.compile: faster steps after some minutes of compiling."""
     # Advantage and loss
+    preset: Literal["dapo", "dr_grpo", "gspo", "cispo", "reinforce_pp", "rloo", "ppo"] | None = None
+    """A method with all settings of its paper; keys that are given win over it."""
     advantage: str = "grpo"
-    """``grpo``, ``dr_grpo``, ``rloo``, ``opo``, ``reinforce_pp_baseline``, ``gae``, ``pass_at_8`` (or any
-    other number), or ``package.module:function``."""
+    """``grpo``, ``dr_grpo``, ``rloo``, ``opo``, ``reinforce_pp``, ``reinforce_pp_baseline``, ``gae``,
+    ``pass_at_8`` (or any other number), or ``package.module:function``."""
+    credit: Literal["rollout", "turn", "token"] = "rollout"
+    """A score counts for all tokens of its ``rollout``; or rewards are summed, discounted, from the end to
+    each ``turn`` or ``token``, and these are compared. ``gae`` goes by token, or by ``turn``."""
+    discount: tuple[Weight, Weight] = (1.0, 0.95)
+    """Gamma, of a reward one turn or token later, and the lambda of generalized advantage estimation."""
+    overlong: Literal["train", "filter"] | Share = "train"
+    """For rollouts cut at ``max_tokens``: ``train`` them, ``filter`` them out of the loss; or a share of
+    ``max_tokens``, over the last of which the score falls by up to 1."""
     loss: str = "clipped"
     """``clipped``, ``gspo``, ``cispo``, or ``package.module:function``."""
-    clip: NonNegative | tuple[NonNegative, NonNegative] = 0.2
-    """The probability ratio counts from ``1 - clip`` to ``1 + clip``; a pair is (low, high). The high one is
-    also the critic's clip range. With loss ``gspo`` [3e-4, 4e-4], with ``cispo`` [1.0, 4.0]."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """Bound on the ratio of tokens with a negative advantage (``clipped`` only); None: no bound."""
-    kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the divergence from the reference model; 0 needs no reference model."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How samples estimate the divergence (Schulman, 2020); ``k3`` is unbiased and never negative."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    clip: NonNegative | tuple[NonNegative, NonNegative] | tuple[NonNegative, NonNegative, DualClip] = 0.2
+    """The probability ratio counts from ``1 - clip`` to ``1 + clip``; a pair is (low, high), and a third
+    number bounds the ratio where the advantage is negative (``clipped`` only). The high one is also the
+    critic's clip range. With loss ``gspo`` [3e-4, 4e-4], with ``cispo`` [1.0, 4.0]."""
+    kl_coef: NonNegative | tuple[Positive, Positive] = 0.0
+    """Weight of the divergence from the reference model; 0 needs no reference model. A pair is the first
+    weight, and the divergence in nats per token that it is then steered to."""
+    kl_estimator: Literal["k1", "k2", "k3", "reward"] = "k3"
+    """How samples estimate the divergence in the loss (Schulman, 2020); ``k3`` is unbiased and never
+    negative. ``reward``: k1 is taken from the rewards instead, token by token."""
+    entropy_coef: float | tuple[Positive, Positive] = 0.0
+    """Weight of the entropy bonus; a pair is the first weight, and the entropy in nats it is steered to."""
     normalization: Literal["token-mean", "sequence-mean"] | Annotated[int, Field(ge=1)] = "token-mean"
     """A number is the fixed-length normalization: each sequence's token losses are summed and divided by it.
     With loss ``gspo`` ``sequence-mean``, with advantage ``dr_grpo`` the tasks' largest ``max_tokens``."""
@@ -142,8 +158,6 @@ class TrainConfig(StrictModel):
     # Critic (for advantage "gae")
     critic_lr: float | None = Field(default=None, gt=0)
     """Peak learning rate of the critic, which exists if this is given."""
-    lam: float = Field(default=0.95, ge=0, le=1)
-    """The lambda of generalized advantage estimation; rewards are not discounted."""
     # LoRA
     lora_rank: int = Field(default=0, ge=0)
     """0 trains all weights."""
@@ -166,6 +180,41 @@ class TrainConfig(StrictModel):
     def pass_k(self) -> int | None:
         """The k of advantage ``pass_at_K``."""
         return pass_at(self.advantage)
+
+    @property
+    def fall_and_rise(self) -> tuple[str, int]:
+        """How the rate falls, and the train steps over which it rises linearly before."""
+        return (self.schedule, 0) if isinstance(self.schedule, str) else self.schedule
+
+    @property
+    def dual_clip(self) -> float | None:
+        """Bound on the ratio of tokens with a negative advantage; None: no bound."""
+        return self.clip[2] if isinstance(self.clip, tuple) and len(self.clip) == 3 else None
+
+    @property
+    def penalties(self) -> tuple[float, float]:
+        """The first weights of divergence and entropy."""
+        return _pair(self.kl_coef)[0], _pair(self.entropy_coef)[0]
+
+    @property
+    def penalty_targets(self) -> tuple[float | None, float | None]:
+        """The targets that these are steered to; None: they stay."""
+        return _pair(self.kl_coef)[1], _pair(self.entropy_coef)[1]
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the divergence from a reference model counts."""
+        return self.penalties[0] > 0
+
+    @property
+    def uses_entropy(self) -> bool:
+        """Whether there is an entropy bonus."""
+        return self.penalties[1] != 0
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the divergence is taken from the rewards, and not into the loss."""
+        return self.uses_reference and self.kl_estimator == "reward"
 
     @property
     def clip_low(self) -> float:
@@ -200,16 +249,14 @@ class TrainConfig(StrictModel):
         the logprobs of the training forward pass, without gradient, are the old ones. Truncated weights can
         be taken from that pass too; masks cannot, because how many tokens are left sets the normalization.
         """
-        return self.may_mask or self.correction == "ratio" or self.optimizer_steps > 1
+        several = self.optimizer_steps > 1
+        return self.may_mask or self.correction == "ratio" or several or self.kl_in_reward
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, given: Any) -> Any:
         """The papers' settings for the names in the table, where it does not say otherwise."""
-        if not isinstance(given, Mapping):
-            return given
-        names = (str(given.get(key)) for key in ("advantage", "loss"))
-        return {key: value for name in names for key, value in PAPERS.get(name, {}).items()} | dict(given)
+        return with_papers(_joined(given)) if isinstance(given, Mapping) else given
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -231,10 +278,15 @@ class TrainConfig(StrictModel):
                 f"critic_lr = {self.critic_lr} trains a critic that advantage {self.advantage!r} ignores; "
                 f"use advantage 'gae' or leave critic_lr out"
             )
+        if self.credit != "rollout" and self.advantage not in BY_PARTS and ":" not in self.advantage:
+            yield (
+                f"credit = {self.credit!r} is not read by advantage {self.advantage!r}, which is of whole "
+                f"rollouts; use one of {', '.join(BY_PARTS)}, or leave credit out"
+            )
         if self.clip_low > 1:
             yield f"clip = {self.clip} lets the ratio fall under 0; the low clip is at most 1"
         if self.dual_clip is not None and self.loss != "clipped":
-            yield f"dual_clip = {self.dual_clip} is only read by loss 'clipped', not by {self.loss!r}"
+            yield f"clip = {self.clip}: the third is only read by loss 'clipped', not by {self.loss!r}"
         if self.correction_band is not None and not self.weighs_tokens:
             yield (
                 f"correction_band = {self.correction_band} is not read by correction {self.correction!r}, "
@@ -265,39 +317,38 @@ class TrainConfig(StrictModel):
         if self.lora_alpha is not None and self.lora_rank == 0:
             yield f"lora_alpha = {self.lora_alpha} has no effect without lora_rank"
 
-    def differences_from_papers(self) -> Iterator[str]:
-        """Sentences on settings that the papers of the chosen names have otherwise."""
-        clip, norm, steps = f"clip = {self.clip}", self.normalization, self.optimizer_steps
-        advantage, chosen = self.advantage, f"train: advantage {self.advantage!r} with"
-        if self.loss == "gspo":
-            if max(self.clip_low, self.clip_high) > WIDEST_SEQUENCE_CLIP:
-                yield (
-                    f"train: loss 'gspo' with {clip}: its ratio is of a whole sequence and moves little; the "
-                    f"paper clips it at 3e-4 and 4e-4"
-                )
-            if norm != "sequence-mean":
-                yield f"train: loss 'gspo' with normalization = {norm!r}: the paper's is 'sequence-mean'"
-            if self.uses_critic:
-                yield (
-                    f"train: loss 'gspo' with a critic: {clip} is the range of the critic's values, too, and "
-                    f"the paper has no critic"
-                )
-        if self.loss == "cispo" and self.clip_low < 1:
-            yield f"train: loss 'cispo' with {clip}: the paper has no lower bound, so clip = [1.0, HIGH]"
-        if advantage == "dr_grpo" and self.loss != "gspo" and not isinstance(norm, int):
-            yield (
-                f"{chosen} normalization = {norm!r}: the paper divides by a constant; set "
-                f"normalization to the generation budget in tokens"
-            )
-        if advantage in ("opo", "rloo") and steps > 1:
-            yield (
-                f"{chosen} {steps} optimizer steps per batch: its paper is on-policy; set "
-                f"mini_batches = 1 and epochs = 1"
-            )
-        if advantage == "opo" and (self.kl_coef or self.entropy_coef):
-            yield f"{chosen} kl_coef or entropy_coef: the paper does without both"
-        if advantage == "reinforce_pp_baseline" and self.kl_coef > 0 and self.kl_estimator != "k2":
-            yield f"{chosen} kl_estimator = {self.kl_estimator!r}: the paper's is 'k2'"
+
+BY_PARTS = ("grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "gae")
+"""Advantages that compare turns or tokens, too."""
+
+
+def _pair(value: float | tuple[float, float]) -> tuple[float, float | None]:
+    return value if isinstance(value, tuple) else (value, None)
+
+
+def _joined(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The table with keys of earlier versions as entries of those that took their place."""
+    table = dict(given)
+    old = {key: table.pop(key) for key in JOINED if key in table}
+    if "betas" in old or "epsilon" in old:
+        table.setdefault("adam", (*old.get("betas", ADAM[:2]), old.get("epsilon", ADAM[2])))
+    if old.get("schedule_warmup_steps"):
+        table["schedule"] = (table.get("schedule", "constant"), old["schedule_warmup_steps"])
+    if old.get("dual_clip") is not None:
+        clip = with_papers(table).get("clip", 0.2)
+        table["clip"] = (*(clip if isinstance(clip, list | tuple) else (clip, clip)), old["dual_clip"])
+    if "lam" in old:
+        table.setdefault("discount", (1.0, old["lam"]))
+    for key in old:
+        logger.warning("train.%s is now a part of train.%s", key, JOINED[key])
+    return table
+
+
+JOINED = {
+    "betas": "adam", "epsilon": "adam", "schedule_warmup_steps": "schedule", "dual_clip": "clip",
+    "lam": "discount",
+}  # fmt: skip
+"""Keys of earlier versions, by the keys that they are entries of."""
 
 
 def pass_at(name: str) -> int | None:
@@ -308,22 +359,6 @@ def pass_at(name: str) -> int | None:
     """
     match = re.fullmatch(r"pass_at_([1-9][0-9]*)", name)
     return int(match[1]) if match else None
-
-
-PAPERS: Mapping[str, Mapping[str, Any]] = {
-    # Zheng et al. 2025, "Group Sequence Policy Optimization", section 5.1 and equation 5.
-    "gspo": {"clip": (3e-4, 4e-4), "normalization": "sequence-mean"},
-    # Chen et al. 2025, "MiniMax-M1", bounds the weight from above only and does not say where. A weight of at
-    # most 5 is among those that Khatri et al. 2025, "The Art of Scaling Reinforcement Learning Compute for
-    # LLMs", found to make little difference.
-    "cispo": {"clip": (1.0, 4.0)},
-    # Hu et al. 2025, "REINFORCE++", takes the divergence into the loss as k2.
-    "reinforce_pp_baseline": {"kl_estimator": "k2"},
-}
-"""By loss or advantage. Dr. GRPO's constant is the generation budget, which only a whole run file knows."""
-
-WIDEST_SEQUENCE_CLIP = 0.01
-"""Beyond it a clip range is meant for ratios of tokens: means over a sequence move a hundred times less."""
 
 
 def check_staleness_rule(rule: str, config: TrainConfig) -> None:

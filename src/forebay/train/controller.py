@@ -1,8 +1,8 @@
 """`TrainController`: the steps that a train step is made of, for a model in this process or on several ranks.
 
 It knows rollouts only as a `TrainBatch`, engines only as something that takes weights, and the model only
-through a learner: a `Learner` here, or a `RankedLearner` whose ranks hold a slice each. Work on whole batches
-is done here, once. All steps but `sync_weights` block: a caller with an event loop runs them in a thread.
+through a learner: a `Learner` here, or a `RankedLearner` whose ranks hold a slice each. All steps but
+`sync_weights` block: a caller with an event loop runs them in a thread.
 
 ::
 
@@ -16,6 +16,7 @@ Every step takes and returns the batch; `fit` composes those needed. No pass rea
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +33,7 @@ from torch import nn
 from forebay.models import load_model
 from forebay.models.config import Precision
 from forebay.models.live_weights import LiveWeights
-from forebay.train import checkpoint, weight_sync
+from forebay.train import checkpoint, presets, weight_sync
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Learner
@@ -46,7 +47,7 @@ from forebay.train.measures import (
 from forebay.train.model.critic import Critic
 from forebay.train.objective.advantages import AdvantageFunction, find_advantage, spread
 from forebay.train.objective.corrections import Corrector
-from forebay.train.objective.losses import batch_token_weights
+from forebay.train.objective.losses import batch_token_weights, steered
 from forebay.train.offload import Offload
 from forebay.train.packing import Packer
 from forebay.train.parallel.learner import ModelFolder, RankedLearner
@@ -54,7 +55,6 @@ from forebay.train.parallel.ranks import LocalRanks, Ranks
 from forebay.types import FloatArray, RolloutState
 
 logger = logging.getLogger(__name__)
-Groups = Iterable[Sequence[RolloutState]]
 
 
 class TrainController:
@@ -110,7 +110,7 @@ class TrainController:
                 f"config.ranks is {config.ranks}, but {ranks.num_ranks} ranks were given; give as many, or "
                 f"leave config.ranks out"
             )
-        for difference in config.differences_from_papers():
+        for difference in presets.differences(config):
             logger.warning("%s", difference)
         self.config = config
         self.train_step = 0
@@ -124,6 +124,8 @@ class TrainController:
         self._tokenizer = tokenizer
         self._advantages: AdvantageFunction = find_advantage(config.advantage)
         self._corrector = Corrector(config.correction, config.band)
+        self.penalties = config.penalties
+        """Weights of divergence and entropy, as they are steered."""
         self._saving: tuple[Path, ExitStack] | None = None
         self._own_ranks: LocalRanks | None = None
         if ranks is None and config.ranks > 1:
@@ -190,7 +192,10 @@ class TrainController:
             ValueError: as `TrainBatch.from_groups` and `Packer.pack_pad_dispatch`.
         """
         if not isinstance(groups, TrainBatch):
-            groups = TrainBatch.from_groups(groups, temperature=self._temperature)
+            groups = TrainBatch.from_groups(
+                groups, temperature=self._temperature, overlong=self.config.overlong
+            )
+        groups.penalties = self.penalties
         return self._packer.pack_pad_dispatch(groups, seed=(self._seed, self.train_step))
 
     def mask_stale(self, batch: TrainBatch, thresholds: int | Mapping[str, int]) -> TrainBatch:
@@ -263,7 +268,8 @@ class TrainController:
         config = self.config
         if ":" in config.loss:
             return np.ones(batch.num_sequences, bool)
-        if batch.advantages is not None and not (config.kl_coef or config.entropy_coef or config.uses_critic):
+        kl_in_loss = config.uses_reference and not config.kl_in_reward
+        if batch.advantages is not None and not (kl_in_loss or config.uses_entropy or config.uses_critic):
             in_loss_R = in_loss_R & (batch.advantages != 0)
         read_S = np.zeros(batch.num_sequences, bool)
         read_S[batch.response_rows[in_loss_R]] = True
@@ -341,6 +347,9 @@ class TrainController:
         if done.critic_norms:
             metrics["train/critic_grad_norm"] = float(np.mean(done.critic_norms))
         batch.metrics |= metrics
+        measured = [batch.metrics.get(f"train/{name}") for name in ("kl", "entropy")]
+        kl, entropy = map(steered, self.penalties, measured, self.config.penalty_targets, (1, -1))
+        self.penalties = kl, entropy
         self.train_step += 1
         if not done.norms:
             logger.warning(
@@ -362,13 +371,13 @@ class TrainController:
             batch = self.mask_stale(batch, stale_thresholds)
         if self.config.uses_critic:
             batch = self.compute_values(batch)
-        # One of the user's own may read what the passes find.
-        comes_last = ":" in self.config.advantage
+        # One of the user's own may read what the passes find; a divergence in the rewards does.
+        comes_last = ":" in self.config.advantage or self.config.kl_in_reward
         if not comes_last:
             batch = self.compute_advantages(batch)
         if self.config.needs_old_logprobs:
             batch = self.compute_old_logprobs(batch)
-        if self.config.kl_coef > 0:
+        if self.config.uses_reference:
             batch = self.compute_ref_logprobs(batch)
         return self.train(self.compute_advantages(batch) if comes_last else batch)
 
@@ -407,6 +416,7 @@ class TrainController:
         with ExitStack() as stack:
             folder = stack.enter_context(checkpoint.replace_folder(Path(path)))
             checkpoint.save_random(folder)
+            checkpoint.save_json({"penalties": self.penalties}, folder / checkpoint.PENALTIES_FILE)
             self._learner.begin_save(folder, self.train_step)
             self._saving = folder, stack.pop_all()
 
@@ -435,12 +445,17 @@ class TrainController:
         checkpoint.check_folder(Path(path))
         self.train_step = self._learner.resume(Path(path))
         checkpoint.load_random(Path(path))
+        saved = Path(path) / checkpoint.PENALTIES_FILE
+        # Those that are not steered are the config's, which may have changed.
+        if saved.exists() and any(self.config.penalty_targets):
+            kl, entropy = json.loads(saved.read_text(encoding="utf-8"))["penalties"]
+            self.penalties = kl, entropy
 
     def _check_ready(self, batch: TrainBatch) -> None:
         needed: dict[str, tuple[bool, Any]] = {
             "pack": (True, batch.packs or None),
             "compute_old_logprobs": (self.config.needs_old_logprobs, batch.old_logprobs),
-            "compute_ref_logprobs": (self.config.kl_coef > 0, batch.ref_logprobs),
+            "compute_ref_logprobs": (self.config.uses_reference, batch.ref_logprobs),
             "compute_values": (self.config.uses_critic, batch.values),
             "compute_advantages": (True, batch.advantages),
             "an advantage function that gives returns": (self.config.uses_critic, batch.returns),
@@ -456,3 +471,6 @@ class TrainController:
                     f"{name} are NaN on tokens that the loss reads: the model gives NaN, or advantages or "
                     f"loss weights were changed after compute_{name}; then call it again"
                 )
+
+
+Groups = Iterable[Sequence[RolloutState]]

@@ -104,7 +104,7 @@ class Learner:
             model = lora.add_lora(model, rank=config.lora_rank, alpha=alpha, targets=config.lora_targets)
             self.adapter_config = lora.adapter_config(model) | {BASE_FINGERPRINT: base}
         self.model, self.ref_model = model, ref_model
-        if ref_model is None and config.kl_coef > 0 and not lora.is_lora(model):
+        if ref_model is None and config.uses_reference and not lora.is_lora(model):
             self.ref_model = copy.deepcopy(model)
         if self.ref_model is not None:
             self.ref_model.requires_grad_(False).eval()
@@ -127,8 +127,8 @@ class Learner:
         self._collate = partial(collate, pad_token_id=pad_token_id, device=self.device, with_borders=borders)
         self._policy_loss: PolicyLossFunction = look_up("loss", config.loss, POLICY_LOSSES)
         self._corrector = Corrector(config.correction, config.band)
-        make_optimizer = partial(_make_optimizer, config, total_steps, mesh)
-        self._optimizer = make_optimizer(model, lr=config.lr)
+        make_optimizer = partial(Optimizer, settings=config, total_steps=total_steps, mesh=mesh)
+        self._optimizer = make_optimizer(model)
         self._critic_optimizer: Optimizer | None = None
         if self.critic is not None and config.critic_lr is not None:
             self._critic_optimizer = make_optimizer(self.critic, lr=config.critic_lr)
@@ -282,7 +282,7 @@ class Learner:
         config = self.config
         with self._autocast():
             output = response_logprobs(
-                self.model, micro, entropy="train" if config.entropy_coef else "measure"
+                self.model, micro, entropy="train" if config.uses_entropy else "measure"
             )
         assert output.entropy is not None
         assert batch.advantages is not None
@@ -305,11 +305,12 @@ class Learner:
             applied = self._corrector.weigh(old_N, behavior_N, micro.sequence_index, micro.num_sequences)
             policy_N = policy_N * applied.weights.to(old_N.dtype)
         loss_N, kl_N = policy_N, None
-        if batch.ref_logprobs is not None:
+        kl_coef, entropy_coef = batch.penalties or config.penalties
+        if batch.ref_logprobs is not None and not config.kl_in_reward:
             kl_N = kl_penalty(output.logprobs, micro.gather(batch.ref_logprobs), config.kl_estimator)
-            loss_N = loss_N + config.kl_coef * kl_N
-        if config.entropy_coef:
-            loss_N = loss_N - config.entropy_coef * output.entropy
+            loss_N = loss_N + kl_coef * kl_N
+        if config.uses_entropy:
+            loss_N = loss_N - entropy_coef * output.entropy
         records.add(
             loss=loss_N,
             policy_loss=policy_N,
@@ -375,24 +376,6 @@ def _autocast(device: torch.device, precision: Precision) -> AbstractContextMana
     return nullcontext() if precision == "float32" else torch.autocast(device.type, torch.bfloat16)
 
 
-def _make_optimizer(
-    config: TrainConfig, total_steps: int | None, mesh: DeviceMesh | None, model: nn.Module, *, lr: float
-) -> Optimizer:
-    return Optimizer(
-        model,
-        lr=lr,
-        schedule=config.schedule,
-        warmup_steps=config.schedule_warmup_steps,
-        total_steps=total_steps,
-        weight_decay=config.weight_decay,
-        betas=config.betas,
-        epsilon=config.epsilon,
-        moment_kind=config.moments,
-        max_grad_norm=config.max_grad_norm,
-        mesh=mesh,
-    )
-
-
 class Update(NamedTuple):
     """The record of one train step."""
 
@@ -430,7 +413,8 @@ def supervised_warmup(
     longest = int(batch.lengths.max())
     if longest > token_budget:
         raise ValueError(f"an example has {longest} tokens, more than the token budget of {token_budget}")
-    optimizer = Optimizer(model, lr=config.lr, schedule="linear", total_steps=config.steps)
+    settings = TrainConfig(lr=config.lr, schedule="linear")
+    optimizer = Optimizer(model, settings, total_steps=config.steps)
     device = next(model.parameters()).device
     model.eval()
     generator, losses = np.random.default_rng(seed), []

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.adamw import adamw
 
 from forebay.extras import needed_by
-from forebay.train.config import BETAS, EPSILON, Moments
+from forebay.train.config import TrainConfig
 from forebay.train.offload import Place
 from forebay.train.parallel.sharding import clip_gradients, sum_replicated
 
@@ -56,7 +56,7 @@ class Optimizer:
     raises and changes no weight.
 
     >>> layer = nn.Linear(2, 1)
-    >>> optimizer = Optimizer(layer, lr=0.1)
+    >>> optimizer = Optimizer(layer, TrainConfig(lr=0.1))
     >>> layer(torch.ones(1, 2)).sum().backward()
     >>> norm = optimizer.step(0)
 
@@ -65,24 +65,20 @@ class Optimizer:
     """
 
     model: nn.Module
+    settings: TrainConfig
+    """Its schedule, decay, clipping and moments."""
     _: KW_ONLY
-    lr: float
-    """The peak."""
-    schedule: str = "constant"
-    warmup_steps: int = 0
+    lr: float | None = None
+    """The peak, if it is another one than that of the settings."""
     total_steps: int | None = None
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = BETAS
-    epsilon: float = EPSILON
-    moment_kind: Moments = "float32"
-    max_grad_norm: float = 1.0
-    """0: gradients are never scaled down."""
     mesh: DeviceMesh | None = None
     """The ranks that hold slices of `model` and saw different sequences; None: one rank."""
 
     def __post_init__(self) -> None:
-        if self.schedule != "constant" and self.total_steps is None:
-            raise ValueError(f"schedule {self.schedule!r} needs total_steps, the train step at which it ends")
+        schedule, _ = self.settings.fall_and_rise
+        self._peak = self.settings.lr if self.lr is None else self.lr
+        if schedule != "constant" and self.total_steps is None:
+            raise ValueError(f"schedule {schedule!r} needs total_steps, the train step at which it ends")
         self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not self._parameters:
             raise ValueError(f"{type(self.model).__name__} has no weights that require a gradient")
@@ -91,25 +87,27 @@ class Optimizer:
         for weight in self._parameters.values():
             alike.setdefault((weight.ndim >= 2, getattr(weight, "device_mesh", None)), []).append(weight)
         groups: list[dict[str, Any]] = [
-            {"params": weights, "weight_decay": self.weight_decay if decays else 0.0}
+            {"params": weights, "weight_decay": self.settings.weight_decay if decays else 0.0}
             for (decays, _), weights in alike.items()
         ]
         self._adamw = self._make(groups)
 
     def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        if self.moment_kind != "8bit":
-            return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.epsilon, fused=True)
+        peak, betas, epsilon = self._peak, self.settings.adam[:2], self.settings.adam[2]
+        if self.settings.moments != "8bit":
+            return torch.optim.AdamW(groups, lr=peak, betas=betas, eps=epsilon, fused=True)
         with needed_by("train.moments = '8bit'"):
             from bitsandbytes.optim import AdamW8bit
         # It computes a table, which a plan's tensors without content cannot hold.
         with unset_fake_temporarily():
-            bits: torch.optim.Optimizer = AdamW8bit(groups, self.lr, self.betas, self.epsilon)
+            bits: torch.optim.Optimizer = AdamW8bit(groups, peak, betas, epsilon)
         return bits
 
     def learning_rate(self, train_step: int) -> float:
         """The rate of the step after `train_step` completed ones."""
-        return self.lr * schedule_factor(
-            self.schedule, train_step, warmup_steps=self.warmup_steps, total_steps=self.total_steps
+        schedule, warmup_steps = self.settings.fall_and_rise
+        return self._peak * schedule_factor(
+            schedule, train_step, warmup_steps=warmup_steps, total_steps=self.total_steps
         )
 
     def step(self, train_step: int) -> float:
@@ -130,7 +128,7 @@ class Optimizer:
 
     def clip(self) -> torch.Tensor:
         """Scale down gradients whose norm is over the limit; the norm they had."""
-        limit = self.max_grad_norm or math.inf
+        limit = self.settings.max_grad_norm or math.inf
         if self.mesh is None:
             return nn.utils.clip_grad_norm_(self._parameters.values(), limit)
         sum_replicated(self._parameters.values(), self.mesh)
@@ -140,9 +138,9 @@ class Optimizer:
         """AdamW's update by the gradients as they are, which are then cleared."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
-            if self.moment_kind == "cpu":
+            if self.settings.moments == "cpu":
                 self._step_from_cpu(group)
-        if self.moment_kind != "cpu":
+        if self.settings.moments != "cpu":
             self._adamw.step()
         self.zero_grad()
 
@@ -204,10 +202,10 @@ class Optimizer:
         if saved and saved != set(self._parameters):
             names = sorted(saved ^ set(self._parameters))[:5]
             raise ValueError(f"the saved optimizer is of another model; weights that differ: {names}")
-        if saved and any(key.endswith("|state1") for key in tensors) != (self.moment_kind == "8bit"):
+        if saved and any(key.endswith("|state1") for key in tensors) != (self.settings.moments == "8bit"):
             raise ValueError(
-                f"the saved moments do not go with moments = {self.moment_kind!r}: '8bit' and the others are "
-                f"not made into each other; go on with the setting of the run that saved them"
+                f"the saved moments do not go with moments = {self.settings.moments!r}: '8bit' and the "
+                f"others are not made into each other; go on with the setting of the run that saved them"
             )
         self._adamw.state.clear()
         for key, value in tensors.items():
@@ -216,8 +214,8 @@ class Optimizer:
             self._adamw.state[weight][part] = self._placed(part, value, weight)
 
     def _placed(self, key: str, value: torch.Tensor, weight: torch.Tensor) -> Any:
-        if self.moment_kind == "8bit" and key == "step":
+        if self.settings.moments == "8bit" and key == "step":
             return int(value)
-        if self.moment_kind == "cpu":
+        if self.settings.moments == "cpu":
             return value.pin_memory() if weight.is_cuda else value.clone()
         return value.to(weight.device, copy=True)

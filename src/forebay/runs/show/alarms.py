@@ -170,12 +170,12 @@ class RunAlarms:
         now, before = statistics.median(values), statistics.median(first)
         if now >= min(ENTROPY_NATS, ENTROPY_SHARE * before):
             return None
-        train = self._config.train
+        train, (kl_coef, entropy_coef) = self._config.train, self._config.train.penalties
         return (
             f"{self._steps()}: the entropy has collapsed from {before:.3g} to {now:.3g} nats per token: all "
             f"samples of a prompt become the same, and nothing new is tried. Lower train.lr (now "
-            f"{train.lr:g}), raise train.entropy_coef (now {train.entropy_coef:g}) or train.kl_coef (now "
-            f"{train.kl_coef:g}), or the upper end of train.clip (now {train.clip_high:g})"
+            f"{train.lr:g}), raise train.entropy_coef (now {entropy_coef:g}) or train.kl_coef (now "
+            f"{kl_coef:g}), or the upper end of train.clip (now {train.clip_high:g})"
         )
 
     def _held_out(self) -> str | None:
@@ -201,7 +201,7 @@ class RunAlarms:
             f"training rose from {before:.3g} to {now:.3g}: the model learns its prompts by heart, or what "
             f"the judge overlooks. Read some in forebay board; use more data or fewer steps, lower "
             f"train.lr (now {self._config.train.lr:g}), or raise train.kl_coef (now "
-            f"{self._config.train.kl_coef:g})"
+            f"{self._config.train.penalties[0]:g})"
         )
 
     def _drops_long(self) -> str | None:

@@ -6,11 +6,11 @@ Each estimator is a small function on arrays; `ADVANTAGES` is the table that nam
 ::
 
     scores_S, group_S [, lengths_S] --estimator--> advantages_S --spread--> advantages_R (0 where mask is 0)
-    scores_S, values_R              --gae--------> advantages_R, returns_R
+    rewards_R --sums--> rewards_K --gae, or discounted sums and an estimator--> advantages_K --> advantages_R
 
-Shapes: S sequences, R response tokens of all sequences one after the other, G groups. `group_S` numbers the
-group of each sequence from 0. A group of one has no baseline but itself: its advantage is 0. So is that of a
-group whose scores are all equal, exactly.
+Shapes: S sequences, R response tokens of all sequences one after the other, K decisions (turns or tokens),
+G groups. `group_S` numbers the group of each sequence from 0. A group of one has no baseline but itself: its
+advantage is 0. So is that of a group whose scores are all equal, exactly.
 
 Attempts. A group compares attempts, and an attempt may have made several sequences (trajectories). `first_S`
 is the number of the first sequence of each one's attempt; only the first ones count in means, deviations and
@@ -112,6 +112,14 @@ def opo(scores_S: Floats, group_S: Ints, lengths_S: Ints) -> Floats:
     return np.asarray(centered_S - weighted_G[group_S])
 
 
+def reinforce_pp(scores_S: Floats, group_S: Ints, first_S: Ints | None = None) -> Floats:
+    """Scores normalized over the whole batch; groups make no difference.
+
+    Hu et al. 2025, "REINFORCE++", as the paper has it with ``credit = "token"``.
+    """
+    return standardize(scores_S, _is_counted(group_S, first_S))
+
+
 def reinforce_pp_baseline(scores_S: Floats, group_S: Ints, first_S: Ints | None = None) -> Floats:
     """Centered scores, then normalized over the whole batch.
 
@@ -158,36 +166,72 @@ def _pass_at_k_pair(n: int, unsolved: int, k: int) -> tuple[float, float]:
     return (all_unsolved - rest_unsolved) / deviation, all_unsolved / deviation
 
 
-def gae(
-    scores_S: Floats, values_R: Floats, mask_R: NDArray[np.bool_], lengths_S: Ints, gamma: float, lam: float
-) -> tuple[Floats, Floats]:
-    """Advantages and returns by token; the score is earned at a sequence's last generated token.
+def gae(rewards_K: Floats, values_K: Floats, rows_K: Ints, gamma: float, lam: float) -> tuple[Floats, Floats]:
+    """Advantages and returns (``A + V``) of decisions in order; `rows_K` is the sequence of each.
 
-    ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lam A_{t+1}`` over the *generated*
-    tokens of a sequence: environment tokens between them are no decisions and take no part. Returns are
-    ``A_t + V_t``; both are 0 where the mask is 0. `lengths_S` are response lengths, environment included.
+    ``delta_k = r_k + gamma V_{k+1} - V_k`` and ``A_k = delta_k + gamma lam A_{k+1}`` within a sequence. With
+    values of 0 and a lambda of 1 the advantages are the discounted sums of the rewards to come.
 
     Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation".
     """
-    rows_R = np.repeat(np.arange(len(scores_S)), lengths_S)[mask_R]
-    counts_S = np.bincount(rows_R, minlength=len(scores_S))
-    starts_S = np.cumsum(counts_S) - counts_S
-    columns_R = np.arange(len(rows_R)) - starts_S[rows_R]
+    counts_S = np.bincount(rows_K)
+    columns_K = np.arange(len(rows_K)) - (np.cumsum(counts_S) - counts_S)[rows_K]
     width = int(counts_S.max(initial=0))
-    # One extra column: the value and the advantage after the last token are 0.
-    values_SL = np.zeros((len(scores_S), width + 1))
-    values_SL[rows_R, columns_R] = values_R[mask_R]
-    rewards_SL = np.zeros((len(scores_S), width))
-    generated_S = np.flatnonzero(counts_S)
-    rewards_SL[generated_S, counts_S[generated_S] - 1] = scores_S[generated_S]
-    deltas_SL = rewards_SL + gamma * values_SL[:, 1:] - values_SL[:, :-1]
-    advantages_SL = np.zeros((len(scores_S), width + 1))
+    # One extra column: the value and the advantage after the last decision are 0.
+    values_SL, rewards_SL, advantages_SL = (np.zeros((len(counts_S), width + 1)) for _ in range(3))
+    values_SL[rows_K, columns_K], rewards_SL[rows_K, columns_K] = values_K, rewards_K
+    deltas_SL = rewards_SL[:, :-1] + gamma * values_SL[:, 1:] - values_SL[:, :-1]
     for column in range(width - 1, -1, -1):
         advantages_SL[:, column] = deltas_SL[:, column] + gamma * lam * advantages_SL[:, column + 1]
-    advantages_R, returns_R = np.zeros(len(mask_R)), np.zeros(len(mask_R))
-    advantages_R[mask_R] = advantages_SL[rows_R, columns_R]
-    returns_R[mask_R] = advantages_R[mask_R] + values_R[mask_R]
-    return advantages_R, returns_R
+    advantages_K = advantages_SL[rows_K, columns_K]
+    return advantages_K, advantages_K + values_K
+
+
+class Decisions:
+    """The parts of a batch's responses that are judged as one: tokens, or turns, which are runs of them."""
+
+    def __init__(self, batch: TrainBatch, credit: str) -> None:
+        self.tokens_N = np.flatnonzero(batch.response_mask)
+        """N: the generated tokens."""
+        rows_N = batch.response_rows[self.tokens_N]
+        begins_N = (np.diff(self.tokens_N, prepend=-2) > 1) | (np.diff(rows_N, prepend=-1) > 0)
+        self.part_N = np.cumsum(begins_N | (credit == "token")) - 1
+        """N: the decision of each token."""
+        self.firsts_K = self.tokens_N[np.unique(self.part_N, return_index=True)[1]]
+        """K: the first token of each decision."""
+        self.rows_K = batch.response_rows[self.firsts_K]
+        """K: its sequence."""
+
+    def sums(self, values_R: Floats) -> Floats:
+        """K: the sums of an array by response token."""
+        return np.asarray(np.bincount(self.part_N, values_R[self.tokens_N], len(self.rows_K)), np.float64)
+
+    def spread(self, values_K: Floats, batch: TrainBatch) -> Floats:
+        """R: each decision's value on all its tokens, 0 elsewhere."""
+        values_R = np.zeros(batch.num_response_tokens)
+        values_R[self.tokens_N] = values_K[self.part_N]
+        return values_R
+
+
+def rewards_by_token(batch: TrainBatch, config: TrainConfig) -> Floats:
+    """R: the batch's rewards, less the weighted divergence from the reference if it counts as a reward.
+
+    By token k1, ``log old - log reference``: Ouyang et al. 2022, "Training language models to follow
+    instructions with human feedback", equation 2.
+
+    Raises:
+        ValueError: the two log probabilities are not known yet.
+    """
+    if not config.kl_in_reward:
+        return batch.token_rewards
+    if batch.old_logprobs is None or batch.ref_logprobs is None:
+        raise ValueError(
+            "kl_estimator = 'reward' needs compute_old_logprobs and compute_ref_logprobs before "
+            "compute_advantages; or call fit"
+        )
+    kl_R = np.where(batch.response_mask, batch.old_logprobs - batch.ref_logprobs, 0.0)
+    batch.metrics["train/kl"] = float(kl_R[batch.response_mask].mean())
+    return np.asarray(batch.token_rewards - (batch.penalties or config.penalties)[0] * kl_R)
 
 
 def standardize(values_N: Floats, counted_N: NDArray[np.bool_] | None = None) -> Floats:
@@ -208,17 +252,35 @@ AdvantageFunction = Callable[[TrainBatch, TrainConfig], Floats | tuple[Floats, F
 def _gae_of_batch(batch: TrainBatch, config: TrainConfig) -> tuple[Floats, Floats]:
     if batch.values is None:
         raise ValueError("advantage 'gae' needs values; call compute_values before compute_advantages")
-    mask_R = batch.response_mask
-    advantages_R, returns_R = gae(
-        batch.scores, batch.values, mask_R, batch.response_lengths, gamma=1.0, lam=config.lam
-    )
+    decisions = Decisions(batch, "turn" if config.credit == "turn" else "token")
+    rewards_K = decisions.sums(rewards_by_token(batch, config))
+    found = gae(rewards_K, batch.values[decisions.firsts_K], decisions.rows_K, *config.discount)
+    advantages_R, returns_R = (decisions.spread(values_K, batch) for values_K in found)
     # As in all common implementations of PPO: the step size must not depend on the scale of the rewards.
+    mask_R = batch.response_mask
     advantages_R[mask_R] = standardize(advantages_R[mask_R])
     return advantages_R, returns_R
 
 
 def _by_attempt(estimator: Callable[..., Floats]) -> AdvantageFunction:
-    return lambda batch, config: estimator(batch.scores, batch.group_index, batch.attempt_first)
+    """Compares rollouts by their scores, or turns or tokens by their discounted returns."""
+
+    def compare(batch: TrainBatch, config: TrainConfig) -> Floats | tuple[Floats, Floats]:
+        rewards_R = rewards_by_token(batch, config)
+        if config.credit == "rollout":
+            penalties_R = rewards_R - batch.token_rewards
+            scores_S = batch.scores + np.bincount(batch.response_rows, penalties_R, batch.num_sequences)
+            return estimator(scores_S, batch.group_index, batch.attempt_first)
+        decisions = Decisions(batch, config.credit)
+        rows_K, gamma = decisions.rows_K, config.discount[0]
+        returns_K, _ = gae(decisions.sums(rewards_R), np.zeros(len(rows_K)), rows_K, gamma, 1.0)
+        firsts_K = batch.attempt_first[rows_K]
+        # Only the decisions of the first sequence of an attempt count.
+        firsts_K = np.where(firsts_K == rows_K, np.arange(len(rows_K)), np.searchsorted(rows_K, firsts_K))
+        advantages_K = estimator(returns_K, batch.group_index[rows_K], firsts_K)
+        return decisions.spread(advantages_K, batch), decisions.spread(returns_K, batch)
+
+    return compare
 
 
 ADVANTAGES: Mapping[str, AdvantageFunction] = {
@@ -226,6 +288,7 @@ ADVANTAGES: Mapping[str, AdvantageFunction] = {
     "dr_grpo": _by_attempt(dr_grpo),
     "rloo": _by_attempt(rloo),
     "opo": lambda batch, config: opo(batch.scores, batch.group_index, batch.generated_lengths),
+    "reinforce_pp": _by_attempt(reinforce_pp),
     "reinforce_pp_baseline": _by_attempt(reinforce_pp_baseline),
     "gae": _gae_of_batch,
 }

@@ -140,6 +140,26 @@ def kl_penalty(logprobs_N: torch.Tensor, ref_logprobs_N: torch.Tensor, estimator
     raise ValueError(f"kl_estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
 
 
+def steered(coefficient: float, measured: float | None, target: float | None, sign: int) -> float:
+    """The weight of a penalty for the next step: up to 2% higher the more `measured` is over `target`.
+
+    With the `sign` -1 higher where it is under it. None: nothing was measured, or there is no target.
+
+    Ziegler et al. 2019, "Fine-Tuning Language Models from Human Preferences", section 2.2. The same for an
+    entropy that is to stay at a target: compare He et al. 2025, "Skywork Open Reasoner 1".
+
+    >>> steered(0.1, 0.03, 0.02, 1), steered(0.1, 0.019, 0.02, 1), steered(0.1, 0.5, None, 1)
+    (0.10200000000000001, 0.0995, 0.1)
+    """
+    if measured is None or target is None:
+        return coefficient
+    return coefficient * (1 + STEERING * sign * min(max(measured / target - 1, -STEEPEST), STEEPEST))
+
+
+STEERING, STEEPEST = 0.1, 0.2
+"""The gain of `steered` and the largest error that it sees, as the paper has them."""
+
+
 def value_loss(
     values_N: torch.Tensor, old_values_N: torch.Tensor, returns_N: torch.Tensor, clip: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

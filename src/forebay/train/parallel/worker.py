@@ -105,7 +105,7 @@ class RankWorker:
         models: dict[str, Any] = {"model": load(policy)}
         # Each is read anew, because slices cannot be copied from one model to another.
         reference = sources.get("ref_model")
-        if reference is not None or (train.kl_coef > 0 and train.lora_rank == 0):
+        if reference is not None or (train.uses_reference and train.lora_rank == 0):
             models["ref_model"] = load(reference or policy)
         if train.uses_critic:
             kind = type(models["model"].base_model)

@@ -6,7 +6,7 @@ from environment_factory import random_stream
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.environments import vtrace
+from forebay.environments.ppo import vtrace
 
 seeds = st.integers(0, 2**32 - 1)
 

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from forebay.cli import app
 from forebay.config import ConfigError
-from forebay.environments import WorkerError
 from forebay.environments import run as run_module
 from forebay.environments.config import FragmentRunConfig
 from forebay.environments.run import launch, load_checkpoint
+from forebay.environments.workers.messages import WorkerError
 from forebay.environments.workers.worker_pool import ProcessWorkers
 from forebay.metrics import read_jsonl
 from forebay.runs.folder import list_checkpoints, saved_as
@@ -150,7 +150,7 @@ async def test_a_killed_worker_is_started_again(tmp_path):
 
 class Stillborn:
     async def run(self, spec, hub):
-        from forebay.environments import WorkerDied
+        from forebay.environments.workers.messages import WorkerDied
 
         raise WorkerDied("exit status 3\nno licence for this simulator")
 

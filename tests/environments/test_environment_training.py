@@ -103,18 +103,6 @@ def test_observations_are_scaled_by_all_that_were_trained_on(tmp_path):
     np.testing.assert_allclose(policy.obs_std, [1.0, *seen.std(0)[1:]], rtol=1e-5)
 
 
-def test_the_scale_of_observations_in_a_checkpoint_of_version_0_1_is_read(tmp_path):
-    stepper, policy = make_stepper()
-    trainer = make_trainer(policy)
-    trainer.update(make_batch(tmp_path, stepper))
-    arrays = trainer.arrays()
-    arrays["observations/squares"] = arrays["observations/count"] * arrays.pop("observations/var")
-    old = make_trainer(policy)
-    old.load(1, arrays)
-    for name, array in trainer.arrays().items():
-        np.testing.assert_allclose(old.arrays()[name], array, rtol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("head", "params"),
     [

@@ -6,7 +6,6 @@ from fragment_factory import fids, make_fragment, send
 
 from forebay.fragments import FragmentMetadata, FragmentStore, SampleFragment
 from forebay.fragments.store import journal
-from forebay.fragments.store.mapped import Environment
 
 # Stacked fragments.
 
@@ -77,13 +76,12 @@ async def test_the_next_buffer_is_the_same_however_often_a_snapshot_is_due(
     make_plain, store, monkeypatch, min_entry_bytes
 ):
     monkeypatch.setattr(journal, "MIN_ENTRY_BYTES", min_entry_bytes)
-    settings = {"max_reuse": 3, "fragments_per_chunk": 2, "sampling": "priority", "max_staleness": 2}
+    settings = {"max_reuse": 3, "fragments_per_chunk": 2, "max_staleness": 2}
     buffer = make_plain(**settings)
     for fid in range(0, 60, 3):
         await send(buffer, store, "w", [fid, fid + 1], version=fid // 30)
         await send(buffer, store, "partial", [fid, fid], version=fid // 30)
         batch = await buffer.fetch_fragments(2)
-        await buffer.update_priorities({batch.fragment_ids[0]: 1.0 + fid})
         if fid % 2:
             await buffer.release(batch.lease)
         await buffer.update_model_version("", fid // 20)
@@ -91,17 +89,5 @@ async def test_the_next_buffer_is_the_same_however_often_a_snapshot_is_due(
     after = make_plain(**settings)
     assert await after.metrics() | {"fragments_per_s": 0} == before | {"fragments_per_s": 0}
     assert await after.prepared_fragments() == prepared
-    uses = [
-        [(chunk.number, chunk.uses, chunk.priority) for chunk in one._state.snapshot().chunks]
-        for one in (buffer, after)
-    ]
+    uses = [[(chunk.number, chunk.uses) for chunk in one._state.snapshot().chunks] for one in (buffer, after)]
     assert uses[0] == uses[1] != []
-
-
-def test_a_folder_of_version_0_1_is_refused_in_one_sentence(make_plain, tmp_path):
-    old = Environment.open(tmp_path / "store" / "index", max_bytes=1 << 24)
-    rows = old.table("rows")
-    with old.write() as transaction:
-        transaction.put(b"meta", b"", db=rows)
-    with pytest.raises(ValueError, match=r"was written by forebay 0\.1: .* take an empty folder"):
-        make_plain()

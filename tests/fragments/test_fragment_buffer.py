@@ -60,7 +60,6 @@ async def test_a_batch_that_can_never_be_is_refused(make_plain, count):
         ({"max_reuse": 0}, "max_reuse must be at least 1, got 0"),
         ({"fragments_per_chunk": 0}, "fragments_per_chunk must be at least 1, got 0"),
         ({"lease_s": 0.0}, "lease_s must be above 0"),
-        ({"sampling": "best"}, "sampling must be one of"),
         ({"fragments_per_report": 0}, "fragments_per_report must be at least 1"),
     ],
 )
@@ -279,25 +278,6 @@ async def test_equal_seeds_draw_equal_batches(make_plain, tmp_path):
     assert len(set(map(tuple, first))) > 1
     assert await draws("second", 5) == first
     assert await draws("third", 6) != first
-
-
-async def test_recent_chunks_are_drawn_more_often(make_plain, store):
-    buffer = make_plain(sampling="recency", max_staleness=100, max_reuse=10_000)
-    await send(buffer, store, "old", [0], version=0)
-    await buffer.update_model_version("", 99)
-    await send(buffer, store, "new", [0], version=99)
-    workers = [(await buffer.fetch_fragments(1))[0][0].worker_uuid for _ in range(50)]
-    assert workers.count("new") > 40
-
-
-async def test_chunks_of_high_priority_are_drawn_more_often(make_plain, store):
-    buffer = make_plain(sampling="priority", max_reuse=10_000)
-    first, second = await send(buffer, store, "w", [0, 1])
-    await buffer.update_priorities({first: 1e6, second: 1.0, "gone": 3.0})
-    drawn = [(await buffer.fetch_fragments(1))[0][1] for _ in range(50)]
-    assert drawn.count(first) > 45
-    with pytest.raises(ValueError, match="must be above 0"):
-        await buffer.update_priorities({first: 0.0})
 
 
 # Going on.

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forebay.aio import virtual_time
-from forebay.fragments import FragmentMetadata, FragmentStore, RateLimit, ReplayBufferActor
+from forebay.fragments import FragmentIndex, FragmentMetadata, FragmentStore, RateLimit, ReplayBufferActor
 
 NUM_SCHEDULES = 10_000 if os.environ.get("FOREBAY_SOAK") == "1" else 60
 WORKERS = ("a", "b", "c")
@@ -69,7 +69,6 @@ def buffer_settings(draw):
         "max_staleness": draw(st.integers(0, 2)),
         "max_reuse": reuse,
         "fragments_per_chunk": draw(st.integers(1, 3)),
-        "sampling": draw(st.sampled_from(["uniform", "recency", "priority"])),
         "rate_limit": draw(st.none() | limits),
         "lease_s": draw(st.sampled_from([20.0, 1000.0])),
         "worker_timeout_s": 50.0,
@@ -147,7 +146,9 @@ class Witness:
         for start in range(0, len(batch), length):
             chunk = batch[start : start + length]
             known = [self.sent[fragment_id] for _, fragment_id in chunk]
-            assert [index for index, _ in chunk] == [metadata.index for metadata in known]
+            assert [index for index, _ in chunk] == [
+                FragmentIndex(each.worker_uuid, each.fid_in_worker) for each in known
+            ]
             first = known[0]
             assert all(metadata.worker_uuid == first.worker_uuid for metadata in known)
             assert [metadata.fid_in_worker - first.fid_in_worker for metadata in known] == list(range(length))

@@ -33,11 +33,11 @@ def test_what_is_added_is_there_until_it_is_deleted(make_store, settings):
     assert store.stack(ids).obs[:, 0, 0].tolist() == list(range(20))
     assert store.num_bytes() > 0
     assert store.delete_fragments(ids[:5]) == 5
-    assert not store.delete_fragment(ids[0])
+    assert not store.delete_fragments([ids[0]])
     assert ids[0] not in store
     with pytest.raises(KeyError, match=ids[0]):
         store.get_fragment(ids[0])
-    store.clear()
+    store.delete_fragments(store.ids())
     assert (len(store), store.num_bytes()) == (0, 0)
 
 
@@ -75,9 +75,9 @@ def test_a_view_stays_what_it_is_when_its_fragment_is_deleted_and_the_room_is_us
     store = make_store(max_bytes=40 << 20)
     fragment_id = store.add_fragment(big(1))
     view = store.get_fragment(fragment_id).obs[3:]
-    store.delete_fragment(fragment_id)
+    store.delete_fragments([fragment_id])
     for fid in range(2, 60):
-        store.delete_fragment(store.add_fragment(big(fid)))
+        store.delete_fragments([store.add_fragment(big(fid))])
     del store
     gc.collect()
     assert (view == 1).all()
@@ -88,7 +88,7 @@ def test_freed_room_is_used_again_once_no_view_needs_it(make_store):
     for fid in range(500):  # 200 MB in all
         fragment_id = store.add_fragment(big(fid))
         assert (store.get_fragment(fragment_id).obs == fid).all()
-        store.delete_fragment(fragment_id)
+        store.delete_fragments([fragment_id])
     assert sum(file.stat().st_blocks * 512 for file in store.path.glob("shard-0/*")) < 20 << 20
 
 
@@ -104,18 +104,18 @@ def test_a_full_store_refuses_more_and_goes_on_when_there_is_room(make_store):
     with pytest.raises(StoreFullError, match="exceed its bound of 1048576"):
         store.add_fragment(big(2))
     assert len(store) == 2
-    store.delete_fragment(ids[0])
+    store.delete_fragments([ids[0]])
     assert (store.get_fragment(store.add_fragment(big(3))).obs == 3).all()
 
 
 def test_views_that_hold_everything_end_in_an_error_that_says_so(make_store):
     store = make_store(max_bytes=1 << 20)
     view = store.get_fragment(store.add_fragment(big(1))).obs
-    store.clear()
+    store.delete_fragments(store.ids())
 
     def churn():
         for fid in range(2, 10_000):
-            store.delete_fragment(store.add_fragment(big(fid)))
+            store.delete_fragments([store.add_fragment(big(fid))])
 
     with pytest.raises(StoreFullError, match="hold 1 snapshots, whose freed pages cannot be used"):
         churn()
@@ -133,7 +133,7 @@ def test_threads_share_a_store(make_store):
             for fid in range(50):
                 fragment_id = store.add_fragment(big(number * 50 + fid))
                 assert (store.get_fragment(fragment_id).obs == number * 50 + fid).all()
-                store.delete_fragment(fragment_id)
+                store.delete_fragments([fragment_id])
         except Exception as error:
             failures.append(error)
 

@@ -284,7 +284,7 @@ def test_a_buffer_goes_on_under_narrower_rules(simulate, make_plain):
         await send(buffer, store, "w", range(6))
         await buffer.fetch_fragments(1)
         lost = (await buffer.fetch_fragments(1))[0][1]
-        store.delete_fragment(lost)
+        store.delete_fragments([lost])
         other = make_plain(max_chunks=2, max_reuse=1)
         metrics = await other.metrics()
         assert metrics["chunks"] == 2

@@ -152,6 +152,11 @@ def test_columns_may_be_swapped_renamed_and_made() -> None:
     assert prompt.extra == {"question": "3+1?", "difficulty": 3}
 
 
+def test_columns_of_older_run_files_are_read() -> None:
+    old = DataConfig.model_validate({"source": "x", "prompt_column": "question", "answer_column": ""})
+    assert old == DataConfig(source="x", columns={"prompt": "question", "answer": ""})
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -165,7 +170,6 @@ def test_columns_may_be_swapped_renamed_and_made() -> None:
         ({"columns": {"prompt": "{{ 1 / level }}"}}, r"row 0: data\.columns\.prompt = .*division by zero"),
         ({"columns": {"prompt": "{{ ''.__class__.__mro__ }}"}}, r"unsafe"),
         ({"where": "row.__init__.__globals__"}, r"unsafe"),
-        ({"prompt_column": "question"}, r"prompt_column: write columns = \{prompt = 'question'\} instead"),
     ],
 )
 def test_an_expression_that_does_not_fit_says_where_and_why(settings, said) -> None:

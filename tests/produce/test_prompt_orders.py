@@ -131,7 +131,6 @@ def test_a_sampler_of_another_order_is_refused() -> None:
     ("given", "said"),
     [
         ({"name": "difficult"}, "unknown sampler 'difficult'; did you mean 'difficulty'"),
-        ({"name": "difficulty", "arguments": {"band": [0.8, 0.2]}}, "must rise"),
         ({"name": "prioritized", "arguments": {"share": 0}}, "'share' = 0"),
         ({"name": "curriculum"}, "missing a required argument: 'by'"),
     ],

@@ -95,11 +95,6 @@ class AgentLoop(ABC):
         activities: Activities | None = None,
         **arguments: Any,
     ) -> None:
-        # The name of the keyword up to version 0.1.
-        if "judger" in arguments:
-            if judge is not None:
-                raise TypeError(f"{type(self).__name__}: 'judger' is the old name of 'judge'; give only that")
-            judge = arguments.pop("judger")
         self.rollout_controller = rollout_controller
         self.judge = judge
         self.tokenizer = tokenizer

@@ -274,23 +274,21 @@ ENVIRONMENT_ARGUMENTS: dict[str, type[StrictModel]] = {
 """The model of each one's ``arguments``."""
 
 
-def environment_class(environment: str | Mapping[str, Any]) -> Any:
-    """The class, or function, that `environment` names and that takes its arguments; nothing is made.
+def find_environment(environment: Any) -> Any:
+    """The class, or function, that `environment` names and that takes its arguments; one that is made already
+    is itself. Nothing is made.
 
     Raises:
         ConfigError: the name is unknown, or its arguments do not fit.
     """
+    if not isinstance(environment, str | Mapping):
+        return environment
     return find_component("environment", parse_component(environment, source="environment"), ENVIRONMENTS)
 
 
 def check_environment(environment: Any) -> Any:
-    """`environment` as it is, if `build_environment` could take it; nothing is made.
-
-    Raises:
-        ConfigError: the name is unknown, or its arguments do not fit.
-    """
-    if isinstance(environment, str | Mapping):
-        environment_class(environment)
+    """`environment` as it is, if `build_environment` could take it."""
+    find_environment(environment)
     return environment
 
 

@@ -33,11 +33,10 @@ from forebay.agents.base import AgentLoop
 from forebay.agents.chat.conversation import cut_unanswered
 from forebay.agents.chat.rendering import IncrementRenderer, PromptRenderer
 from forebay.agents.environments import (
-    Environment,
     Memory,
     build_environment,
     check_environment,
-    environment_class,
+    find_environment,
 )
 from forebay.agents.extra_fields import CONVERSATION_KEY, EPISODE_KEY, TURNS_KEY
 from forebay.aio.tasks import is_cancelled
@@ -101,9 +100,7 @@ class MultiTurnAgentLoop(AgentLoop):
     @classmethod
     def prompt_tools(cls, arguments: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         """Those of the environment."""
-        environment = arguments["environment"]
-        source = environment if isinstance(environment, Environment) else environment_class(environment)
-        tools = getattr(source, "prompt_tools", None)
+        tools = getattr(find_environment(arguments["environment"]), "prompt_tools", None)
         return None if tools is None else list(tools)
 
     def go_on(self) -> None:

@@ -11,6 +11,8 @@
     forebay simulate RUN.toml [key=value ...] --cluster CLUSTER.toml [--sweep key=a,b]
     forebay buffer inspect|show|query|export|migrate|serve ...
     forebay ledger RUN_FOLDER
+    forebay card  RUN_FOLDER                              the trained model and what is known of it
+    forebay push  RUN_FOLDER [OWNER/NAME] [--public]      the same, to the hub
     forebay board [RUN ...] [--port 7331] [--export report.html]
     forebay migrate PATH                                  a run folder or a database of version 0.1
     forebay keys [PATTERN]
@@ -32,7 +34,7 @@ import typer
 from rich.console import Console
 
 from forebay import __version__
-from forebay.cli import board, keys, ledger, migrate
+from forebay.cli import board, card, keys, ledger, migrate
 from forebay.cli import buffer as buffer_cli
 from forebay.cli import init as init_cli
 from forebay.cli import plan as plan_cli
@@ -135,6 +137,8 @@ def evaluate(
 app.add_typer(buffer_cli.app, name="buffer")
 app.command(name="ledger")(ledger.show_ledger)
 app.command(name="board")(board.board)
+app.command(name="card")(card.card)
+app.command(name="push")(card.push)
 app.command(name="migrate")(migrate.convert)
 app.command(name="plan")(plan_cli.plan)
 app.command(name="simulate")(simulate_cli.simulate_run)

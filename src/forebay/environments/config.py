@@ -117,8 +117,8 @@ class FragmentRunConfig(RunFile):
         """All that fragments must have in common to be trained together, as plain values."""
         environment = self.environment.model_dump(mode="json", include={"id", "arguments", "num_envs"})
         shape = self.fragments.model_dump(include={"length", "fragments_per_chunk"})
-        # The buffer of version 0.1, which named no format, cannot be read: such fragments stay behind.
-        return {"format": 2} | environment | shape
+        # Buffers of other formats cannot be read: their fragments stay behind.
+        return {"format": 3} | environment | shape
 
     def buffer_settings(self) -> dict[str, Any]:
         """Of the `ReplayBufferActor`, but the database.

@@ -223,11 +223,8 @@ class PPOTrainer:
             adam.setdefault(int(number), {})[field] = torch.from_numpy(array)
         state = self._optimizer.state_dict()
         self._optimizer.load_state_dict({**state, "state": adam})
-        seen = groups["observations"]
-        count, mean = float(seen["count"]), seen["mean"].copy()
-        # Version 0.1 kept the sum of the squares.
-        var = seen["var"].copy() if "var" in seen else seen["squares"] / max(1.0, count)
-        self._observations.count, self._observations.mean, self._observations.var = count, mean, var
+        seen, scale = groups["observations"], self._observations
+        scale.count, scale.mean, scale.var = float(seen["count"]), seen["mean"].copy(), seen["var"].copy()
         self._generator.set_state(torch.from_numpy(arrays["generator"]))
         self.step = step
 

@@ -73,7 +73,6 @@ class ReplayBufferActor:
         fragments_per_chunk: int,
         fragments_per_report: int | None = None,
         *,
-        sampling: str = "uniform",
         seed: int = 0,
         lease_s: float = 600.0,
         worker_timeout_s: float = 600.0,
@@ -83,7 +82,7 @@ class ReplayBufferActor:
     ) -> None:
         """Open the buffer in the folder of `database_config` (`FragmentStore`), and go on with what is there.
 
-        `sampling` is ``"uniform"``, ``"recency"`` or ``"priority"``. A partial chunk waits `worker_timeout_s`
+        A partial chunk waits `worker_timeout_s`
         for the next fragment of its worker, and a payload `orphan_grace_s` for its `add_fragment`. Every
         `fragments_per_report` fragments `report` gets `metrics`.
 
@@ -95,7 +94,6 @@ class ReplayBufferActor:
             max_staleness=max_staleness,
             max_reuse=max_reuse,
             fragments_per_chunk=fragments_per_chunk,
-            sampling=sampling,
             seed=seed,
             lease_s=lease_s,
             worker_timeout_s=worker_timeout_s,
@@ -227,17 +225,6 @@ class ReplayBufferActor:
         with self._change():
             self._state.set_version(session_id, model_version)
         await self._collector.drained()
-
-    async def update_priorities(self, priorities: Mapping[str, float]) -> None:
-        """Set priorities by fragment id, for ``sampling="priority"``; a chunk has its fragments' largest.
-
-        New chunks begin with the largest priority ever set (Schaul et al., 2016, arXiv 1511.05952).
-
-        Raises:
-            ValueError: a priority is not a positive number.
-        """
-        with self._change():
-            self._state.set_priorities(priorities)
 
     # For everybody.
 

@@ -16,11 +16,9 @@
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -48,7 +46,6 @@ class Chunk(msgspec.Struct, eq=False, array_like=True):
     fragments: tuple[Fragment, ...]
     oldest_version: int
     """The model version of its oldest fragment, wherever that stands in it."""
-    priority: float
     uses: int = 0
     """How often it was served."""
     slot: int = -1
@@ -59,16 +56,13 @@ class ChunkTable:
     """The chunks that can be served.
 
     >>> table = ChunkTable()
-    >>> table.add([Chunk(0, (), oldest_version=3, priority=1.0)])
+    >>> table.add([Chunk(0, (), oldest_version=3)])
     >>> [chunk.number for chunk in table.stale(min_version=4)]
     [0]
     """
 
     def __init__(self) -> None:
         self._slots: list[Chunk] = []
-        # Not numpy's: one number at a time, these are three times as fast.
-        self._versions = array("q")
-        self._priorities = array("d")
         # These also name chunks that have left, at most as many as are here: `_tidy`.
         self._arrived: deque[Chunk] = deque()
         self._by_version: dict[int, list[Chunk]] = {}
@@ -94,18 +88,16 @@ class ChunkTable:
             else:
                 same_version.append(chunk)
         self._slots += chunks
-        self._versions.extend([chunk.oldest_version for chunk in chunks])
-        self._priorities.extend([chunk.priority for chunk in chunks])
         self._arrived += chunks
         self._num_listed += len(chunks)
 
     def remove(self, chunks: Iterable[Chunk]) -> None:
         """Hold them no longer; the last slot takes the place of each."""
-        slots, versions, priorities = self._slots, self._versions, self._priorities
+        slots = self._slots
         for chunk in chunks:
-            slot, last, version, priority = chunk.slot, slots.pop(), versions.pop(), priorities.pop()
+            slot, last = chunk.slot, slots.pop()
             if last is not chunk:
-                slots[slot], versions[slot], priorities[slot] = last, version, priority
+                slots[slot] = last
                 last.slot = slot
             chunk.slot = -1
         if self._num_listed > 2 * len(slots) + MIN_TIDY:
@@ -117,10 +109,6 @@ class ChunkTable:
         self._by_version = {}
         for chunk in self._arrived:
             self._by_version.setdefault(chunk.oldest_version, []).append(chunk)
-
-    def set_priority(self, chunk: Chunk, priority: float) -> None:
-        """Give the chunk this priority."""
-        chunk.priority = self._priorities[chunk.slot] = priority
 
     def oldest(self, count: int) -> list[Chunk]:
         """Those that arrived first."""
@@ -135,33 +123,12 @@ class ChunkTable:
         versions = sorted(version for version in self._by_version if version < min_version)
         return [chunk for version in versions for chunk in self._by_version[version] if chunk.slot >= 0]
 
-    def sample(self, count: int, rule: str, model_version: int, seed: tuple[int, ...]) -> list[Chunk]:
-        """`count` distinct chunks; the same ones for the same history and `seed`.
-
-        By recency the weight of a chunk is 1 / (1 + its staleness), by priority it is its priority.
-        """
+    def sample(self, count: int, seed: tuple[int, ...]) -> list[Chunk]:
+        """`count` distinct chunks; the same ones for the same history and `seed`."""
         size = len(self._slots)
         assert count <= size
-        rng = np.random.default_rng(seed)
-        if rule == "uniform":
-            slots = rng.choice(size, count, replace=False)
-        elif rule == "recency":
-            staleness = np.maximum(0, model_version - np.array(self._versions))
-            slots = _draw(1 / (1 + staleness), count, rng)
-        else:
-            slots = _draw(np.array(self._priorities), count, rng)
+        slots = np.random.default_rng(seed).choice(size, count, replace=False)
         return [self._slots[slot] for slot in slots.tolist()]
-
-
-def _draw(weights: np.ndarray[Any, Any], count: int, rng: np.random.Generator) -> np.ndarray[Any, Any]:
-    """Positions of `count` draws without replacement, each by weight among those left.
-
-    The largest of ``log(weight) + Gumbel noise`` are a sample of this kind (Efraimidis and Spirakis, 2006;
-    Kool et al., 2019, arXiv 1903.06059).
-    """
-    keys = np.log(weights) + rng.gumbel(size=len(weights))
-    order: np.ndarray[Any, Any] = np.argsort(-keys)[:count]
-    return order
 
 
 class Sequences:

@@ -33,8 +33,8 @@ class FragmentIndex(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class FragmentMetadata(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """All the buffer knows about a fragment.
 
-    >>> FragmentMetadata("worker-0", 7, model_version=3, session_id="run").index
-    FragmentIndex(worker_uuid='worker-0', fid_in_worker=7)
+    >>> FragmentMetadata("worker-0", 7, model_version=3, session_id="run").fid_in_worker
+    7
     """
 
     worker_uuid: str
@@ -43,11 +43,6 @@ class FragmentMetadata(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Of the oldest weights that acted in it."""
     session_id: str
     """Of the training session that the weights are of."""
-
-    @property
-    def index(self) -> FragmentIndex:
-        """Its place in the worker's stream."""
-        return FragmentIndex(self.worker_uuid, self.fid_in_worker)
 
 
 @dataclass(eq=False)

@@ -58,20 +58,12 @@ def _called(
 ) -> Callable[Concatenate[FragmentCalls, _Given], Coroutine[Any, Any, _Answer]]:
     """The method of a client that calls `method` there: with its arguments, its defaults and its result."""
     signature = inspect.signature(method)
-    parameters = [*signature.parameters.values()][1:]
-    options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    num_named = len(parameters) - len(options)
 
     @functools.wraps(method)
     async def call(self: FragmentCalls, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Answer:
-        given: tuple[Any, ...] = args
-        chosen = options | kwargs
-        # Binding takes as long as packing the call, so it is left out where every argument has its place.
-        if len(args) != num_named or len(chosen) != len(options):
-            bound = signature.bind(self, *args, **kwargs)
-            bound.apply_defaults()
-            given, chosen = bound.args[1:], bound.kwargs
-        answer: _Answer = await self._call(method.__name__, *given, **chosen)
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        answer: _Answer = await self._call(method.__name__, *bound.args[1:], **bound.kwargs)
         return answer
 
     return call
@@ -93,7 +85,6 @@ class FragmentCalls(ABC):
     release = _called(ReplayBufferActor.release)
     renew = _called(ReplayBufferActor.renew)
     update_model_version = _called(ReplayBufferActor.update_model_version)
-    update_priorities = _called(ReplayBufferActor.update_priorities)
     get_database_config = _called(ReplayBufferActor.get_database_config)
     metrics = _called(ReplayBufferActor.metrics)
     save = _called(ReplayBufferActor.save)

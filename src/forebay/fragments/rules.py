@@ -18,9 +18,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-SAMPLING = ("uniform", "recency", "priority")
-"""How chunks are drawn."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
@@ -34,7 +31,6 @@ class Rules:
     max_staleness: int
     max_reuse: int
     fragments_per_chunk: int
-    sampling: str = "uniform"
     seed: int = 0
     lease_s: float = 600.0
     worker_timeout_s: float = 600.0
@@ -52,8 +48,6 @@ class Rules:
         for name in ("lease_s", "worker_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.sampling not in SAMPLING:
-            raise ValueError(f"sampling must be one of {SAMPLING}, got {self.sampling!r}")
         limit = self.rate_limit
         if limit and (limit.samples_per_insert > self.max_reuse or limit.min_chunks > self.max_chunks):
             raise ValueError(

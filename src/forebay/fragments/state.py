@@ -15,7 +15,7 @@ Each fragment is in exactly one place, so at any moment
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from forebay.fragments.chunks import Chunk, ChunkTable, Fragment, Sequences
 from forebay.fragments.leases import FragmentBatch, Lease, LeaseRow, LeaseTable, References
@@ -26,7 +26,6 @@ from forebay.fragments.store.journal import (
     Change,
     LeaseEnded,
     Meta,
-    PrioritiesSet,
     Saved,
     Served,
     Snapshot,
@@ -114,9 +113,7 @@ class ReplayState:
         meta.tallies.duplicates += num_duplicates
         meta.num_fragments += len(new)
         chunks = [
-            Chunk(
-                number, fragments, min([fragment.model_version for fragment in fragments]), meta.max_priority
-            )
+            Chunk(number, fragments, min([fragment.model_version for fragment in fragments]))
             for number, fragments in enumerate(whole, meta.num_chunks)
         ]
         meta.num_chunks += len(chunks)
@@ -149,26 +146,6 @@ class ReplayState:
         self._drop_chunks(self._chunks.stale(self._min_version), "stale")
         self._drop(self._sequences.drop_stale(self._min_version), "stale")
 
-    def set_priorities(self, priorities: Mapping[str, float]) -> None:
-        """Give chunks the largest priority named for one of their fragments; ids that have left are ignored.
-
-        Raises:
-            ValueError: a priority is not a positive number.
-        """
-        largest: dict[Chunk, float] = {}
-        for fragment_id, priority in priorities.items():
-            if not 0 < priority < float("inf"):
-                raise ValueError(
-                    f"the priority of {fragment_id!r} must be above 0 and finite, got {priority}"
-                )
-            chunk = self._chunk_of.get(fragment_id)
-            if chunk is not None:
-                largest[chunk] = max(priority, largest.get(chunk, 0.0))
-        self.changes.append(PrioritiesSet(dict(priorities)))
-        for chunk, priority in largest.items():
-            self._chunks.set_priority(chunk, priority)
-            self.meta.max_priority = max(self.meta.max_priority, priority)
-
     # Going out.
 
     def may_insert(self) -> bool:
@@ -187,7 +164,7 @@ class ReplayState:
     def serve(self, num_chunks: int, now_s: float, lease_s: float | None = None) -> FragmentBatch:
         """A batch of that many distinct chunks, under a lease of `lease_s` seconds (None: the rules')."""
         seed = (self.rules.seed, self.meta.num_draws)
-        chunks = self._chunks.sample(num_chunks, self.rules.sampling, self.meta.model_version, seed)
+        chunks = self._chunks.sample(num_chunks, seed)
         return self._serve(chunks, now_s, lease_s or self.rules.lease_s)
 
     def _serve(self, chunks: list[Chunk], now_s: float, lease_s: float) -> FragmentBatch:
@@ -332,8 +309,6 @@ class ReplayState:
                 self._end_lease(row, is_expired=is_expired)
             case VersionSet(session_id, model_version):
                 self.set_version(session_id, model_version)
-            case PrioritiesSet(priorities):
-                self.set_priorities(priorities)
             case WorkerDropped(worker_uuid):
                 self.drop_worker(worker_uuid)
 

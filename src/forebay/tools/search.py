@@ -66,8 +66,6 @@ class Search:
         """Passages in one answer."""
 
     def __init__(self, corpus: str | Sequence[Document], *, num_results: int = 3) -> None:
-        if num_results < 1:
-            raise ConfigError(f"tool 'search': num_results must be at least 1, got {num_results}")
         self._num_results = num_results
         # Its own: a query is short, and must not wait for what fills asyncio's threads.
         self._thread = CallThreads(timeout_s=None, num_threads=1)

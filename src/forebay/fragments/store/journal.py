@@ -131,19 +131,13 @@ class VersionSet(msgspec.Struct, array_like=True, tag=True):
     model_version: int
 
 
-class PrioritiesSet(msgspec.Struct, array_like=True, tag=True):
-    """`ReplayState.set_priorities`."""
-
-    priorities: dict[str, float]
-
-
 class WorkerDropped(msgspec.Struct, array_like=True, tag=True):
     """`ReplayState.drop_worker`."""
 
     worker_uuid: str
 
 
-Change: TypeAlias = Added | Served | LeaseEnded | VersionSet | PrioritiesSet | WorkerDropped
+Change: TypeAlias = Added | Served | LeaseEnded | VersionSet | WorkerDropped
 
 
 class Meta(msgspec.Struct):
@@ -159,8 +153,6 @@ class Meta(msgspec.Struct):
     """Batches drawn: every draw has a seed of its own, so a resumed buffer does not repeat any."""
     difference: float = 0.0
     """Of the rate limit."""
-    max_priority: float = 1.0
-    """The largest that was ever set: new chunks begin with it."""
     tallies: Tallies = msgspec.field(default_factory=Tallies)
 
 

@@ -206,10 +206,6 @@ class FragmentStore:
             self._schemas[schema_id] = Schema.parse(bytes(text))
         return self._schemas[schema_id]
 
-    def delete_fragment(self, fragment_id: str) -> bool:
-        """Delete the fragment; whether it was there."""
-        return self.delete_fragments([fragment_id]) == 1
-
     def delete_fragments(self, fragment_ids: Iterable[str]) -> int:
         """Delete those of them that are there; how many were."""
         num_deleted = num_bytes = 0
@@ -223,10 +219,6 @@ class FragmentStore:
             count, held = self._read_totals(transaction)
             self._write_totals(transaction, count - num_deleted, held - num_bytes)
         return num_deleted
-
-    def clear(self) -> None:
-        """Delete all fragments, also those that are still needed."""
-        self.delete_fragments(self.ids())
 
     def ids(self) -> list[str]:
         """Of all fragments there are, those of one process in the order in which they were added."""

@@ -87,12 +87,13 @@ class DataConfig(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_columns(cls, given: Any) -> Any:
-        old = [key for key in ("prompt_column", "answer_column") if isinstance(given, dict) and key in given]
-        if old:
-            new = ", ".join(f"{key.removesuffix('_column')} = {str(given[key])!r}" for key in old)
-            raise ConfigError(f"{' and '.join(old)}: write columns = {{{new}}} instead")
-        return given
+    def _with_new_names(cls, given: Any) -> Any:
+        """The two keys that `columns` took the place of, as run files of version 0.2 have them."""
+        new = dict(given) if isinstance(given, dict) else given
+        for name in ("prompt", "answer") if isinstance(given, dict) else ():
+            if (old := new.pop(f"{name}_column", None)) is not None:
+                new["columns"] = {name: old, **new.get("columns", {})}
+        return new
 
     @field_validator("source")
     @classmethod

@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from forebay.config import Component, StrictModel, find_component
 from forebay.produce.prompts.dataset import Prompt
@@ -65,15 +65,9 @@ class Difficulty(StrictModel, strict=True):
     share: float = Field(default=0.1, ge=0, le=1)
     """Of the others, how many an epoch tries again, those first that were not tried for longest."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Difficulty:
-        if not self.band[0] <= self.band[1]:
-            raise ValueError(f"band = {list(self.band)} must rise")
-        return self
-
     def plan(self, shuffled: Sequence[int], prompts: Sequence[Prompt], latest: Latest) -> list[int]:
         """Those in the band or never tried, and the share; if that is nothing, all."""
-        (low, high), tried = self.band, {index: latest(index) for index in shuffled}
+        (low, high), tried = sorted(self.band), {index: latest(index) for index in shuffled}
         others = [i for i in shuffled if (t := tried[i]) is not None and not low <= t.score <= high]
         others.sort(key=lambda index: tried[index] or Tried(-1, 0.0))
         left_out = set(others[math.ceil(self.share * len(others)) :])

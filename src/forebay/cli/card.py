@@ -104,7 +104,8 @@ def _text(run: Path, config: RunConfig, has_curve: bool) -> str:
         f"forebay {__version__}.\n\n## Data\n",
     ]
     for task in config.tasks:
-        data = tomli_w.dumps(task.data.model_dump(mode="json", exclude_defaults=True)).strip()
+        table = task.data.model_dump(mode="json", exclude_defaults=True) if task.data else {}
+        data = tomli_w.dumps(table).strip()
         lines += [f"Task `{task.name}`, judge `{task.judge and task.judge.name}`:\n\n```toml\n{data}\n```\n"]
     if has_curve:
         lines += [f"## Curve\n\n![learning curve]({_CURVE})\n"]

@@ -52,85 +52,6 @@ class Chunk(msgspec.Struct, eq=False, array_like=True):
     """In `ChunkTable`; -1: it is not there."""
 
 
-class ChunkTable:
-    """The chunks that can be served.
-
-    >>> table = ChunkTable()
-    >>> table.add([Chunk(0, (), oldest_version=3)])
-    >>> [chunk.number for chunk in table.stale(min_version=4)]
-    [0]
-    """
-
-    def __init__(self) -> None:
-        self._slots: list[Chunk] = []
-        # These also name chunks that have left, at most as many as are here: `_tidy`.
-        self._arrived: deque[Chunk] = deque()
-        self._by_version: dict[int, list[Chunk]] = {}
-        self._num_listed = 0
-        """In `_by_version`, and at least as many as in `_arrived`."""
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def __iter__(self) -> Iterator[Chunk]:
-        """In the order of arrival."""
-        return (chunk for chunk in self._arrived if chunk.slot >= 0)
-
-    def add(self, chunks: Sequence[Chunk]) -> None:
-        """Hold `chunks`, which arrived in this order."""
-        by_version = self._by_version
-        for slot, chunk in enumerate(chunks, len(self._slots)):
-            assert chunk.slot < 0
-            chunk.slot = slot
-            same_version = by_version.get(chunk.oldest_version)
-            if same_version is None:
-                by_version[chunk.oldest_version] = [chunk]
-            else:
-                same_version.append(chunk)
-        self._slots += chunks
-        self._arrived += chunks
-        self._num_listed += len(chunks)
-
-    def remove(self, chunks: Iterable[Chunk]) -> None:
-        """Hold them no longer; the last slot takes the place of each."""
-        slots = self._slots
-        for chunk in chunks:
-            slot, last = chunk.slot, slots.pop()
-            if last is not chunk:
-                slots[slot] = last
-                last.slot = slot
-            chunk.slot = -1
-        if self._num_listed > 2 * len(slots) + MIN_TIDY:
-            self._tidy()
-
-    def _tidy(self) -> None:
-        self._arrived = deque(self)
-        self._num_listed = len(self._arrived)
-        self._by_version = {}
-        for chunk in self._arrived:
-            self._by_version.setdefault(chunk.oldest_version, []).append(chunk)
-
-    def oldest(self, count: int) -> list[Chunk]:
-        """Those that arrived first."""
-        arrived = self._arrived
-        # A full buffer asks at every addition, and must not pass over the same ones again.
-        while arrived and arrived[0].slot < 0:
-            arrived.popleft()
-        return list(islice(self, count))
-
-    def stale(self, min_version: int) -> list[Chunk]:
-        """Those with a fragment of a version before `min_version`."""
-        versions = sorted(version for version in self._by_version if version < min_version)
-        return [chunk for version in versions for chunk in self._by_version[version] if chunk.slot >= 0]
-
-    def sample(self, count: int, seed: tuple[int, ...]) -> list[Chunk]:
-        """`count` distinct chunks; the same ones for the same history and `seed`."""
-        size = len(self._slots)
-        assert count <= size
-        slots = np.random.default_rng(seed).choice(size, count, replace=False)
-        return [self._slots[slot] for slot in slots.tolist()]
-
-
 class Sequences:
     """The partial chunk of every worker that has one.
 
@@ -210,3 +131,82 @@ class Sequences:
     def hear_all(self, now_s: float) -> None:
         """Count all workers as heard now."""
         self._heard_s = dict.fromkeys(self._partials, now_s)
+
+
+class ChunkTable:
+    """The chunks that can be served.
+
+    >>> table = ChunkTable()
+    >>> table.add([Chunk(0, (), oldest_version=3)])
+    >>> [chunk.number for chunk in table.stale(min_version=4)]
+    [0]
+    """
+
+    def __init__(self) -> None:
+        self._slots: list[Chunk] = []
+        # These also name chunks that have left, at most as many as are here: `_tidy`.
+        self._arrived: deque[Chunk] = deque()
+        self._by_version: dict[int, list[Chunk]] = {}
+        self._num_listed = 0
+        """In `_by_version`, and at least as many as in `_arrived`."""
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """In the order of arrival."""
+        return (chunk for chunk in self._arrived if chunk.slot >= 0)
+
+    def add(self, chunks: Sequence[Chunk]) -> None:
+        """Hold `chunks`, which arrived in this order."""
+        by_version = self._by_version
+        for slot, chunk in enumerate(chunks, len(self._slots)):
+            assert chunk.slot < 0
+            chunk.slot = slot
+            same_version = by_version.get(chunk.oldest_version)
+            if same_version is None:
+                by_version[chunk.oldest_version] = [chunk]
+            else:
+                same_version.append(chunk)
+        self._slots += chunks
+        self._arrived += chunks
+        self._num_listed += len(chunks)
+
+    def remove(self, chunks: Iterable[Chunk]) -> None:
+        """Hold them no longer; the last slot takes the place of each."""
+        slots = self._slots
+        for chunk in chunks:
+            slot, last = chunk.slot, slots.pop()
+            if last is not chunk:
+                slots[slot] = last
+                last.slot = slot
+            chunk.slot = -1
+        if self._num_listed > 2 * len(slots) + MIN_TIDY:
+            self._tidy()
+
+    def _tidy(self) -> None:
+        self._arrived = deque(self)
+        self._num_listed = len(self._arrived)
+        self._by_version = {}
+        for chunk in self._arrived:
+            self._by_version.setdefault(chunk.oldest_version, []).append(chunk)
+
+    def oldest(self, count: int) -> list[Chunk]:
+        """Those that arrived first."""
+        arrived = self._arrived
+        # A full buffer asks at every addition, and must not pass over the same ones again.
+        while arrived and arrived[0].slot < 0:
+            arrived.popleft()
+        return list(islice(self, count))
+
+    def stale(self, min_version: int) -> list[Chunk]:
+        """Those with a fragment of a version before `min_version`."""
+        versions = sorted(version for version in self._by_version if version < min_version)
+        return [chunk for version in versions for chunk in self._by_version[version] if chunk.slot >= 0]
+
+    def sample(self, count: int, seed: tuple[int, ...]) -> list[Chunk]:
+        """`count` distinct chunks; the same ones for the same history and `seed`."""
+        size = len(self._slots)
+        assert count <= size
+        slots = np.random.default_rng(seed).choice(size, count, replace=False)
+        return [self._slots[slot] for slot in slots.tolist()]

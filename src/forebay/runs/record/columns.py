@@ -63,72 +63,56 @@ def rollouts_table(left: Sequence[Left]) -> Any:
     """The lines of these groups as a table."""
     import pyarrow as pa
 
-    texts: dict[str, list[str]] = {name: [] for name in (*TEXTS, *DOCUMENTS)}
-    numbers: dict[str, list[float]] = {name: [] for name in NUMBERS}
-    lists: dict[str, list[NDArray[Any]]] = {name: [] for name in TOKENS}
+    rows: list[dict[str, Any]] = []
     for batch in left:
         learned = {} if batch.learned is None else _learned_by_rollout(batch.learned)
         for group in batch.groups:
             for member, state in enumerate(group):
                 trainer_logprobs, advantages = learned.get(state.rollout_id, (_NO_TOKENS, _NO_TOKENS))
-                _append_texts(texts, state, batch)
-                _append_numbers(numbers, state, batch, member, len(group), texts["prompt"][-1], advantages)
-                for name, values in (
-                    ("token_ids", state.response_ids),
-                    ("mask", state.response_mask),
-                    ("model_steps", state.response_model_steps),
-                    ("logprobs", state.logprobs),
-                    ("trainer_logprobs", trainer_logprobs),
-                    ("advantages", advantages),
-                ):
-                    lists[name].append(values)
-    columns: dict[str, Any] = {
-        name: pa.array(values, pa.large_string() if name in DOCUMENTS else pa.string())
-        for name, values in texts.items()
-    }
-    columns |= {
-        name: pa.array(np.asarray(numbers[name], kind), from_pandas=True) for name, kind in NUMBERS.items()
-    }
+                texts = _texts(state, batch)
+                row = {**texts, **_numbers(state, batch, texts["prompt"], advantages, len(group))}
+                row |= {"member": member, "token_ids": state.response_ids, "mask": state.response_mask}
+                row |= {"model_steps": state.response_model_steps, "logprobs": state.logprobs}
+                row |= {"trainer_logprobs": trainer_logprobs, "advantages": advantages}
+                rows.append(row)
+    columns: dict[str, Any] = {name: pa.array([row[name] for row in rows], pa.string()) for name in TEXTS}
+    columns |= {name: pa.array([row[name] for row in rows], pa.large_string()) for name in DOCUMENTS}
+    for name, kind in NUMBERS.items():
+        columns[name] = pa.array(np.asarray([row[name] for row in rows], kind), from_pandas=True)
     for name, kind in TOKENS.items():
-        offsets = np.zeros(len(lists[name]) + 1, np.int32)
-        np.cumsum([len(values) for values in lists[name]], out=offsets[1:])
-        flat = np.concatenate(lists[name]).astype(kind, copy=False)
+        lists = [row[name] for row in rows]
+        offsets = np.cumsum([0, *map(len, lists)], dtype=np.int32)
+        flat = np.concatenate(lists).astype(kind, copy=False)
         columns[name] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
     return pa.table(columns)
 
 
-def _append_texts(texts: dict[str, list[str]], state: RolloutState, batch: Left) -> None:
+def _texts(state: RolloutState, batch: Left) -> dict[str, str]:
     conversation, facts = conversation_of(state), facts_of(state)
     reward = state.reward if isinstance(state.reward, Mapping) else {}
     truth = state.reward_model.get("ground_truth", "") if isinstance(state.reward_model, Mapping) else ""
-    for name, text in (
-        ("outcome", batch.outcome),
-        ("reason", batch.reason),
-        ("task", state.task_name),
-        ("group_id", state.group_id),
-        ("rollout_id", state.rollout_id),
-        ("status", state.status.value),
-        ("finish_reason", state.finish_reason),
-        ("prompt", prompt_text(state.message)),
-        ("response", state.response),
-        ("conversation", _as_json([*state.message, *conversation]) if conversation else ""),
-        ("reward", _as_json(reward) if len(reward) > 1 else ""),
-        ("truth", truth if isinstance(truth, str) else _as_json(truth)),
-        ("facts", _as_json(facts) if facts else ""),
-        ("error", state.error_msg),
-    ):
-        texts[name].append(_writable(text))
+    texts = {
+        "outcome": batch.outcome,
+        "reason": batch.reason,
+        "task": state.task_name,
+        "group_id": state.group_id,
+        "rollout_id": state.rollout_id,
+        "status": state.status.value,
+        "finish_reason": state.finish_reason,
+        "prompt": prompt_text(state.message),
+        "response": state.response,
+        "conversation": _as_json([*state.message, *conversation]) if conversation else "",
+        "reward": _as_json(reward) if len(reward) > 1 else "",
+        "truth": truth if isinstance(truth, str) else _as_json(truth),
+        "facts": _as_json(facts) if facts else "",
+        "error": state.error_msg,
+    }
+    return {name: _writable(text) for name, text in texts.items()}
 
 
-def _append_numbers(
-    numbers: dict[str, list[float]],
-    state: RolloutState,
-    batch: Left,
-    member: int,
-    group_size: int,
-    prompt: str,
-    advantages: NDArray[np.float32],
-) -> None:
+def _numbers(
+    state: RolloutState, batch: Left, prompt: str, advantages: NDArray[np.float32], group_size: int
+) -> dict[str, float]:
     steps = state.response_model_steps
     # Lists of unequal lengths are filled up when a group is put, which an evaluated one is not.
     mask = state.response_mask if len(state.response_mask) == len(steps) else np.ones(len(steps), np.uint8)
@@ -140,21 +124,19 @@ def _append_numbers(
         num_tokens = (batch.life.num_tokens or 0) // max(1, group_size)
         score, seconds = batch.life.score, batch.life.latency_s
     in_loss = advantages[mask == 1] if len(advantages) == len(steps) else advantages
-    for name, value in (
-        ("train_step", batch.train_step),
-        ("member", member),
-        ("staleness", state.seq_staleness),
-        ("first_model_step", made.min() if len(made) else -1),
-        ("last_model_step", made.max() if len(made) else -1),
-        ("num_tokens", num_tokens),
-        ("prompt_tokens", len(state.prompt_ids)),
-        ("prompt_hash", hash_prompt(state.task_name, prompt)),
-        ("time_s", batch.time_s),
-        ("score", np.nan if not isinstance(score, int | float) else score),
-        ("advantage", in_loss.mean() if len(in_loss) else np.nan),
-        ("generate_s", seconds if isinstance(seconds, int | float) else np.nan),
-    ):
-        numbers[name].append(value)
+    return {
+        "train_step": batch.train_step,
+        "staleness": state.seq_staleness,
+        "first_model_step": made.min() if len(made) else -1,
+        "last_model_step": made.max() if len(made) else -1,
+        "num_tokens": num_tokens,
+        "prompt_tokens": len(state.prompt_ids),
+        "prompt_hash": hash_prompt(state.task_name, prompt),
+        "time_s": batch.time_s,
+        "score": np.nan if not isinstance(score, int | float) else score,
+        "advantage": in_loss.mean() if len(in_loss) else np.nan,
+        "generate_s": seconds if isinstance(seconds, int | float) else np.nan,
+    }
 
 
 def _learned_by_rollout(batch: TrainBatch) -> dict[Any, tuple[NDArray[np.float32], NDArray[np.float32]]]:

@@ -4,7 +4,8 @@
 
     RUN_FOLDER/history/segment_000/  segment.json                     the checkpoint it went on from
                        segment_001/  rollouts_000000_000023.parquet   lines of the flushes 0 to 23
-                       (a resume)    spans_000000_000023.parquet
+                       (a resume)    rollouts_000000_000023.grams     where a text may be in it (`grams`)
+                                     spans_000000_000023.parquet
 
     event loop:  left(groups), ended(activity) --queue--> thread --every `FLUSH_AFTER_S`--> a small file
                                                                  --every `FANOUT` files---> one larger file
@@ -28,10 +29,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from forebay.config import ConfigError
 from forebay.io.durable import write_json
 from forebay.ledger import GroupLife
 from forebay.runs.record.columns import TEXTS, Left, rollouts_table, spans_table
+from forebay.runs.record.grams import LEAST_BYTES, SEARCHED, SUFFIX, TEXT_BYTES, index_texts
 from forebay.types import RolloutState
 from forebay.watching.activity import Activity, Span
 
@@ -49,7 +53,7 @@ FLUSH_AFTER_S = 2.0
 FANOUT = 24
 """So many files of one size become one file: a line is written about four times in a run of a day."""
 ROW_GROUP = 16_384
-"""Lines that a query skips or reads together."""
+"""Lines that a query skips or reads together; of long rollouts fewer (`TEXT_BYTES`)."""
 _MAX_FILE_BYTES = 256 << 20
 """Larger files are not put together: the limit of the history removes whole files."""
 _MOST_PENDING = 4096
@@ -209,14 +213,14 @@ class _Files:
             self._folder.glob("segment_*/*.parquet"),
             key=lambda path: (path.parent.name, path.stat().st_mtime),
         )
-        total = sum(path.stat().st_size for path in parts)
+        total = sum(map(_size, parts))
         removed = {"rollouts": 0, "until_train_step": 0}
         with contextlib.suppress(FileNotFoundError):
             removed |= json.loads((self._folder / REMOVED_FILE).read_text())
         before = dict(removed)
         while total > self._limit and len(parts) > 2:
             path = parts.pop(0)
-            total -= path.stat().st_size
+            total -= _size(path)
             if path.name.startswith(ROLLOUTS):
                 import pyarrow.compute as pc
                 import pyarrow.parquet as pq
@@ -224,7 +228,7 @@ class _Files:
                 steps = pq.read_table(path, columns=["train_step"])["train_step"]
                 removed["rollouts"] += len(steps)
                 removed["until_train_step"] = max(removed["until_train_step"], pc.max(steps).as_py() or 0)
-            path.unlink()
+            _remove(path)
         if removed != before:
             write_json(self._folder / REMOVED_FILE, removed)
 
@@ -238,28 +242,56 @@ def _write(segment: Path, kind: str, first: int, last: int, tables: Iterable[Any
         # Gone already after a success. After a failure a full disk gets its room back.
         stack.callback(temporary.unlink, missing_ok=True)
         with contextlib.ExitStack() as open_files:
-            writer = None
-            for table in tables:
+            writer, index = None, []
+            for table in _row_groups(tables):
                 if writer is None:
                     writer = open_files.enter_context(pq.ParquetWriter(temporary, table.schema, **_PARQUET))
-                writer.write_table(table, row_group_size=ROW_GROUP)
+                writer.write_table(table, row_group_size=len(table))
+                # A file of one flush is put together with others within a minute.
+                if kind == ROLLOUTS and last > first:
+                    index.append(index_texts(table))
+        if index and temporary.stat().st_size >= LEAST_BYTES:
+            np.stack(index).tofile(path.with_suffix(SUFFIX))
         temporary.rename(path)
+
+
+def _row_groups(tables: Iterable[Any]) -> Iterator[Any]:
+    """The lines of `tables` in tables of as much text as the index of a row group is made for."""
+    import pyarrow as pa
+
+    rest = None
+    for table in tables:
+        rest = table if rest is None else pa.concat_tables([rest, table])
+        text_bytes = 1 + sum(rest[name].nbytes for name in SEARCHED if name in rest.column_names)
+        size = min(ROW_GROUP, 1 + len(rest) * TEXT_BYTES // text_bytes)
+        while len(rest) >= size:
+            yield rest[:size]
+            rest = rest[size:]
+    if rest:
+        yield rest
 
 
 def _join(segment: Path, kind: str, parts: Sequence[Part]) -> None:
     """Make one file of these, unless it would be too large."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if len(parts) < 2 or sum(part.path.stat().st_size for part in parts) > _MAX_FILE_BYTES:
+    if len(parts) < 2 or sum(_size(part.path) for part in parts) > _MAX_FILE_BYTES:
         return
-    tables: Iterable[Any] = (pq.read_table(part.path) for part in parts)
-    if parts[0].first == parts[0].last:
-        # Else each small file would be a row group, and a query open every one.
-        tables = [pa.concat_tables(tables)]
+    tables = (pq.read_table(part.path) for part in parts)
     _write(segment, kind, parts[0].first, parts[-1].last, tables)
     for part in parts:
-        part.path.unlink()
+        _remove(part.path)
+
+
+def _size(path: Path) -> int:
+    """Of a file with its index."""
+    index = path.with_suffix(SUFFIX)
+    return path.stat().st_size + (index.stat().st_size if index.exists() else 0)
+
+
+def _remove(path: Path) -> None:
+    path.unlink()
+    path.with_suffix(SUFFIX).unlink(missing_ok=True)
 
 
 class Part(NamedTuple):

@@ -8,6 +8,7 @@ import sys
 from typing import ClassVar
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from environment_factory import pid_of, small_run
 from typer.testing import CliRunner
@@ -21,6 +22,7 @@ from forebay.environments.workers.messages import WorkerError
 from forebay.environments.workers.worker_pool import ProcessWorkers
 from forebay.metrics import read_jsonl
 from forebay.runs.folder import list_checkpoints, saved_as
+from forebay.runs.record.history import list_parts
 
 
 def resumed(config, changes):
@@ -50,6 +52,16 @@ async def test_a_run_learns(tmp_path):
     assert max(row["lag"] for row in rows[1:]) <= config.fragments.max_staleness
     assert (config.folder / "run.toml").stat().st_size > 0
     assert not list(config.folder.glob("buffer-*"))
+    # What the board reads: the books balance, and every train step is an activity.
+    live = json.loads((config.folder / "live.json").read_text())
+    assert (live["state"], live["unit"]) == ("finished", "fragments")
+    (books,) = live["books"].values()
+    assert books["trained"] >= 12 * 2
+    assert books["generated"] == books["trained"] + sum(books["dropped"].values()) + books["live"]
+    spans = [
+        row for part in list_parts(config.folder, "spans") for row in pq.read_table(part.path).to_pylist()
+    ]
+    assert [row["name"] for row in spans if row["stage"] == "train"] == [f"step {n}" for n in range(1, 13)]
 
 
 async def test_a_resumed_run_goes_on(tmp_path):

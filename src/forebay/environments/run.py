@@ -14,6 +14,7 @@
                   run.json          counts, recent episodes, session
                   fragments/        a copy of the buffer
                 buffer-*/           the buffer while the run goes on; made anew from a checkpoint
+                live.json, notes.jsonl, history/    what `forebay board` shows
 
 The event loop belongs to the buffer, the hub and the workers' connections; reading a batch, training,
 evaluating and drawing happen in a thread, one after the other. Nothing that is loaded is unpickled.
@@ -27,6 +28,7 @@ import json
 import shutil
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -45,12 +47,16 @@ from forebay.environments.workers.messages import WorkerError, WorkerSpec
 from forebay.environments.workers.stepper import spaces
 from forebay.environments.workers.worker_pool import MODES, WorkerMode, WorkerPool
 from forebay.fragments import FragmentBatch, FragmentStore, ReplayBufferActor
+from forebay.fragments.tallies import DROP_REASONS
 from forebay.io.durable import write_json
 from forebay.metrics import STEP_S, MetricsConfig, PhaseTimer, read_jsonl
 from forebay.runs import folder as run_folder
+from forebay.runs.record.history import History
+from forebay.runs.record.live import LiveFile
 from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.surroundings import logs_shown, stopped_by_signals
 from forebay.tracebacks import first_error
+from forebay.watching.activity import CHECKPOINT, EVALUATE, TRAIN, WAIT_BATCH, Activities, Activity
 
 RETURN, STEPS_PER_S, LAG = "return", "env_steps_per_s", "lag"
 STALL_S = 900.0
@@ -59,6 +65,8 @@ STOP_GRACE_S = 30.0
 """For workers to finish the fragment they are at; then they are ended."""
 NUM_CHECKPOINTS = 2
 """Kept: the newest, and the one before in case the newest turns out to be of a policy gone bad."""
+HISTORY_BYTES = 200_000_000
+"""Of activities alone: some millions of train steps."""
 _BUFFER_METRICS = ("mean_staleness", "max_staleness", "mean_reuse", "chunks", "waiting_additions")
 
 
@@ -92,6 +100,11 @@ class FragmentRun:
             self.hub.load(counts)
             self.pool.num_restarts = counts["num_restarts"]
         resume_step = None if saved is None else trainer.step
+        self._activities, self._numbers = Activities(), dict[str, float]()
+        self._history = History(config.folder, limit_bytes=HISTORY_BYTES, resumed_from=resume_step)
+        self._activities.listen(lambda _: None, self._history.ended)
+        self.live = LiveFile(config.folder, self._place, self._live_values, self._refresh)
+        display.on_note = self.live.note
         self._metrics = MetricsConfig().build(config.folder, resume_step=resume_step, report=display.warning)
 
     def _make_spec(self, worker_uuid: str, seed: int) -> WorkerSpec:
@@ -130,16 +143,38 @@ class FragmentRun:
             await self._evaluate()
         await self._save()
 
+    def _place(self) -> dict[str, Any]:
+        return {"train_step": self.trainer.step, "steps": self.config.steps}
+
+    async def _refresh(self) -> None:
+        self._numbers = await self._buffer.metrics()
+
+    def _live_values(self) -> dict[str, Any]:
+        """Where the fragments are; see `forebay.runs.record.live`."""
+        count = Counter(self._numbers)
+        dropped = {
+            reason: count[f"dropped/{reason}"] for reason in DROP_REASONS if count[f"dropped/{reason}"]
+        }
+        added, used = count["added_fragments"], count["used_up_fragments"]
+        live = added - used - sum(dropped.values())
+        books = {"generated": added, "trained": used, "dropped": dropped, "live": live}
+        busy = self._activities.in_flight()
+        numbers = {"model_step": self.trainer.step, "phase": busy[0].stage if busy else None}
+        return {**numbers, "unit": "fragments", "books": {self.config.environment.id: books}}
+
+    def _doing(self, stage: str) -> Activity:
+        return self._activities.span(stage, f"step {self.trainer.step + (stage in (WAIT_BATCH, TRAIN))}")
+
     async def _step(self) -> bool:
         """One train step; False: the run was stopped while it waited."""
         begun_s, timer = time.perf_counter(), PhaseTimer()
-        with timer.phase("wait"):
+        with timer.phase("wait"), self._doing(WAIT_BATCH):
             self.display.phase("waiting for workers")
             fetched = await self._fetch()
         if fetched is None:
             return False
         self.display.phase("training")
-        with timer.phase("train"):
+        with timer.phase("train"), self._doing(TRAIN):
             batch = await asyncio.to_thread(self._read, fetched)
             assert fetched.lease is not None
             await self._buffer.release(fetched.lease)
@@ -197,7 +232,8 @@ class FragmentRun:
 
     async def _evaluate(self) -> None:
         self.display.phase("evaluating")
-        metrics = await asyncio.to_thread(evaluation.measure, self.config, self.trainer.policy)
+        with self._doing(EVALUATE):
+            metrics = await asyncio.to_thread(evaluation.measure, self.config, self.trainer.policy)
         self._metrics.log(self.trainer.step, metrics)
         self.display.evaluation(f"step {self.trainer.step}", metrics)
 
@@ -214,7 +250,7 @@ class FragmentRun:
         }
         final = run_folder.checkpoint_path(self.config.folder, self.trainer.step)
         if not final.exists():
-            with run_folder.unfinished(final) as temporary:
+            with run_folder.unfinished(final) as temporary, self._doing(CHECKPOINT):
                 np.savez(temporary / "arrays.npz", **self.trainer.arrays())  # type: ignore[arg-type]
                 write_json(temporary / "run.json", counts)
                 await self._buffer.save(str(temporary / "fragments"))
@@ -243,7 +279,11 @@ class FragmentRun:
             pool.cancel()
 
     async def close(self) -> None:
-        """Close the buffer and the metrics."""
+        """Close the buffer, the metrics and what the board reads."""
+        await self._refresh()
+        is_done = self.trainer.step >= self.config.steps
+        self.live.close("finished" if is_done else "stopped" if self.stop.is_set() else "failed")
+        self._history.close()
         await self._buffer.close()
         self._metrics.close()
 
@@ -337,7 +377,9 @@ async def _run(
                 async with run.working():
                     await run.train()
         except BaseExceptionGroup as group:
-            raise first_error(group) from None
+            error = first_error(group)
+            run.live.note("error", f"{type(error).__name__}: {error}")
+            raise error from None
         finally:
             await run.close()
         rows = read_jsonl(config.folder / "metrics.jsonl")

@@ -17,7 +17,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ STALE_S = 15.0
 NUM_OLDEST = 10
 
 Values = dict[str, Any]
+_Look = Callable[[], Values]
 
 
 class LiveFile:
@@ -48,12 +49,12 @@ class LiveFile:
     """
 
     def __init__(
-        self, folder: Path, at: Callable[[], Values], values: Callable[[], Values], status: RunStatus
+        self, folder: Path, at: _Look, values: _Look, refresh: Callable[[], Awaitable[None]]
     ) -> None:
-        """`at` says where the run stands, and costs nothing; `values` says all of it."""
+        """`at` says where the run stands, and costs nothing; `values` says all of it, after `refresh`."""
         self._path = folder / LIVE_FILE
         self._notes = folder / NOTES_FILE
-        self._at, self._values, self._status = at, values, status
+        self._at, self._values, self._refresh = at, values, refresh
         self._task = asyncio.create_task(self._write_all(), name="live file")
 
     def note(self, kind: str, text: str) -> None:
@@ -80,7 +81,7 @@ class LiveFile:
         while True:
             started_s = time.thread_time()
             try:
-                await self._status.count_buffer()
+                await self._refresh()
                 self._write("running")
             # Of a remote store, for instance. Nobody waits for this task: its end would not be seen.
             except Exception as error:

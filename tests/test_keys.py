@@ -13,10 +13,28 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.cli import app
-from forebay.cli.keys import as_page, find_keys, reference
+from forebay.cli.keys import find_keys, reference
 from forebay.config import ConfigError
 
 PAGE = Path(__file__).parent.parent / "docs" / "keys.md"
+
+
+def as_page() -> str:
+    """The reference as Markdown."""
+    parts = [
+        "# Keys of a run file",
+        "Made from the config models by `python tests/test_keys.py`; `forebay keys PATTERN` shows some of\n"
+        "it. A key is written as a path, as in an override (`train.lr=1e-4`); `tasks.0` is the first\n"
+        "`[[tasks]]` table. A default of `none`: the key is left out. Times end in `_s` and are seconds.\n"
+        "What becomes of a row of data: [judges](judges.md#from-a-row-of-data-to-a-rollout).",
+    ]
+    for title, keys in reference().items():
+        lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
+        for key in keys:
+            default = f"`` {key.default} ``".replace("|", "\\|") if key.default else ""
+            lines.append(f"| `{key.path}` | {key.values} | {default} | {key.meaning} |")
+        parts.append(f"## {title}\n\n" + "\n".join(lines))
+    return "\n\n".join(parts) + "\n"
 
 
 def test_the_page_is_what_the_models_say() -> None:

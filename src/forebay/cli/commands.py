@@ -40,7 +40,7 @@ from forebay.cli import init as init_cli
 from forebay.cli import plan as plan_cli
 from forebay.cli import replay as replay_cli
 from forebay.cli import simulate as simulate_cli
-from forebay.cli.errors import MARKUP, one_message, say
+from forebay.cli.errors import MARKUP, Overrides, one_message, say
 from forebay.config import ConfigError, load_config, read_toml
 from forebay.tracebacks import INTERRUPTED
 
@@ -55,11 +55,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=MARKUP,
 )
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it: train.lr=1e-4, tasks.0.weight=2."),
-]
 
 
 @app.callback(invoke_without_command=True)

@@ -1,9 +1,9 @@
-"""The reference of run-file keys: read from the models, for ``forebay keys`` and for docs/keys.md.
+"""The reference of run-file keys, read from the models.
 
 ::
 
     RunConfig, arguments of named components --keys_of--> Key, Key, ... --find_keys(pattern)--> some of them
-                                                              '--as_page--> docs/keys.md
+                                                              '--tests/test_keys.py--> docs/keys.md
 
 The meaning of a key stands once, in the docstring below its field.
 """
@@ -20,8 +20,8 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from functools import cache
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
@@ -76,17 +76,12 @@ def reference() -> Mapping[str, Sequence[Key]]:
 
     sections = {"A run file": tuple(keys_of(RunConfig))}
     for path, kind, table in COMPONENTS:
-        for name, model in _imported(table).items():
-            model = _imported(model) if isinstance(model, str) else model
+        for name, model in resolve_name(table).items():
+            model = resolve_name(model) if isinstance(model, str) else model
             if keys := tuple(keys_of(model, f"{path}.", of=f"{kind} {name}")):
                 sections[f"Arguments of the {kind} `{name}`"] = keys
     of_fragments = tuple(keys_of(FragmentRunConfig, of="run in environments"))
     return sections | {"A run file with an `[environment]` table": of_fragments}
-
-
-def _imported(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)
 
 
 def keys_of(model: Any, prefix: str = "", *, of: str = "") -> Iterator[Key]:
@@ -217,24 +212,6 @@ def find_keys(pattern: str | None) -> list[Key]:
         f"no key of a run file has {pattern!r} in its name or meaning"
         + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "; `forebay keys` lists all")
     )
-
-
-def as_page() -> str:
-    """The reference as Markdown."""
-    parts = [
-        "# Keys of a run file",
-        "Made from the config models by `python tests/test_keys.py`; `forebay keys PATTERN` shows some of\n"
-        "it. A key is written as a path, as in an override (`train.lr=1e-4`); `tasks.0` is the first\n"
-        "`[[tasks]]` table. A default of `none`: the key is left out. Times end in `_s` and are seconds.\n"
-        "What becomes of a row of data: [judges](judges.md#from-a-row-of-data-to-a-rollout).",
-    ]
-    for title, keys in reference().items():
-        lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
-        for key in keys:
-            default = f"`` {key.default} ``".replace("|", "\\|") if key.default else ""
-            lines.append(f"| `{key.path}` | {key.values} | {default} | {key.meaning} |")
-        parts.append(f"## {title}\n\n" + "\n".join(lines))
-    return "\n\n".join(parts) + "\n"
 
 
 def show_keys(

@@ -12,9 +12,8 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console, Group
@@ -85,8 +84,7 @@ def ledger_section(buffer: Path, live: Iterable[StorageItem]) -> Group:
     return section(f"ledger ({near.location})", balance, _verdict(near, counts))
 
 
-@dataclass(frozen=True)
-class _NearLedger:
+class _NearLedger(NamedTuple):
     """The ledger of a buffer on disk."""
 
     ledger: Ledger

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from forebay.cli.errors import one_message
+from forebay.cli.errors import Overrides, one_message
 from forebay.config import load_config
 
 if TYPE_CHECKING:
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 def plan(
     run_file: Annotated[Path, typer.Argument(help="A TOML run file.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it: train.token_budget=8192."),
-    ] = None,
+    overrides: Overrides = None,
     gpus: Annotated[
         str | None, typer.Option(metavar="NAME", help="H100-80GB, 2xA100-40GB; left out: this machine.")
     ] = None,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MAX_LINES = 50
 """About so many steps are listed, however many there are; those that differ always are."""
 _LOSS = "train/loss"
+_LINE = "{:>6}  {:>8}  {:>18}  {:>18}  {}"
 
 
 def replay(
@@ -83,7 +84,7 @@ async def _replay(folder: Path, until: int | None, output: Path | None, batches_
     if until is not None:
         _show_batch(rerun, last)
     typer.echo(report.verdict(last, batches_only))
-    return report.num_differing == 0
+    return not report.differing
 
 
 class _Report:
@@ -91,55 +92,47 @@ class _Report:
 
     def __init__(self, total: int) -> None:
         self.last: RerunStep | None = None
-        self.num_differing = 0
-        self._num_steps = 0
-        self._first_differing = 0
-        self._total = total
+        self.differing: list[int] = []
+        self._num_steps, self._total = 0, total
         self._every = max(1, -(-total // MAX_LINES))
-        columns = ("step", 6), ("reward", 8), ("loss, recorded", 18), ("loss, replayed", 18)
-        typer.echo("  ".join(f"{name:>{width}}" for name, width in columns) + "  equal")
+        typer.echo(_LINE.format("step", "reward", "loss, recorded", "loss, replayed", "equal"))
 
     def add(self, step: RerunStep) -> None:
         """Count a step, and print it if it is one of those that are listed."""
         self._num_steps, self.last = self._num_steps + 1, step
         if step.differences:
-            self.num_differing += 1
-            self._first_differing = self._first_differing or step.train_step
+            self.differing.append(step.train_step)
         listed = step.train_step % self._every == 0 or step.train_step in (1, self._total)
         if listed or step.differences or step.recorded is None or step.failure is not None:
-            typer.echo(_line(step))
+            losses = [_number(values.get(_LOSS)) for values in (step.recorded or {}, step.again)]
+            reward = _number(step.again.get("reward"), 4)
+            typer.echo(_LINE.format(step.train_step, reward, *losses, _verdict(step)))
         for message in step.alarms:
             typer.echo(f"warning: {message}")
 
     def verdict(self, last: RerunStep, batches_only: bool) -> str:
         """The one line that says it all."""
         steps = f"{self._num_steps} step{'' if self._num_steps == 1 else 's'}"
-        if self.num_differing:
-            return f"{steps}, {self.num_differing} differ, the first is step {self._first_differing}"
+        if self.differing:
+            return f"{steps}, {len(self.differing)} differ, the first is step {self.differing[0]}"
         if last.recorded is None:
             # Its result was lost with the process, or it failed as it does now.
             return f"{steps}, bit-equal up to step {last.train_step - 1}"
         return f"{steps}, the same batches" if batches_only else f"{steps}, bit-equal"
 
 
-def _line(step: RerunStep) -> str:
-    recorded = None if step.recorded is None else step.recorded.get(_LOSS)
-    numbers = (step.train_step, 6, 6), (step.again.get("reward"), 8, 4)
-    losses = (recorded, 18, 12), (step.again.get(_LOSS), 18, 12)
+def _verdict(step: RerunStep) -> str:
     if step.failure is not None:
-        equal = step.failure
-    elif step.recorded is None:
-        equal = "not recorded: the run ended here"
-    elif step.differences:
-        # The loss has columns of its own.
-        names = [name for name in step.differences if name != _LOSS] or step.differences
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        now, before = _number(step.again.get(names[0])), _number(step.recorded.get(names[0]))
-        equal = f"NO: {names[0]} {now}, recorded {before}{more}"
-    else:
-        equal = "yes"
-    cells = [f"{_number(value, digits):>{width}}" for value, width, digits in (*numbers, *losses)]
-    return "  ".join([*cells, equal])
+        return step.failure
+    if step.recorded is None:
+        return "not recorded: the run ended here"
+    if not step.differences:
+        return "yes"
+    # The loss has columns of its own.
+    names = [name for name in step.differences if name != _LOSS] or step.differences
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    now, before = _number(step.again.get(names[0])), _number(step.recorded.get(names[0]))
+    return f"NO: {names[0]} {now}, recorded {before}{more}"
 
 
 def _number(value: float | None, digits: int = 12) -> str:

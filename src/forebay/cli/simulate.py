@@ -18,25 +18,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from forebay.cli.errors import one_message
+from forebay.cli.errors import PIPED_WIDTH, Overrides, one_message
 from forebay.config import ConfigError, read_toml
 
 if TYPE_CHECKING:
     from forebay.simulation import ClusterConfig
     from forebay.simulation.calibration import Measured
 
-PIPED_WIDTH = 150
-"""Columns when the output is no terminal; a sweep over three settings fits."""
-
 
 def simulate_run(
     run_file: Annotated[
         Path | None, typer.Argument(help="A TOML run file. Left out with --calibrate.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Changes: produce.max_staleness=2, cluster.engines=8."),
-    ] = None,
+    overrides: Overrides = None,
     cluster: Annotated[
         Path | None, typer.Option(help="The cluster's file; see recipes/clusters/example.toml.")
     ] = None,

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -64,24 +65,8 @@ class BufferSource:
 
     async def digests(self, uids: Collection[int]) -> dict[int, Digest]:
         """The digest of each of these groups, without those that another process took out meanwhile."""
-        lines = [
-            pa.table(
-                {
-                    "uid": batch.column("uid"),
-                    "group_id": batch.column("group_id"),
-                    "tokens": pc.list_value_length(batch.column("response_ids")),
-                    "score": batch.column("score"),
-                }
-            )
-            async for batch in self.rollouts(uids)
-        ]
-        if not lines:
-            return {}
-        sums = [("group_id", "min"), ("uid", "count")]
-        sums += [("tokens", "sum"), ("tokens", "max"), ("score", "mean")]
-        grouped = pa.concat_tables(lines).group_by("uid").aggregate(sums)
-        columns = [grouped.column(name).to_pylist() for name in ("uid", *map("_".join, sums))]
-        return {uid: Digest(*values) for uid, *values in zip(*columns, strict=True)}
+        batches = self.rollouts(uids)
+        return {uid: _digest(group) async for batch in batches for uid, group in read_groups(batch)}
 
     async def group(self, uid: int) -> Sequence[RolloutState]:
         """The rollouts of the group, which was there; ValueError if another process took it out meanwhile."""
@@ -110,6 +95,13 @@ class Digest:
     """Response tokens of the longest rollout."""
     score: float | None
     """Mean over the rollouts that have one."""
+
+
+def _digest(group: Sequence[RolloutState]) -> Digest:
+    tokens = [len(state.response_ids) for state in group]
+    scores = [float(state.reward["score"]) for state in group if state.reward and "score" in state.reward]
+    score = fmean(scores) if scores else None
+    return Digest(str(group[0].group_id), len(group), sum(tokens), max(tokens), score)
 
 
 @asynccontextmanager

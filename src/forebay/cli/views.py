@@ -50,15 +50,6 @@ def number(value: float | None, digits: int = 2) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
 
 
-def size(num_bytes: float) -> str:
-    """`num_bytes` in the unit that fits."""
-    for unit in ("bytes", "KB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} GB"
-
-
 def section(title: str, *content: RenderableType) -> Group:
     """A heading with its content, indented."""
     return Group(Text(f"\n{title}", "bold"), *(Padding(part, (0, 0, 0, 2), expand=False) for part in content))

@@ -1,5 +1,6 @@
 """The board's answers against what was written; requests that it refuses; folders that are damaged."""
 
+import asyncio
 import json
 import math
 import socket
@@ -20,6 +21,8 @@ from forebay.board.folder import MAX_NOTES, RunFolder, hide_secrets
 from forebay.board.rollouts import Rollouts
 from forebay.board.server import ANSWERS, POLICY, Board, make_app
 from forebay.metrics import JsonlSink
+from forebay.runs.record import history as record
+from forebay.runs.record.grams import rows_with
 from forebay.runs.record.history import History, list_parts
 
 
@@ -186,8 +189,11 @@ def test_prompts_bias_timeline_and_comparison(client):
     assert timeline["busy"] == [
         {"stage": "train", "times": 6, "longest_s": pytest.approx(0.5), "busy_s": pytest.approx(3.0)}
     ]
-    compared = ask(client, "compare", other="planted", run_id="planted", step=6, other_step=0)
-    assert {(row["score"], row["other_score"]) for row in compared["prompts"]} == {(0.5, 0.0)}
+    compared = ask(client, "compare", other="planted", step=6, other_step=0)
+    assert {(row["train_step"], row["score"]) for row in compared["here"]} == {(6, 0.5)}
+    assert {(row["train_step"], row["score"]) for row in compared["there"]} == {(0, 0.0)}
+    last = ask(client, "compare", other="planted")
+    assert {row["train_step"] for row in last["here"]} == {6}
 
 
 def test_every_question_has_an_answer_for_a_run_without_a_history(tmp_path):
@@ -196,7 +202,7 @@ def test_every_question_has_an_answer_for_a_run_without_a_history(tmp_path):
     needed = {
         "group": {"group_id": "a"},
         "prompt": {"prompt_hash": "1"},
-        "compare": {"run_id": tmp_path.name},
+        "compare": {"other": tmp_path.name},
     }
     for what in ANSWERS:
         asked = {"run": tmp_path.name, **needed.get(what, {})}
@@ -208,32 +214,41 @@ def test_every_question_has_an_answer_for_a_run_without_a_history(tmp_path):
     board.close()
 
 
-texts = st.text(st.sampled_from("aAbB %_\\'\"().*+?[]{}^$|\n\u00e4"), max_size=6)
+letters = st.sampled_from("aAbB %_\\'\"().*+?[]{}^$|\n\u00e4\u00c4\u00df")
+texts = st.text(letters, max_size=6) | st.text(st.sampled_from("aAbB\u00e4\u00c4"), max_size=9)
 
 
-@given(texts, st.lists(texts, min_size=1, max_size=6))
-@settings(max_examples=30, deadline=None)
-def test_a_text_is_found_wherever_it_is_and_nowhere_else(tmp_path_factory, wanted, responses):
+@given(texts, st.lists(st.text(letters, max_size=20) | texts, min_size=1, max_size=6), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_a_text_is_found_wherever_it_is_and_nowhere_else(tmp_path_factory, wanted, responses, is_indexed):
     folder = tmp_path_factory.mktemp("run")
 
     async def write():
         history = History(folder, limit_bytes=10**9)
-        for number, text in enumerate(responses):
+        for number, text in enumerate([*responses, wanted]):
             group = make_group(number, size=1, text=text)
             group[0].message = []
             history.left([group], "trained", train_step=number)
             history._flush()
         history.close()
 
-    import asyncio
-
-    asyncio.run(write())
+    with pytest.MonkeyPatch.context() as patch:
+        # A row group for each line, and an index of the file that they are put into.
+        patch.setattr(record, "TEXT_BYTES", 0)
+        patch.setattr(record, "LEAST_BYTES", 0 if is_indexed else 10**9)
+        asyncio.run(write())
+    (part,) = list_parts(folder, "rollouts")
+    assert part.path.with_suffix(".grams").exists() == is_indexed
     rollouts = Rollouts(folder)
     found = {row["group_id"] for row in rollouts.search(text=wanted)["rows"]}
+    count = rollouts.count(text=wanted)["rollouts"]
     rollouts.close()
+    assert count == len(found)
     assert found == {
-        f"math/{number}" for number, text in enumerate(responses) if wanted.lower() in text.lower()
+        f"math/{number}" for number, text in enumerate([*responses, wanted]) if wanted.lower() in text.lower()
     }
+    rows = rows_with(part.path, ["nowhere"])
+    assert (rows == []) == is_indexed
 
 
 @pytest.mark.parametrize("text", ["Gr\u00f6\u00dfe", "\u6570\u5b57", 'say "no"', "C:\\n"])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import html
-import json
 import re
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
+
+import msgspec
 
 from forebay.board.server import STATIC, Board
 from forebay.io.durable import write_text
@@ -27,7 +28,7 @@ def write_report(board: Board, path: Path) -> Path:
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     script, style = ((STATIC / name).read_text(encoding="utf-8") for name in ("board.js", "board.css"))
     # Nothing that a model wrote may end the element that holds it.
-    data = json.dumps(answers).replace("<", "\\u003c")
+    data = msgspec.json.encode(answers).decode().replace("<", "\\u003c")
     policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}"><style>{style}</style>'

@@ -5,13 +5,15 @@ It only reads. Files that a run is writing are read up to their last whole line.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import threading
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,10 @@ RUN_FILE, METRICS_FILE, LEDGER_FILE = "run.toml", "metrics.jsonl", "ledger.jsonl
 MAX_DEPTH = 4
 """How far below the named folder runs are looked for."""
 MAX_NOTES = 500
+_TAIL_BYTES = 1 << 16
+"""The last row of the metrics is in the last so many bytes of its file."""
+_CHUNK = 512
+"""Rows that are dicts at once, on their way into columns of a tenth of the size."""
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _WORDS = r"(?:key|token|secret|password|passwd|pass|passphrase|credentials?|auth|authorization)"
@@ -35,10 +41,11 @@ _ALL_SECRET = ("env", "environment", "headers")
 _IN_URL = re.compile(r"(\w+://)[^/\s:@]*:[^/\s@]*@")
 
 Values = dict[str, Any]
+Columns = dict[str, list[Any]]
 
 
 class RunFolder:
-    """One run. Rows of files that only grow are read once."""
+    """One run. Rows of files that only grow are read once, and not before they are asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,8 +60,7 @@ class RunFolder:
         except (OSError, ValueError) as error:
             problem = f"{RUN_FILE} cannot be read: {error}"
         live = self.live()
-        rows = self.metrics()
-        last = rows[-1] if rows else {}
+        last = _last_row(self.folder / METRICS_FILE)
         return {
             "folder": str(self.folder),
             "title": str(config.get("name", self.folder.name)),
@@ -67,22 +73,25 @@ class RunFolder:
             "tasks": [
                 str(task.get("name", "?")) for task in config.get("tasks", []) if isinstance(task, dict)
             ],
-            "removed": self._removed(),
+            "removed": self._json(f"{FOLDER}/{REMOVED_FILE}"),
         }
 
-    def metrics(self) -> list[Values]:
-        """The rows of ``metrics.jsonl``, oldest first."""
-        return self._metrics.read()
+    def metrics(self, names: Collection[str] | None = None, first: int = 0) -> Columns:
+        """The columns `names`, or all, of ``metrics.jsonl`` from the row at `first` on, oldest first.
+
+        A number that a row does not have is None.
+        """
+        return self._metrics.read(names, first)
 
     def notes(self, first: int = -MAX_NOTES) -> list[Values]:
         """Warnings and messages from the one at `first` on, oldest first."""
-        return self._notes.read()[first:]
+        columns = self._notes.read(None, first)
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def live(self) -> Values:
         """The live file, with its age; ``state`` is ``old`` where the run wrote none."""
-        try:
-            values = _decode((self.folder / LIVE_FILE).read_bytes())
-        except (OSError, msgspec.MsgspecError):
+        values = self._json(LIVE_FILE)
+        if values is None:
             return {"state": "old"}
         values["age_s"] = age_s = time.time() - float(values.get("unix_time_s", 0))
         if values.get("state") == "running" and age_s > STALE_S:
@@ -111,9 +120,9 @@ class RunFolder:
         names = (METRICS_FILE, NOTES_FILE, LIVE_FILE, f"{FOLDER}/{REMOVED_FILE}")
         return tuple(_changed_ns(self.folder / name) for name in names)
 
-    def _removed(self) -> Values | None:
+    def _json(self, name: str) -> Values | None:
         try:
-            return _decode((self.folder / FOLDER / REMOVED_FILE).read_bytes())
+            return _decode((self.folder / name).read_bytes())
         except (OSError, msgspec.MsgspecError):
             return None
 
@@ -126,7 +135,7 @@ def find_runs(folders: list[Path]) -> dict[str, Path]:
     """
     found: dict[str, Path] = {}
     for folder in folders:
-        for run in _runs_below(folder, MAX_DEPTH):
+        for run in _runs_below(folder):
             relative = run.name if run == folder else str(run.relative_to(folder))
             name, number = relative, 2
             while name in found and found[name].resolve() != run.resolve():
@@ -135,22 +144,19 @@ def find_runs(folders: list[Path]) -> dict[str, Path]:
     return found
 
 
-def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
-    if (folder / RUN_FILE).is_file():
-        yield folder
-    elif depth:
-        try:
-            below = sorted(path for path in folder.iterdir() if path.is_dir())
-        except OSError:
-            return
-        for path in below:
-            # An earlier run that is being replaced, a virtual environment, ...
-            if not path.name.startswith((".", "__")) and not path.name.endswith(".old"):
-                yield from _runs_below(path, depth - 1)
+def _runs_below(folder: Path) -> Iterator[Path]:
+    for name, below, files in os.walk(folder):
+        path = Path(name)
+        if RUN_FILE in files:
+            yield path
+        if RUN_FILE in files or len(path.relative_to(folder).parts) == MAX_DEPTH:
+            below.clear()
+        # An earlier run that is being replaced, a virtual environment, ...
+        below[:] = sorted(name for name in below if not name.startswith((".", "__")) and name[-4:] != ".old")
 
 
 class _Lines:
-    """The JSON objects of a file that grows; damaged lines are passed over. Safe for several threads.
+    """The JSON objects of a file that grows, as columns; damaged lines are passed over. Safe in threads.
 
     The last line is read again each time: the run writes an evaluation into the row of its step.
     """
@@ -158,38 +164,65 @@ class _Lines:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._rows: list[Values] = []
+        self._columns: Columns = {}
+        self._num_rows = 0
         """Of the lines before `_end`, where the last whole line begins."""
         self._end = 0
         self._inode = 0
 
-    def read(self) -> list[Values]:
+    def read(self, names: Collection[str] | None, first: int) -> Columns:
         with self._lock:
             try:
-                with self._path.open("rb") as file:
-                    stat = os.fstat(file.fileno())
-                    if stat.st_ino != self._inode or stat.st_size < self._end:
-                        # Rewritten by a resume: from the start.
-                        self._rows, self._end, self._inode = [], 0, stat.st_ino
-                    file.seek(self._end)
-                    data = file.read()
+                self._go_on()
             except OSError:
-                return []
-            last = data.rfind(b"\n") + 1
-            before_last = data.rfind(b"\n", 0, max(0, last - 1)) + 1
-            self._rows += _rows_of(data[:before_last])
-            self._end += before_last
-            return self._rows + _rows_of(data[before_last:last])
+                return {}
+            columns = self._columns.items()
+            return {name: values[first:] for name, values in columns if names is None or name in names}
+
+    def _go_on(self) -> None:
+        with self._path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            if stat.st_ino != self._inode or stat.st_size < self._end:
+                # Rewritten by a resume: from the start.
+                self._columns, self._num_rows, self._end, self._inode = {}, 0, 0, stat.st_ino
+            file.seek(self._end)
+            data = file.read()
+        last = data.rfind(b"\n") + 1
+        before_last = data.rfind(b"\n", 0, max(0, last - 1)) + 1
+        for values in self._columns.values():
+            del values[self._num_rows :]
+        self._num_rows = self._append(data[:before_last])
+        self._end += before_last
+        self._append(data[before_last:last])
+
+    def _append(self, data: bytes) -> int:
+        """Append these lines; the number of rows that are there now."""
+        lines, num_rows = io.BytesIO(data), self._num_rows
+        while some := list(islice(lines, _CHUNK)):
+            rows = list(_rows_of(some))
+            for name in dict.fromkeys([*self._columns, *(name for row in rows for name in row)]):
+                self._columns.setdefault(name, [None] * num_rows).extend(row.get(name) for row in rows)
+            num_rows += len(rows)
+        return num_rows
 
 
-def _rows_of(lines: bytes) -> list[Values]:
-    rows = []
-    for line in lines.splitlines():
+def _rows_of(lines: list[bytes]) -> Iterator[Values]:
+    for line in lines:
         try:
-            rows.append(_decode(line))
+            yield _decode(line)
         except msgspec.MsgspecError:
             continue
-    return rows
+
+
+def _last_row(path: Path) -> Values:
+    """The last whole row of a file, of which no more than its end is read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return {}
+    return next(_rows_of(lines[::-1]), {})
 
 
 def hide_secrets(value: Any, name: str = "", every: bool = False) -> Any:
@@ -200,21 +233,16 @@ def hide_secrets(value: Any, name: str = "", every: bool = False) -> Any:
     >>> hide_secrets({"arguments": ["--api-key", "abc", "--hf-token=abc"], "env": {"A": "abc"}})
     {'arguments': ['--api-key', '(hidden)', '--hf-token=(hidden)'], 'env': {'A': '(hidden)'}}
     """
+    every = every or (name.lower() in _ALL_SECRET and not isinstance(value, str))
     if isinstance(value, dict):
-        every = every or name.lower() in _ALL_SECRET
         return {key: hide_secrets(item, str(key), every) for key, item in value.items()}
     if isinstance(value, list):
-        every = every or name.lower() in _ALL_SECRET
         # The value of an option is the next item.
         names = [str(item) if str(item).startswith("-") else name for item in ["", *value]]
         return [hide_secrets(item, option, every) for item, option in zip(value, names, strict=False)]
-    if every and value:
+    if value and (every or (isinstance(value, str) and _SECRET.search(name))):
         return "(hidden)"
-    if isinstance(value, str):
-        if value and _SECRET.search(name):
-            return "(hidden)"
-        return _GIVEN.sub(r"\1(hidden)", _IN_URL.sub(r"\1(hidden)@", value))
-    return value
+    return _GIVEN.sub(r"\1(hidden)", _IN_URL.sub(r"\1(hidden)@", value)) if isinstance(value, str) else value
 
 
 def _changed_ns(path: Path) -> int:

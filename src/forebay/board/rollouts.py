@@ -11,7 +11,6 @@ group or a rollout that is asked for comes whole.
 from __future__ import annotations
 
 import json
-import math
 import re
 import tempfile
 import threading
@@ -19,11 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
 from forebay.extras import needed_by
 from forebay.runs.record.columns import DOCUMENTS, NUMBERS, TEXTS, TOKENS
+from forebay.runs.record.grams import SEARCHED, rows_with
 from forebay.runs.record.history import ROLLOUTS, SPANS, Part, list_parts
 
 with needed_by("forebay board"):
@@ -36,15 +33,18 @@ PREVIEW = 280
 """Characters of a prompt or response in a list: some three lines on the page."""
 MAX_ROWS = 500
 """Lines of one answer; a page shows far fewer."""
-MEMORY = "200MB"
+MEMORY = "128MB"
 """Of DuckDB, for all questions together; what needs more goes through a temporary file."""
 NUM_THREADS = 4
-"""Of DuckDB: a run may need the other cores of the machine."""
+"""Of DuckDB: a run may need the other cores of the machine, and each thread takes memory."""
 MAX_SPANS = 1500
 """Activities of one stage in a timeline; more cannot be told apart on a screen, and are counted instead."""
 NUM_BUCKETS = 400
+NUM_BINS = 24
 
-LISTED = (*TEXTS, *NUMBERS)
+# A browser's numbers have 53 bits.
+LISTED = (*TEXTS, *(name for name in NUMBERS if name != "prompt_hash"), "prompt_hash::VARCHAR AS prompt_hash")
+_CUT = ", ".join(f"left({name}, {PREVIEW}) AS {name}" for name in ("prompt", "response", "truth", "error"))
 SPAN = "start_s, end_s, stage, name, task, group_id, note"
 
 
@@ -89,19 +89,18 @@ class Rollouts:
         limit = min(max(limit, 1), MAX_ROWS)
 
         def ask(cursor: duckdb.DuckDBPyConnection, parts: list[Part]) -> dict[str, Any]:
-            found: list[tuple[str, int]] = []
+            rows: list[Row] = []
             wanted = max(offset, 0) + limit + 1
             # The newest first, and no further than needed. Other orders have to see everything.
             for some in _newest_first(parts) if order == "newest" else [parts]:
-                found += cursor.execute(
-                    f"SELECT filename, file_row_number FROM {_source(ROLLOUTS, some)} WHERE {condition} "
-                    f"ORDER BY {ORDERS[order]} LIMIT ?",
-                    [*values, wanted - len(found)],
-                ).fetchall()
-                if len(found) >= wanted:
+                query = (
+                    f"SELECT {', '.join(LISTED)}, {_CUT} FROM {_source(ROLLOUTS, some, _spellings(text))} "
+                    f"WHERE {condition} ORDER BY {ORDERS[order]} LIMIT ?"
+                )
+                rows += _rows(cursor, query, [*values, wanted - len(rows)])
+                if len(rows) >= wanted:
                     break
-            rows = _previews(cursor, found[max(offset, 0) :][:limit])
-            return {"rows": rows, "more": len(found) >= wanted}
+            return {"rows": rows[max(offset, 0) :][:limit], "more": len(rows) >= wanted}
 
         return self._ask(ROLLOUTS, ask, {"rows": [], "more": False})
 
@@ -109,11 +108,12 @@ class Rollouts:
         """How many rollouts `search` would find, and their mean score, length and outcomes."""
         condition, values = _conditions(text, where)
 
-        def ask(cursor: duckdb.DuckDBPyConnection, _: list[Part]) -> dict[str, Any]:
+        def ask(cursor: duckdb.DuckDBPyConnection, parts: list[Part]) -> dict[str, Any]:
             return _rows(
                 cursor,
                 "SELECT count(*) AS rollouts, count(DISTINCT group_id) AS groups, avg(score) AS score, "
-                f"avg(num_tokens) AS num_tokens FROM rollouts WHERE {condition}",
+                "avg(num_tokens) AS num_tokens "
+                f"FROM {_source(ROLLOUTS, parts, _spellings(text))} WHERE {condition}",
                 values,
             )[0]
 
@@ -139,14 +139,14 @@ class Rollouts:
         columns = ", ".join(
             (*LISTED, "prompt", "response", "conversation", "reward", "truth", "facts", "error")
         )
-        query = f"SELECT {columns} FROM rollouts WHERE group_id = ? ORDER BY time_s, member LIMIT {MAX_ROWS}"
-        return self._ask(ROLLOUTS, lambda cursor, _: _rows(cursor, query, [group_id]), [])
+        return self._lines(
+            f"SELECT {columns} FROM rollouts WHERE group_id = ? ORDER BY time_s, member", group_id
+        )
 
     def rollout(self, rollout_id: str) -> list[Row]:
         """Everything of a rollout, tokens too; a line for each time that its group left the run."""
         columns = ", ".join((*LISTED, *DOCUMENTS, *TOKENS))
-        query = f"SELECT {columns} FROM rollouts WHERE rollout_id = ? ORDER BY time_s LIMIT {MAX_ROWS}"
-        return self._ask(ROLLOUTS, lambda cursor, _: _rows(cursor, query, [rollout_id]), [])
+        return self._lines(f"SELECT {columns} FROM rollouts WHERE rollout_id = ? ORDER BY time_s", rollout_id)
 
     def prompts(
         self, *, order: str = "hardest", task: str = "", limit: int = 50, offset: int = 0
@@ -186,62 +186,48 @@ class Rollouts:
         except ValueError:
             raise ValueError(f"a prompt's number is expected, got {prompt_hash!r}") from None
         columns = ", ".join((*LISTED, "prompt", "response", "truth"))
-        order = f"ORDER BY train_step, member LIMIT {MAX_ROWS}"
-        query = f"SELECT {columns} FROM rollouts WHERE prompt_hash = ? {order}"
-        return self._ask(ROLLOUTS, lambda cursor, _: _rows(cursor, query, [number]), [])
+        query = f"SELECT {columns} FROM rollouts WHERE prompt_hash = ? ORDER BY train_step, member"
+        return self._lines(query, number)
 
-    def bias(self) -> dict[str, list[Row]]:
-        """Dropped against trained rollouts, by task: length, time, score; and the spread of staleness.
+    def bias(self) -> dict[str, Any]:
+        """Dropped against trained rollouts, by task: length, time, score, how often their prompt was solved.
 
         ``staleness`` has the trained rollouts by their age: a bound of n would have dropped those of more.
+        ``spread`` has, for each of `SPREAD`, both outcomes in `NUM_BINS` parts of the range.
         """
 
-        def ask(cursor: duckdb.DuckDBPyConnection, _: list[Part]) -> dict[str, list[Row]]:
-            outcomes = "outcome IN ('trained', 'dropped')"
-            means = _rows(
-                cursor,
-                f"SELECT task, outcome, reason, count(*) AS rollouts, avg(num_tokens) AS num_tokens, "
-                f"stddev_samp(num_tokens) AS num_tokens_spread, "
-                f"quantile_cont(num_tokens, 0.9) AS num_tokens_90, avg(generate_s) AS generate_s, "
-                f"avg(score) AS score, "
-                f"stddev_samp(score) AS score_spread "
-                f"FROM rollouts WHERE {outcomes} GROUP BY ALL ORDER BY task, outcome DESC, rollouts DESC",
-            )
-            lengths = _rows(
-                cursor,
-                "WITH most AS (SELECT greatest(quantile_cont(num_tokens, 0.99), 1) AS tokens FROM rollouts) "
-                "SELECT outcome, least(floor(num_tokens * 24 / tokens), 24)::INT AS bin, "
-                f"any_value(tokens) / 24 AS width, count(*) AS rollouts FROM rollouts, most WHERE {outcomes} "
-                "GROUP BY outcome, bin ORDER BY outcome, bin",
-            )
-            staleness = _rows(
-                cursor,
-                "SELECT task, staleness, count(*) AS rollouts, avg(num_tokens) AS num_tokens, "
-                "avg(score) AS score FROM rollouts WHERE outcome = 'trained' "
-                "GROUP BY task, staleness ORDER BY task, staleness",
-            )
-            return {"means": means, "lengths": lengths, "staleness": staleness}
+        def ask(cursor: duckdb.DuckDBPyConnection, _: list[Part]) -> dict[str, Any]:
+            cursor.execute(_SEEN)
+            measured = (*SPREAD, "score")
+            means = ", ".join(f"avg({name}) AS {name}" for name in measured)
+            deviations = ", ".join(f"stddev_samp({name}) AS {name}_spread" for name in measured)
+            return {
+                "means": _rows(
+                    cursor,
+                    f"SELECT task, outcome, reason, count(*) AS rollouts, {means}, {deviations}, "
+                    "quantile_cont(num_tokens, 0.9) AS num_tokens_90 "
+                    "FROM seen GROUP BY ALL ORDER BY task, outcome DESC, rollouts DESC",
+                ),
+                "spread": {name: _rows(cursor, _BINS.format(name=name)) for name in SPREAD},
+                "staleness": _rows(
+                    cursor,
+                    f"SELECT task, staleness, count(*) AS rollouts, {means} FROM seen "
+                    "WHERE outcome = 'trained' GROUP BY task, staleness ORDER BY task, staleness",
+                ),
+            }
 
-        return self._ask(ROLLOUTS, ask, {"means": [], "lengths": [], "staleness": []})
+        return self._ask(ROLLOUTS, ask, {"means": [], "spread": {}, "staleness": []})
 
-    def evaluated(self, train_step: int | None = None) -> tuple[int | None, dict[str, Row]]:
-        """The step of an evaluation, by default the last; by prompt, the mean score and an example."""
+    def evaluated(self, train_step: int | None = None) -> list[Row]:
+        """An evaluation, by default the last; for each prompt the step, the mean score and an example."""
         query = (
-            "SELECT prompt_hash::VARCHAR AS prompt_hash, any_value(task) AS task, "
-            "any_value(prompt) AS prompt, avg(score) AS score, any_value(response) AS response, "
-            "any_value(rollout_id) AS rollout_id FROM rollouts "
-            "WHERE outcome = 'evaluated' AND train_step = ? GROUP BY prompt_hash"
+            "SELECT prompt_hash::VARCHAR AS prompt_hash, any_value(train_step) AS train_step, "
+            "any_value(task) AS task, any_value(prompt) AS prompt, avg(score) AS score, "
+            "any_value(response) AS response, any_value(rollout_id) AS rollout_id FROM rollouts "
+            "WHERE outcome = 'evaluated' AND train_step = coalesce(?, "
+            "(SELECT max(train_step) FROM rollouts WHERE outcome = 'evaluated')) GROUP BY prompt_hash"
         )
-
-        def ask(cursor: duckdb.DuckDBPyConnection, _: list[Part]) -> tuple[int | None, dict[str, Row]]:
-            step = train_step
-            if step is None:
-                last = "SELECT max(train_step) AS step FROM rollouts WHERE outcome = 'evaluated'"
-                step = _rows(cursor, last)[0]["step"]
-            return step, {row["prompt_hash"]: row for row in _rows(cursor, query, [step])}
-
-        nothing: tuple[int | None, dict[str, Row]] = (None, {})
-        return self._ask(ROLLOUTS, ask, nothing)
+        return self._ask(ROLLOUTS, lambda cursor, _: _rows(cursor, query, [train_step]), list[Row]())
 
     def timeline(self, start_s: float | None = None, end_s: float | None = None) -> dict[str, Any]:
         """The activities between two unix times, by default of the last two minutes; and when all were.
@@ -264,15 +250,23 @@ class Rollouts:
                 [start, end, crowded],
             )
             answer = {"from_s": start, "to_s": end, "whole": whole, "busy": busy, "spans": spans}
-            return {**answer, "crowded": {stage: _density(cursor, stage, start, end) for stage in crowded}}
+            width = (end - start) / NUM_BUCKETS
+            found = cursor.execute(_CROWD, {"from": start, "to": end, "width": width, "stages": crowded})
+            counts: dict[str, list[float]] = {stage: [0.0] * NUM_BUCKETS for stage in crowded}
+            for stage, bucket, count in found.fetchall():
+                counts[stage][bucket] = count
+            return {**answer, "crowded": counts}
 
         nothing: dict[str, Any] = {"from_s": None, "spans": [], "busy": [], "crowded": {}}
         return self._ask(SPANS, ask, nothing)
 
     def spans_of(self, names: Sequence[str]) -> list[Row]:
         """The activities that are named after these rollouts or groups."""
-        query = f"SELECT {SPAN} FROM spans WHERE list_contains(?, name) ORDER BY start_s LIMIT {MAX_ROWS}"
-        return self._ask(SPANS, lambda cursor, _: _rows(cursor, query, [list(names)]), [])
+        query = f"SELECT {SPAN} FROM spans WHERE list_contains(?, name) ORDER BY start_s"
+        return self._lines(query, list(names), kind=SPANS)
+
+    def _lines(self, query: str, *values: Any, kind: str = ROLLOUTS) -> list[Row]:
+        return self._ask(kind, lambda cursor, _: _rows(cursor, f"{query} LIMIT {MAX_ROWS}", values), [])
 
     def _ask(
         self, kind: str, ask: Callable[[duckdb.DuckDBPyConnection, list[Part]], Answer], nothing: Answer
@@ -338,21 +332,45 @@ def _is_damaged(path: Path) -> bool:
     return False
 
 
-def _source(kind: str, parts: Sequence[Part]) -> str:
-    """All lines of these files that count: those that count up to one train step are read together."""
-    files: dict[int | None, list[str]] = {}
+def _source(kind: str, parts: Sequence[Part], texts: Sequence[str] = ()) -> str:
+    """All lines of these files that count, and that may hold one of `texts`.
+
+    Files with the same conditions are read together.
+    """
+    files: dict[str, list[str]] = {}
     for part in parts:
-        files.setdefault(part.until, []).append(str(part.path).replace("'", "''"))
-    selects = []
-    for until, paths in files.items():
-        listed = ", ".join(f"'{path}'" for path in paths)
         # Activities that were undone did happen.
-        where = "" if until is None or kind == SPANS else f" WHERE train_step <= {until}"
+        counts = "true" if part.until is None or kind == SPANS else f"train_step <= {part.until}"
+        rows = rows_with(part.path, texts) if texts else None
+        if rows is not None:
+            between = [f"file_row_number BETWEEN {first} AND {last}" for first, last in rows]
+            counts += f" AND ({' OR '.join(between) or 'false'})"
+        files.setdefault(counts, []).append(str(part.path).replace("'", "''"))
+    selects = []
+    for counts, paths in files.items():
+        listed = ", ".join(f"'{path}'" for path in paths)
         read = f"read_parquet([{listed}], union_by_name = true, filename = true, file_row_number = true)"
-        selects.append(f"SELECT * FROM {read}{where}")
+        selects.append(f"SELECT * FROM {read} WHERE {counts}")
     return f"({' UNION ALL BY NAME '.join(selects)})"
 
 
+SPREAD = ("num_tokens", "generate_s", "solved")
+_SEEN = """
+CREATE TEMP TABLE seen AS
+WITH prompts AS (SELECT prompt_hash, avg(score)::FLOAT AS solved FROM rollouts GROUP BY prompt_hash)
+SELECT task, outcome, reason, staleness, num_tokens, generate_s, score::FLOAT AS score, solved
+FROM rollouts JOIN prompts USING (prompt_hash) WHERE outcome IN ('trained', 'dropped')
+"""
+"""``solved``: the mean score of all tries of the rollout's prompt, so how easy it is."""
+_BINS = f"""
+WITH most AS (
+  SELECT min({{name}}) AS low,
+    greatest(quantile_cont({{name}}, 0.99) - min({{name}}), 1e-9) / {NUM_BINS} AS width FROM seen
+)
+SELECT outcome, least(floor(({{name}} - low) / width), {NUM_BINS})::INT AS bin, any_value(low) AS low,
+  any_value(width) AS width, count(*) AS rollouts
+FROM seen, most WHERE {{name}} IS NOT NULL GROUP BY outcome, bin ORDER BY outcome, bin
+"""
 _BUSY = """
 WITH shown AS (
   SELECT stage, greatest(start_s, ?) AS first, least(end_s, ?) AS last FROM spans
@@ -369,22 +387,18 @@ FROM ordered GROUP BY stage ORDER BY stage
 """Seconds in which anything of a stage was going on: what overlaps counts once."""
 
 
-def _density(cursor: duckdb.DuckDBPyConnection, stage: str, start_s: float, end_s: float) -> list[float]:
-    """How many activities of the stage were going on at once, in the mean of each part of the time."""
-    query = "SELECT start_s, end_s FROM spans WHERE stage = ? AND end_s >= ? AND start_s <= ?"
-    found = cursor.execute(query, [stage, start_s, end_s]).fetchnumpy()
-    edges = np.linspace(start_s, end_s, NUM_BUCKETS + 1)
-    # Busy seconds up to each edge: of activities that began before it, less what lies after it.
-    begun, ended = (np.sort(np.asarray(found[name], float)) for name in ("start_s", "end_s"))
-
-    def before(times: NDArray[np.float64]) -> NDArray[np.float64]:
-        sums = np.concatenate([[0.0], np.cumsum(times)])
-        count = np.searchsorted(times, edges)
-        passed: NDArray[np.float64] = count * edges - sums[count]
-        return passed
-
-    seconds = np.diff(before(begun) - before(ended))
-    return [float(value) for value in np.round(seconds / ((end_s - start_s) / NUM_BUCKETS), 2)]
+_CROWD = f"""
+WITH cut AS (
+  SELECT stage, (greatest(start_s, $from) - $from) / $width AS first,
+    (least(end_s, $to) - $from) / $width AS last
+  FROM spans WHERE end_s >= $from AND start_s <= $to AND list_contains($stages, stage)
+), parts AS (
+  SELECT *, unnest(range(least(floor(first), {NUM_BUCKETS - 1})::INT, ceil(last)::INT)) AS bucket FROM cut
+)
+SELECT stage, bucket, round(sum(least(last, bucket + 1) - greatest(first, bucket)), 2)
+FROM parts GROUP BY stage, bucket
+"""
+"""How many activities were going on at once, in the mean of each part of the time."""
 
 
 def _newest_first(parts: list[Part]) -> Iterator[list[Part]]:
@@ -395,35 +409,19 @@ def _newest_first(parts: list[Part]) -> Iterator[list[Part]]:
         end, size = end - size, 4 * size
 
 
-def _previews(cursor: duckdb.DuckDBPyConnection, places: Sequence[tuple[str, int]]) -> list[Row]:
-    """The lines at these places, in their order: texts are read for them alone."""
-    found: dict[tuple[str, int], Row] = {}
-    for path in dict.fromkeys(path for path, _ in places):
-        numbers = [number for other, number in places if other == path]
-        texts = ("prompt", "response", "truth", "error")
-        cut = ", ".join(f"left({name}, {PREVIEW}) AS {name}" for name in texts)
-        rows = _rows(
-            cursor,
-            f"SELECT {', '.join(LISTED)}, {cut}, file_row_number FROM "
-            "read_parquet(?, file_row_number = true) WHERE list_contains(?, file_row_number)",
-            [path, numbers],
-        )
-        found |= {(path, row.pop("file_row_number")): row for row in rows}
-    return [found[place] for place in places]
+def _spellings(text: str) -> list[str]:
+    """`text`, and as a conversation has it: in JSON, in earlier histories of ASCII only."""
+    return [text, *(json.dumps(text, ensure_ascii=only)[1:-1] for only in (False, True))] if text else []
 
 
 def _conditions(text: str, where: Mapping[str, str]) -> tuple[str, list[Any]]:
     conditions, values = ["true"], list[Any]()
     if text:
         # DuckDB's own search without regard to case takes twice the time of this.
-        searched = ("response", "prompt", "error", "conversation")
+        *plain, _ = searched = SEARCHED
         conditions.append(f"({' OR '.join(f'regexp_matches({name}, ?)' for name in searched)})")
-        # A conversation is JSON, in earlier histories of ASCII only.
-        quoted = dict.fromkeys(
-            json.dumps(text, ensure_ascii=ascii_only)[1:-1] for ascii_only in (False, True)
-        )
-        values += [f"(?i){re.escape(text)}"] * 3
-        values.append(f"(?i){'|'.join(map(re.escape, quoted))}")
+        values += [f"(?i){re.escape(text)}"] * len(plain)
+        values.append(f"(?i){'|'.join(map(re.escape, dict.fromkeys(_spellings(text)[1:])))}")
     for name, given in where.items():
         column, _, side = name.rpartition("_")
         if name in EQUALS:
@@ -445,21 +443,6 @@ def _conditions(text: str, where: Mapping[str, str]) -> tuple[str, list[Any]]:
 
 
 def _rows(cursor: duckdb.DuckDBPyConnection, query: str, values: Sequence[Any] = ()) -> list[Row]:
-    """The lines of the result; a number that JSON does not have is None."""
     result = cursor.execute(query, list(values))
     names = [column[0] for column in result.description or ()]
-    return [
-        {name: _plain(name, value) for name, value in zip(names, line, strict=True)}
-        for line in result.fetchall()
-    ]
-
-
-def _plain(name: str, value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if name == "prompt_hash" and value is not None:
-        # A browser's numbers have 53 bits.
-        return str(value)
-    if isinstance(value, list) and name in TOKENS:
-        return [_plain("", item) for item in value]
-    return value
+    return [dict(zip(names, line, strict=True)) for line in result.fetchall()]

@@ -17,23 +17,10 @@ def pieces_of(folder: Path, token_ids: list[int]) -> list[str] | None:
     found = _find(folder)
     if found is None:
         return None
-    tokenizer = _load(found, found.stat().st_mtime_ns)
-    pieces, shown, start = [], "", 0
-    for end in range(1, len(token_ids) + 1):
-        text = tokenizer.decode(token_ids[start:end], skip_special_tokens=False)
-        if text.endswith("\ufffd"):
-            pieces.append("")
-            continue
-        pieces.append(text[len(shown) :])
-        shown = text
-        # Decoders look a few tokens back (a space before a word); more would make long rollouts quadratic.
-        if end - start >= _WINDOW:
-            start = end - _OVERLAP
-            shown = tokenizer.decode(token_ids[start:end], skip_special_tokens=False)
-    return pieces
+    from tokenizers.decoders import DecodeStream
 
-
-_WINDOW, _OVERLAP = 32, 8
+    tokenizer, stream = _load(found, found.stat().st_mtime_ns), DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer, token_id) or "" for token_id in token_ids]
 
 
 def _find(folder: Path) -> Path | None:

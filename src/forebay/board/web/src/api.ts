@@ -16,7 +16,9 @@ export interface RunSummary {
 export interface Overview {
   facts: Row;
   notes: Row[];
+  /** Some columns; `names` has those of all. */
   metrics: Columns;
+  names: string[];
   live: Row;
 }
 
@@ -32,6 +34,8 @@ export async function ask<T = any>(what: string, given: Record<string, unknown> 
   for (const [name, value] of Object.entries(given)) {
     if (value !== undefined && value !== null && value !== "") asked.set(name, String(value));
   }
+  // A report has all columns.
+  if (answers) asked.delete("names");
   asked.sort();
   const address = `${what}?${asked}`;
   if (answers) {

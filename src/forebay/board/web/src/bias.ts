@@ -1,86 +1,121 @@
 import { ask, type Row } from "./api";
-import { h, number, percent, show, svg, table } from "./dom";
+import { duration, h, number, percent, show, svg, table } from "./dom";
 import { address } from "./place";
 
-const WIDTH = 640;
-const HEIGHT = 180;
+const WIDTH = 620;
+const HEIGHT = 200;
+
+interface Found {
+  means: Row[];
+  spread: Record<string, Row[]>;
+  staleness: Row[];
+}
+
+const SPREADS: [name: string, title: string, unit: string][] = [
+  ["num_tokens", "By length", "tokens"],
+  ["generate_s", "By time to generate and judge", "seconds"],
+  ["solved", "By difficulty: the mean score of all tries of a rollout's prompt", "mean score (left: hard)"],
+];
 
 /** What was dropped against what was trained, and what a shorter bound of staleness would have dropped. */
 export async function bias(root: HTMLElement, run: string): Promise<() => void> {
-  const found = await ask<Record<string, Row[]>>("bias", { run });
+  const found = await ask<Found>("bias", { run });
   if (!found.means.length) {
     show(root, h("p", { class: "empty" }, "No rollout has left this run yet."));
     return () => undefined;
   }
   show(
     root,
-    h("p", {}, ...verdict(found.means)),
+    h("div", {}, ...verdict(found.means)),
     h("section", {}, h("h2", {}, "By outcome"), means(found.means, run)),
-    h("section", {}, h("h2", {}, "Length of trained and dropped rollouts"), histogram(found.lengths)),
-    h("section", {}, h("h2", {}, "A shorter bound would have dropped"), staleness(found.staleness)),
+    h("div", { class: "columns" }, ...SPREADS.map(([name, title, unit]) => h("section", {}, h("h2", {}, title), histogram(found.spread[name] ?? [], unit, title)))),
+    h("section", {}, h("h2", {}, "What a shorter staleness bound would have dropped"), staleness(found.staleness)),
   );
   return () => undefined;
 }
 
-function verdict(rows: Row[]): string[] {
-  const total = (outcome: string) => rows.filter((row) => row.outcome === outcome).reduce((sum, row) => sum + row.rollouts, 0);
-  const dropped = total("dropped");
-  if (!dropped) return ["Nothing was dropped: every rollout that left was trained."];
-  const mean = (outcome: string, name: string) => {
-    const known = rows.filter((row) => row.outcome === outcome && row[name] !== null);
-    const count = known.reduce((sum, row) => sum + row.rollouts, 0);
-    return count ? known.reduce((sum, row) => sum + row.rollouts * row[name], 0) / count : null;
-  };
-  const lines = [`${number(dropped)} rollouts were dropped, ${percent(dropped / (dropped + total("trained")))} of those that left. `];
-  const lengths = [mean("dropped", "num_tokens"), mean("trained", "num_tokens")];
-  if (lengths[0] && lengths[1]) lines.push(`They have ${number(lengths[0])} tokens on average; the trained ones ${number(lengths[1])} (${number(lengths[0] / lengths[1], 2)} times). `);
-  const scores = [mean("dropped", "score"), mean("trained", "score")];
-  if (scores[0] !== null && scores[1] !== null) lines.push(`Their mean score is ${number(scores[0])} against ${number(scores[1])}.`);
-  return lines;
+interface Sum {
+  count: number;
+  mean: number;
+  /** Of the mean. */
+  error: number;
 }
+
+/** Mean and standard error over the lines of a table, each with its own mean and spread. */
+function sum(rows: Row[], name: string): Sum | null {
+  const known = rows.filter((row) => row[name] !== null && row[name] !== undefined);
+  const count = known.reduce((total, row) => total + row.rollouts, 0);
+  if (!count) return null;
+  const mean = known.reduce((total, row) => total + row.rollouts * row[name], 0) / count;
+  const square = known.reduce((total, row) => total + row.rollouts * ((row[`${name}_spread`] ?? 0) ** 2 + (row[name] - mean) ** 2), 0) / count;
+  return { count, mean, error: Math.sqrt(square / count) };
+}
+
+function verdict(rows: Row[]): HTMLElement[] {
+  const of = (outcome: string) => rows.filter((row) => row.outcome === outcome);
+  const total = (outcome: string) => of(outcome).reduce((count, row) => count + row.rollouts, 0);
+  const dropped = total("dropped");
+  if (!dropped) return [h("p", { class: "verdict" }, "Nothing was dropped: every rollout that left was trained.")];
+  const reasons = new Map<string, number>();
+  for (const row of of("dropped")) reasons.set(row.reason, (reasons.get(row.reason) ?? 0) + row.rollouts);
+  const why = [...reasons].sort((a, b) => b[1] - a[1]).map(([reason, count]) => `${number(count)} ${reason}`).join(", ");
+  const lines: [string, string, string][] = [["num_tokens", "longer", "shorter"], ["generate_s", "slower", "faster"], ["score", "better", "worse"], ["solved", "of easier prompts", "of harder prompts"]];
+  const words = lines.flatMap(([name, more, less]) => {
+    const [ours, theirs] = [sum(of("dropped"), name), sum(of("trained"), name)];
+    if (!ours || !theirs) return [];
+    const by = ours.mean - theirs.mean;
+    // Rollouts of a group are alike, so three errors of independent ones are asked for.
+    const sure = Math.abs(by) > 3 * Math.hypot(ours.error, theirs.error);
+    return [h("li", {}, h("strong", {}, sure ? (by > 0 ? more : less) : `neither ${more} nor ${less}`), `: ${UNITS[name](ours.mean)} on average against ${UNITS[name](theirs.mean)} of the trained`)];
+  });
+  return [h("p", { class: "verdict" }, `${number(dropped)} rollouts were dropped, ${percent(dropped / (dropped + total("trained")))} of those that left (${why}). Against the trained ones they are`), h("ul", {}, ...words)];
+}
+
+const UNITS: Record<string, (value: number) => string> = {
+  num_tokens: (value) => `${number(value)} tokens`,
+  generate_s: (value) => duration(value),
+  score: (value) => `score ${number(value)}`,
+  solved: (value) => `prompts with a mean score of ${number(value)}`,
+};
 
 function means(rows: Row[], run: string): HTMLElement {
   return table(
-    ["task", "outcome", "why", "rollouts", "tokens", "9 of 10 below", "score", "seconds to generate"],
-    rows.map((row) => [row.task, h("a", { href: address("rollouts", run, { task: row.task, outcome: row.outcome, reason: row.reason }) }, row.outcome), row.reason, number(row.rollouts), number(row.num_tokens), number(row.num_tokens_90), number(row.score), number(row.generate_s)]),
-    { numbers: [3, 4, 5, 6, 7], label: "Rollouts by outcome" },
+    ["task", "outcome", "why", "rollouts", "tokens", "9 of 10 below", "seconds", "score", "score of their prompts"],
+    rows.map((row) => [row.task, h("a", { href: address("rollouts", run, { task: row.task, outcome: row.outcome, reason: row.reason }) }, row.outcome), row.reason, number(row.rollouts), number(row.num_tokens), number(row.num_tokens_90), number(row.generate_s), number(row.score), number(row.solved)]),
+    { numbers: [3, 4, 5, 6, 7, 8], label: "Rollouts by outcome" },
   );
 }
 
-function histogram(rows: Row[]): HTMLElement {
+function histogram(rows: Row[], unit: string, title: string): HTMLElement {
+  if (!rows.length) return h("p", { class: "dim" }, "Nothing is known.");
   const outcomes = ["trained", "dropped"].filter((outcome) => rows.some((row) => row.outcome === outcome));
-  const totals = new Map(outcomes.map((outcome) => [outcome, rows.filter((row) => row.outcome === outcome).reduce((sum, row) => sum + row.rollouts, 0)]));
+  const totals = new Map(outcomes.map((outcome) => [outcome, rows.filter((row) => row.outcome === outcome).reduce((total, row) => total + row.rollouts, 0)]));
   const share = (row: Row) => row.rollouts / (totals.get(row.outcome) as number);
   const most = Math.max(...rows.map(share));
   const width = WIDTH / 25;
+  const { low, width: step } = rows[0];
   const bars = rows.map((row) => {
     const at = outcomes.indexOf(row.outcome);
     const tall = (share(row) / most) * (HEIGHT - 10);
     const bar = svg("rect", { x: row.bin * width + 2 + (at * (width - 4)) / outcomes.length, y: HEIGHT - tall, width: (width - 5) / outcomes.length, height: tall, class: `fill-${row.outcome}` });
-    bar.append(svg("title", {}, `${row.outcome}, ${number(row.bin * row.width)} tokens and more: ${number(row.rollouts)}`));
+    bar.append(svg("title", {}, `${row.outcome}, from ${number(low + row.bin * step)} ${unit}: ${number(row.rollouts)}`));
     return bar;
   });
-  const step = rows[0]?.width ?? 1;
-  const labels = [0, 6, 12, 18, 24].map((bin) => svg("text", { x: bin * width, y: HEIGHT + 16, class: "tick" }, `${number(Math.round(bin * step))}${bin === 24 ? "+" : ""}`));
-  return h("figure", {}, svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT + 22}`, class: "histogram", role: "img", "aria-label": "Shares of trained and dropped rollouts by length" }, ...bars, ...labels) as unknown as HTMLElement, h("figcaption", {}, ...outcomes.map((outcome) => h("span", { class: "key" }, h("i", { class: `swatch fill-${outcome}` }), `${outcome} (${number(totals.get(outcome))})`)), " share of each, by tokens"));
+  const labels = [0, 6, 12, 18, 24].map((bin) => svg("text", { x: bin * width, y: HEIGHT + 22, class: "tick" }, `${number(low + bin * step, 2)}${bin === 24 ? "+" : ""}`));
+  return h("figure", {}, svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT + 30}`, class: "histogram", role: "img", "aria-label": `Shares of trained and dropped rollouts. ${title}` }, ...bars, ...labels) as unknown as HTMLElement, h("figcaption", { class: "dim" }, ...outcomes.map((outcome) => h("span", { class: "key" }, h("i", { class: `swatch fill-${outcome}` }), `${outcome} (${number(totals.get(outcome))})`)), ` share of each, by ${unit}`));
 }
 
 function staleness(rows: Row[]): HTMLElement {
-  const total = rows.reduce((sum, row) => sum + row.rollouts, 0);
-  const tasks = [...new Set(rows.map((row) => row.task))];
   const ages = [...new Set(rows.map((row) => row.staleness))].sort((a, b) => a - b);
   if (ages.length < 2 && ages[0] === 0) return h("p", { class: "dim" }, "Everything was trained on-policy, at staleness 0.");
-  return table(
-    ["max_staleness", "would have dropped", "of the trained", ...tasks.map((task) => `${task}: tokens of those`)],
-    ages.slice(0, -1).concat(ages[0] > 0 ? [0] : []).sort((a, b) => a - b).map((bound) => {
-      const older = rows.filter((row) => row.staleness > bound);
-      const count = older.reduce((sum, row) => sum + row.rollouts, 0);
-      return [String(bound), number(count), percent(count / total), ...tasks.map((task) => {
-        const of = older.filter((row) => row.task === task);
-        const many = of.reduce((sum, row) => sum + row.rollouts, 0);
-        return many ? number(of.reduce((sum, row) => sum + row.rollouts * row.num_tokens, 0) / many) : "-";
-      })];
-    }),
-    { numbers: [0, 1, 2, 3, 4, 5], label: "What a shorter bound would have dropped" },
-  );
+  const bounds = [...new Set([0, ...ages.slice(0, -1)])].sort((a, b) => a - b);
+  const tasks = [...new Set(rows.map((row) => row.task))];
+  const lines = bounds.flatMap((bound) => tasks.map((task) => {
+    const of = rows.filter((row) => row.task === task);
+    const [older, kept] = [of.filter((row) => row.staleness > bound), of.filter((row) => row.staleness <= bound)];
+    const count = older.reduce((total, row) => total + row.rollouts, 0);
+    const pair = (name: string) => `${number(sum(older, name)?.mean)} / ${number(sum(kept, name)?.mean)}`;
+    return [String(bound), task, number(count), percent(count / of.reduce((total, row) => total + row.rollouts, 0)), pair("num_tokens"), pair("generate_s"), pair("score"), pair("solved")];
+  }));
+  return h("div", {}, table(["max_staleness", "task", "rollouts", "of the trained", "tokens", "seconds", "score", "score of their prompts"], lines, { numbers: [0, 2, 3, 4, 5, 6, 7], label: "What a shorter bound would have dropped" }), h("p", { class: "dim" }, "Means of those that it would have dropped / of those that it would have kept."));
 }

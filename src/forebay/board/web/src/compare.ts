@@ -2,13 +2,13 @@ import { ask, type Row, type RunSummary } from "./api";
 import { h, number, show, table } from "./dom";
 import { address } from "./place";
 
-const SHOWN = 30;
+const SHOWN = 12;
 
 /** Two runs, or two checkpoints of one, on the same held-out prompts. */
 export async function compare(root: HTMLElement, run: string, given: Record<string, string>, runs: RunSummary[]): Promise<() => void> {
   const other = given.other || run;
   const steps = async (name: string) => {
-    const columns = await ask("metrics", { run: name });
+    const columns = await ask("metrics", { run: name, names: "train_step,eval/score" });
     return ((columns.train_step ?? []) as number[]).filter((_, row) => columns["eval/score"]?.[row] !== null && columns["eval/score"]?.[row] !== undefined);
   };
   const [ours, theirs] = await Promise.all([steps(run), steps(other)]);
@@ -33,30 +33,54 @@ export async function compare(root: HTMLElement, run: string, given: Record<stri
     ),
     body,
   );
-  const found = await ask("compare", { run, other, run_id: run, step, other_step: otherStep });
-  const pairs: Row[] = found.prompts.filter((row: Row) => row.score !== null && row.other_score !== null);
+  const found = await ask<{ here: Row[]; there: Row[] }>("compare", { run, other, step, other_step: otherStep });
+  const there = new Map(found.there.map((row) => [row.prompt_hash, row]));
+  const both = found.here.filter((row) => there.has(row.prompt_hash)).map((row): Pair => ({ row, twin: there.get(row.prompt_hash) as Row, difference: row.score - (there.get(row.prompt_hash) as Row).score }));
+  const pairs = both.filter(({ row, twin }) => row.score !== null && twin.score !== null);
   if (!pairs.length) {
     show(body, h("p", { class: "empty" }, "No held-out prompt was tried in both. The history keeps evaluations since it is written; were both evaluated on the same data?"));
     return () => undefined;
   }
-  const differences = pairs.map((row) => row.score - row.other_score);
-  const mean = differences.reduce((sum, value) => sum + value, 0) / pairs.length;
+  const names = [`${run} step ${pairs[0].row.train_step}`, `${other} step ${pairs[0].twin.train_step}`];
+  const tasks = [...new Set(pairs.map(({ row }) => row.task))];
+  const alone = found.here.length + found.there.length - 2 * both.length;
+  const better = pairs.filter(({ difference }) => difference > 1e-9).sort((a, b) => b.difference - a.difference);
+  const worse = pairs.filter(({ difference }) => difference < -1e-9).sort((a, b) => a.difference - b.difference);
+  show(
+    body,
+    h("p", { class: "verdict" }, verdict(pairs, names)),
+    tasks.length > 1 ? h("section", {}, h("h2", {}, "By task"), ...tasks.map((task) => h("p", {}, h("strong", {}, `${task}: `), verdict(pairs.filter(({ row }) => row.task === task), names)))) : null,
+    alone ? h("p", { class: "dim" }, `${number(alone)} prompts were tried in only one of them; they are left out.`) : null,
+    examples(`${names[0]} is better on ${number(better.length)}`, better, run, names),
+    examples(`${names[1]} is better on ${number(worse.length)}`, worse, run, names),
+  );
+  return () => undefined;
+}
+
+interface Pair {
+  row: Row;
+  twin: Row;
+  difference: number;
+}
+
+/** Who is better, by how much, and how sure that is. */
+function verdict(pairs: Pair[], names: string[]): string {
+  const differences = pairs.map(({ difference }) => difference);
+  const mean = (values: number[]) => values.reduce((sum, value) => sum + value, 0) / values.length;
   const [low, high] = interval(differences);
   const better = differences.filter((value) => value > 1e-9).length;
   const worse = differences.filter((value) => value < -1e-9).length;
-  const verdict = low > 0 ? `${run} (step ${found.step}) is better` : high < 0 ? `${other} (step ${found.other_step}) is better` : "No difference that chance would not make";
-  const sorted = [...pairs].sort((a, b) => Math.abs(b.score - b.other_score) - Math.abs(a.score - a.other_score)).slice(0, SHOWN);
-  show(
-    body,
-    h("p", { class: "verdict" }, `${verdict}: the mean score differs by ${mean >= 0 ? "+" : ""}${number(mean)}, 95% interval ${number(low)} to ${number(high)} (${pairs.length} prompts, paired). Better on ${better}, worse on ${worse}, equal on ${pairs.length - better - worse}.`),
-    found.only_here + found.only_there ? h("p", { class: "dim" }, `${found.only_here} prompts were tried only here, ${found.only_there} only there; they are left out.`) : null,
-    table(
-      ["prompt", `${run} step ${found.step}`, "its answer", `${other} step ${found.other_step}`, "its answer"],
-      sorted.map((row) => [h("a", { href: address("prompt", run, { hash: row.prompt_hash }) }, row.prompt.slice(0, 200)), number(row.score), h("pre", { class: "text" }, row.response), number(row.other_score), h("pre", { class: "text" }, row.other_response)]),
-      { numbers: [1, 3], label: "Prompts that differ most" },
-    ),
-  );
-  return () => undefined;
+  const who = low > 0 ? `${names[0]} is better` : high < 0 ? `${names[1]} is better` : "No difference that chance would not make";
+  const scores = `${number(mean(pairs.map(({ row }) => row.score)))} against ${number(mean(pairs.map(({ twin }) => twin.score)))}`;
+  const by = mean(differences);
+  return `${who}: mean score ${scores}, so ${by >= 0 ? "+" : ""}${number(by)}, 95% interval ${number(low)} to ${number(high)} (${number(pairs.length)} prompts, paired). Better on ${number(better)}, worse on ${number(worse)}, equal on ${number(pairs.length - better - worse)}.`;
+}
+
+function examples(title: string, pairs: Pair[], run: string, names: string[]): HTMLElement | null {
+  if (!pairs.length) return null;
+  const rows = pairs.slice(0, SHOWN).map(({ row, twin }) => [h("a", { class: "item", href: address("prompt", run, { hash: row.prompt_hash }) }, row.prompt.slice(0, 200)), number(row.score), h("pre", { class: "text" }, row.response), number(twin.score), h("pre", { class: "text" }, twin.response)]);
+  const shown = pairs.length > SHOWN ? h("p", { class: "dim" }, `The ${SHOWN} that differ most.`) : null;
+  return h("section", {}, h("h2", {}, title), shown, table(["prompt", names[0], "its answer", names[1], "its answer"], rows, { numbers: [1, 3], label: title }));
 }
 
 /** The 95% interval of a mean by the bootstrap over prompts, the same at each look. */

@@ -56,7 +56,7 @@ function drawPicture(books: Row, tasks: Row[], live: Row, run: string): Element 
   const numDropped = dropped.reduce((total, [, count]) => total + count, 0);
   const known = tasks.length > 0;
   const boxes: [string, string, string][] = [
-    ["taken up", number(books.generated), "groups"],
+    ["taken up", number(books.generated), String(live.unit ?? "groups")],
     ["in flight", known ? number(inFlight) : "-", stages(live)],
     ["in the buffer", known ? number(inBuffer) : number(books.live), [...buffer].map(([name, count]) => `${count} ${name}`).join(", ")],
     ["trained", number(books.trained), `train step ${number(live.train_step)}`],
@@ -84,7 +84,7 @@ function drawPicture(books: Row, tasks: Row[], live: Row, run: string): Element 
   const difference = books.generated - books.trained - numDropped - books.live;
   const balance = `${number(books.generated)} taken up = ${number(books.trained)} trained + ${number(numDropped)} dropped + ${number(books.live)} live`;
   const drawn = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "flow", role: "img", "aria-label": balance }, ...parts);
-  return h("figure", {}, drawn as unknown as HTMLElement, h("figcaption", { class: difference ? "failure" : "" }, difference ? `The books do not balance: ${difference} groups are missing. ` : "", balance, ". ", h("a", { href: address("rollouts", run, { outcome: "dropped" }) }, "Read dropped ones")));
+  return h("figure", {}, drawn as unknown as HTMLElement, h("figcaption", { class: difference ? "failure" : "" }, difference ? `The books do not balance: ${difference} ${live.unit ?? "groups"} are missing. ` : "", balance, ". ", h("a", { href: address("rollouts", run, { outcome: "dropped" }) }, "Read dropped ones")));
 }
 
 function stages(live: Row): string {

@@ -90,19 +90,28 @@ function drawHeader(runs: RunSummary[], run: string, view: string): void {
   );
 }
 
-function changeTheme(): void {
-  const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  setTheme(dark ? "light" : "dark");
-  void draw();
+const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+
+/** That of this reader, else of the browser. */
+function setTheme(): void {
+  let theme: string | null = null;
+  try {
+    theme = localStorage.getItem("theme");
+  } catch {
+    // A browser that keeps nothing.
+  }
+  document.documentElement.dataset.theme = theme ?? (prefersDark.matches ? "dark" : "light");
 }
 
-function setTheme(theme: string): void {
+function changeTheme(): void {
+  const theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
   document.documentElement.dataset.theme = theme;
   try {
     localStorage.setItem("theme", theme);
   } catch {
-    // A browser that keeps nothing: the theme is that of this visit.
+    // The theme is that of this visit.
   }
+  void draw();
 }
 
 function moveTo(step: number): void {
@@ -141,11 +150,10 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-try {
-  const theme = localStorage.getItem("theme");
-  if (theme) document.documentElement.dataset.theme = theme;
-} catch {
-  // As above.
-}
+setTheme();
+prefersDark.addEventListener("change", () => {
+  setTheme();
+  void draw();
+});
 window.addEventListener("hashchange", () => void draw());
 void draw();

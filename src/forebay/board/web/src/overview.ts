@@ -12,27 +12,32 @@ interface Panel {
 
 const PANELS: Panel[] = [
   { title: "Reward", lines: [["reward", "training"], ["eval/score", "held out", true]] },
+  { title: "Return of episodes", lines: [["return", "last 100 of training"], ["eval/return", "evaluation", true]] },
   { title: "Held-out accuracy", lines: [["eval/accuracy", "accuracy"]] },
   { title: "Spread of scores in a group", lines: [["train/score_std", "all scores"], ["train/equal_score_groups", "groups without a difference", true]] },
   { title: "Response length, tokens", lines: [["response_tokens", "mean"]] },
-  { title: "Entropy", lines: [["train/entropy", "nats per token"]] },
-  { title: "Distance to the sampling policy", lines: [["train/policy_kl", "KL in the step"], ["train/mismatch_kl", "KL engine to trainer", true]] },
-  { title: "Staleness, train steps", lines: [["train/staleness_mean", "mean"], ["train/staleness_max", "most", true]] },
+  { title: "Episode length, steps", lines: [["episode_steps", "mean"]] },
+  { title: "Entropy", lines: [["train/entropy", "nats per token"], ["entropy", "nats per action"]] },
+  { title: "Distance to the sampling policy", lines: [["train/policy_kl", "KL in the step"], ["train/mismatch_kl", "KL engine to trainer", true], ["kl", "KL in the step"], ["lag_kl", "KL of the lag", true]] },
+  { title: "Staleness, train steps", lines: [["train/staleness_mean", "mean"], ["train/staleness_max", "most", true], ["lag", "mean of fragments"]] },
   { title: "Effective sample size", lines: [["train/ess_sequence", "by sequence"], ["train/ess_token", "by token", true]] },
   { title: "Generated tokens per second", lines: [["tokens_per_s", "tokens/s"]] },
+  { title: "Environment steps per second", lines: [["env_steps_per_s", "steps/s"]] },
   { title: "Where a step's time goes, s", lines: [["time/generate_s", "generate"], ["time/wait_s", "wait"], ["time/train_s", "train"], ["time/sync_s", "sync"], ["time/pause_s", "pause"]] },
   { title: "CPU of the run's process, s per step", lines: [["cpu/generate_s", "generate"], ["cpu/train_s", "train"], ["cpu/sync_s", "sync"]] },
   { title: "Busy", lines: [["busy/trainer", "trainer"], ["busy/producer", "producer", true]] },
-  { title: "Gradient norm", lines: [["train/grad_norm", "norm"]] },
+  { title: "Gradient norm", lines: [["train/grad_norm", "norm"], ["grad_norm", "norm"]] },
 ];
 
+const NEEDED = ["train_step", "unix_time_s", "samples", "step_s", "time/checkpoint_s", ...PANELS.flatMap((panel) => panel.lines.map(([name]) => name))];
 const MAX_RUNS = RUN_COLORS;
 
 export async function overview(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
   const others = (given.with ?? "").split("\n").filter((name) => name && name !== run).slice(0, MAX_RUNS - 1);
   const names = [run, ...others];
-  const loaded = await Promise.all(names.map((name) => ask<Overview>("overview", { run: name })));
   const settings = { x: given.x ?? "step", smooth: Number(given.smooth ?? 0), more: given.more ?? "" };
+  const columns = [...new Set([...NEEDED, ...settings.more.split(",").filter(Boolean)])];
+  const loaded = await Promise.all(names.map((name) => ask<Overview>("overview", { run: name, names: columns })));
   const charts = new Map<string, Chart>();
 
   const head = h("section", { class: "facts", "aria-label": "State of the run" });
@@ -115,8 +120,13 @@ export async function overview(root: HTMLElement, run: string, given: Record<str
     draw();
   };
 
-  drawControls(controls, settings, loaded, run, others, (changed) => {
+  drawControls(controls, settings, loaded, run, others, async (changed) => {
     Object.assign(settings, changed);
+    const missing = settings.more.split(",").filter((name) => name && !columns.includes(name));
+    if (missing.length) {
+      columns.push(...missing);
+      await Promise.all(loaded.map(async (one, place) => Object.assign(one.metrics, await ask<Columns>("metrics", { run: names[place], names: missing }))));
+    }
     keep({ x: settings.x === "step" ? "" : settings.x, smooth: settings.smooth || "", more: settings.more });
     redraw();
   });
@@ -133,6 +143,10 @@ export async function overview(root: HTMLElement, run: string, given: Record<str
   const stop = follow(run, last, (change) => {
     loaded[0].live = change.live;
     loaded[0].facts.state = change.live.state;
+    for (const name of Object.keys(change.metrics)) {
+      if (!loaded[0].names.includes(name)) loaded[0].names.push(name);
+      if (!columns.includes(name)) delete change.metrics[name];
+    }
     if (change.replace) loaded[0].metrics = change.metrics;
     else appendRows(loaded[0].metrics, change.metrics);
     loaded[0].notes.push(...change.notes);
@@ -237,7 +251,7 @@ function drawControls(
   const x = h("select", { id: "x", onchange: () => changed({ x: (x as HTMLSelectElement).value }) }, ...[["step", "train step"], ["tokens", "trained tokens"], ["time", "time"]].map(([value, text]) => h("option", { value, selected: value === settings.x }, text)));
   const slider = h("input", { id: "smooth", type: "range", min: 0, max: 0.98, step: 0.02, value: settings.smooth, onchange: () => changed({ smooth: Number((slider as HTMLInputElement).value) }) });
   const shown = new Set(PANELS.flatMap((panel) => panel.lines.map(([name]) => name)));
-  const names = [...new Set(loaded.flatMap((one) => Object.keys(one.metrics)))].filter((name) => !shown.has(name) && name !== "train_step" && name !== "unix_time_s").sort();
+  const names = [...new Set(loaded.flatMap((one) => one.names))].filter((name) => !shown.has(name) && name !== "train_step" && name !== "unix_time_s").sort();
   const more = h("select", { id: "more", onchange: () => changed({ more: [settings.more, (more as HTMLSelectElement).value].filter(Boolean).join(",") }) }, h("option", { value: "" }, `one of ${names.length} more ...`), ...names.map((name) => h("option", { value: name }, name)));
   show(root, h("label", { for: "x" }, "over ", x), h("label", { for: "smooth" }, "smooth ", slider), h("label", { for: "more" }, "add ", more));
   if (loaded.length === 1 && !isReport) add(root, h("span", { class: "dim" }, "a click in a chart opens the rollouts of that step"));

@@ -117,8 +117,8 @@ class RunFolder:
 
     def stamp(self) -> tuple[int, ...]:
         """Changes whenever the run has written something new."""
-        names = (METRICS_FILE, NOTES_FILE, LIVE_FILE, f"{FOLDER}/{REMOVED_FILE}")
-        return tuple(_changed_ns(self.folder / name) for name in names)
+        files = [self.folder / name for name in (METRICS_FILE, NOTES_FILE, LIVE_FILE)]
+        return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in files)
 
     def _json(self, name: str) -> Values | None:
         try:
@@ -243,10 +243,3 @@ def hide_secrets(value: Any, name: str = "", every: bool = False) -> Any:
     if value and (every or (isinstance(value, str) and _SECRET.search(name))):
         return "(hidden)"
     return _GIVEN.sub(r"\1(hidden)", _IN_URL.sub(r"\1(hidden)@", value)) if isinstance(value, str) else value
-
-
-def _changed_ns(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0

@@ -166,7 +166,7 @@ class Rollouts:
         }
         if order not in orders:
             raise ValueError(f"order must be one of {', '.join(orders)}; got {order!r}")
-        where, values = ("AND task = ?", [task]) if task else ("", [])
+        where, values = ("AND task = ?", list[Any]([task])) if task else ("", [])
         query = (
             f"SELECT prompt_hash::VARCHAR AS prompt_hash, any_value(task) AS task, "
             f"left(any_value(prompt), {PREVIEW}) AS prompt, count(*) AS rollouts, "
@@ -176,8 +176,8 @@ class Rollouts:
             f"arg_max(score, time_s) AS last_score FROM rollouts WHERE score IS NOT NULL "
             f"{where} GROUP BY prompt_hash ORDER BY {orders[order]} LIMIT ? OFFSET ?"
         )
-        bounds = [min(max(limit, 1), MAX_ROWS), max(offset, 0)]
-        return self._ask(ROLLOUTS, lambda cursor, _: _rows(cursor, query, [*values, *bounds]), [])
+        values += [min(max(limit, 1), MAX_ROWS), max(offset, 0)]
+        return self._ask(ROLLOUTS, lambda cursor, _: _rows(cursor, query, values), [])
 
     def prompt(self, prompt_hash: str) -> list[Row]:
         """The rollouts of one prompt through training, oldest first, with whole responses."""
@@ -325,10 +325,8 @@ def _is_damaged(path: Path) -> bool:
 
     try:
         pq.read_metadata(path)
-    except FileNotFoundError:
-        return False
-    except (OSError, ValueError):
-        return True
+    except (OSError, ValueError) as error:
+        return not isinstance(error, FileNotFoundError)
     return False
 
 

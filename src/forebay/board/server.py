@@ -46,14 +46,6 @@ with needed_by("forebay board"):
     from starlette.staticfiles import StaticFiles
 
 Values = dict[str, Any]
-
-
-class _Json(JSONResponse):
-    def render(self, content: Any) -> bytes:
-        # Ten times as fast as the standard library, and null for numbers that JSON does not have.
-        return msgspec.json.encode(content)
-
-
 WALK_EVERY_S = 1.0
 """A list of all runs asks for each of them: the folders are not walked through for each."""
 
@@ -203,6 +195,12 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
+
+
+class _Json(JSONResponse):
+    def render(self, content: Any) -> bytes:
+        # Ten times as fast as the standard library, and null for numbers that JSON does not have.
+        return msgspec.json.encode(content)
 
 
 def make_app(board: Board, *, token: str | None = None, hosts: tuple[str, ...] = LOOPBACK) -> Starlette:

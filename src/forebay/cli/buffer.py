@@ -24,7 +24,6 @@ from typing import Annotated, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import typer
-from rich.filesize import decimal
 from rich.text import Text
 
 from forebay.cli import views
@@ -67,7 +66,7 @@ async def inspect(path: BufferPath) -> None:
         rows = await source.storage.get(ALL_STATUSES, rows_only=True)
         live = [row for row in rows if not row.is_archived]
         out.print(Text(source.location, "bold"), soft_wrap=True)
-        on_disk = [] if source.num_bytes is None else [f"{decimal(source.num_bytes)} on disk"]
+        on_disk = [] if source.num_bytes is None else [f"{views.size(source.num_bytes)} on disk"]
         out.print(Text("; ".join([source.kind, *on_disk]), "dim"))
         out.print(views.section("groups", views.counts_table(rows) if rows else Text("none")))
         if live:
@@ -156,7 +155,7 @@ async def export(
     finally:
         temporary.unlink(missing_ok=True)
     written = f"{views.number(len(rows))} groups, {views.number(len(rollouts))} rollouts"
-    size = decimal(target.stat().st_size)
+    size = views.size(target.stat().st_size)
     console().print(views.plain(f"{target}: {written}, {size}"), soft_wrap=True)
 
 

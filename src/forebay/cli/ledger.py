@@ -49,11 +49,10 @@ async def show_ledger(
     if comparisons["all"][0].trained.count == 0 or len(comparisons) == 1:
         out.print(section("bias", Text("nothing to compare: no group was dropped, or none trained")))
         return
-    of = "all tasks" if task is None else f"task {task}"
     notes = ["difference: mean of the dropped minus mean of the trained; *: beyond 3 standard errors"]
     if task is None and len(ledger.task_names) > 1:
         notes.append("tasks differ by themselves; --task compares within one")
-    title = f"bias: dropped against trained groups, {of}"
+    title = f"bias: dropped against trained groups, {'all tasks' if task is None else f'task {task}'}"
     out.print(section(title, bias_table(comparisons), *(Text(note, "dim") for note in notes)))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from rich.bar import Bar
 from rich.console import Group, RenderableType
+from rich.filesize import decimal
 from rich.padding import Padding
 from rich.rule import Rule
 from rich.table import Table
@@ -27,6 +28,8 @@ from forebay.replay import StorageItem
 from forebay.replay.query import plain_value
 from forebay.types import UNLABELED, RolloutState, Status
 
+size = decimal
+"""Bytes in the unit that fits."""
 MAX_HISTOGRAM_LINES = 20
 """More values than this share lines, so that the histogram stays on one screen."""
 BAR_WIDTH = 40

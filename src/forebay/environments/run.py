@@ -29,7 +29,7 @@ import shutil
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -152,15 +152,12 @@ class FragmentRun:
     def _live_values(self) -> dict[str, Any]:
         """Where the fragments are; see `forebay.runs.record.live`."""
         count = Counter(self._numbers)
-        dropped = {
-            reason: count[f"dropped/{reason}"] for reason in DROP_REASONS if count[f"dropped/{reason}"]
-        }
-        added, used = count["added_fragments"], count["used_up_fragments"]
-        live = added - used - sum(dropped.values())
-        books = {"generated": added, "trained": used, "dropped": dropped, "live": live}
-        busy = self._activities.in_flight()
-        numbers = {"model_step": self.trainer.step, "phase": busy[0].stage if busy else None}
-        return {**numbers, "unit": "fragments", "books": {self.config.environment.id: books}}
+        dropped = {reason: number for reason in DROP_REASONS if (number := count[f"dropped/{reason}"])}
+        books: dict[str, Any] = {"generated": count["added_fragments"], "trained": count["used_up_fragments"]}
+        books |= {"dropped": dropped, "live": books["generated"] - books["trained"] - sum(dropped.values())}
+        busy = [one.stage for one in self._activities.in_flight()] or ["-"]
+        numbers = {"model_step": self.trainer.step, "phase": busy[0], "unit": "fragments"}
+        return {**numbers, "books": {self.config.environment.id: books}}
 
     def _doing(self, stage: str) -> Activity:
         return self._activities.span(stage, f"step {self.trainer.step + (stage in (WAIT_BATCH, TRAIN))}")

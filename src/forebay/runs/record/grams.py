@@ -13,7 +13,7 @@ Upper and lower case count as one. For a text of under five bytes, and without a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,11 @@ def index_texts(table: Any) -> NDArray[np.uint8]:
         if ends[-1] > ends[0]:
             has[_hashes(bytes(memoryview(data)[ends[0] : ends[-1]]))] = True
     return np.packbits(has)
+
+
+def write_index(path: Path, groups: Sequence[NDArray[np.uint8]]) -> None:
+    """Write the index of the file at `path`, whose row groups have these bits."""
+    np.stack(groups).tofile(path.with_suffix(SUFFIX))
 
 
 def rows_with(path: Path, texts: Iterable[str]) -> list[tuple[int, int]] | None:

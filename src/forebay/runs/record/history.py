@@ -4,8 +4,7 @@
 
     RUN_FOLDER/history/segment_000/  segment.json                     the checkpoint it went on from
                        segment_001/  rollouts_000000_000023.parquet   lines of the flushes 0 to 23
-                       (a resume)    rollouts_000000_000023.grams     where a text may be in it (`grams`)
-                                     spans_000000_000023.parquet
+                       (a resume)    spans_000000_000023.parquet, rollouts_000000_000023.grams (`grams`)
 
     event loop:  left(groups), ended(activity) --queue--> thread --every `FLUSH_AFTER_S`--> a small file
                                                                  --every `FANOUT` files---> one larger file
@@ -29,13 +28,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from forebay.config import ConfigError
 from forebay.io.durable import write_json
 from forebay.ledger import GroupLife
 from forebay.runs.record.columns import TEXTS, Left, rollouts_table, spans_table
-from forebay.runs.record.grams import LEAST_BYTES, SEARCHED, SUFFIX, TEXT_BYTES, index_texts
+from forebay.runs.record.grams import LEAST_BYTES, SEARCHED, SUFFIX, TEXT_BYTES, index_texts, write_index
 from forebay.types import RolloutState
 from forebay.watching.activity import Activity, Span
 
@@ -152,6 +149,12 @@ class History:
             self._has_warned = True
 
 
+ROW_GROUP = 16_384
+"""Lines that a query skips or reads together; of long rollouts fewer (`TEXT_BYTES`)."""
+_MAX_FILE_BYTES = 256 << 20
+"""Larger files are not put together: the limit of the history removes whole files."""
+
+
 class _Files:
     """The files of the history, in the writer's thread."""
 
@@ -251,7 +254,7 @@ def _write(segment: Path, kind: str, first: int, last: int, tables: Iterable[Any
                 if kind == ROLLOUTS and last > first:
                     index.append(index_texts(table))
         if index and temporary.stat().st_size >= LEAST_BYTES:
-            np.stack(index).tofile(path.with_suffix(SUFFIX))
+            write_index(path, index)
         temporary.rename(path)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forebay.cluster import buffer
 from forebay.cluster.arguments import RayArguments
 from forebay.cluster.buffer import locate
-from forebay.cluster.calls import ActorLost, BatchedCalls, ItemFailed, as_they_end
+from forebay.cluster.calls import ActorLost, CallFailed, asked
 from forebay.cluster.library import Given, why
 from forebay.cluster.placement import plan_parts
 from forebay.cluster.ranks import _interface_of
@@ -29,164 +29,29 @@ from forebay.runs.placement import PartLost
 from forebay.train.parallel.ranks import RankError
 
 
-class Answered:
-    """What a stream yields in place of Ray's references."""
-
-    def __init__(self, results):
-        self._results = results
-
-    def __await__(self):
-        yield from ()
-        return self._results
+async def ended(error):
+    """A call of an actor that raises."""
+    raise error
 
 
-def stream_of(work, sizes):
-    """An actor's method: `work` for each item; notes how many items came together."""
-
-    async def stream(items):
-        sizes.append(len(items))
-        async for results in as_they_end([work(item) for item in items]):
-            yield Answered(results)
-
-    return stream
-
-
-async def test_what_is_asked_in_one_turn_goes_together_and_comes_back_as_it_ends():
-    doors = [asyncio.Event() for _ in range(3)]
-
-    async def work(number):
-        await doors[number].wait()
-        return number * 10
-
-    sizes = []
-    calls = BatchedCalls(stream_of(work, sizes))
-    asked = [asyncio.create_task(calls.ask(number)) for number in range(3)]
-    doors[2].set()
-    assert await asked[2] == 20
-    assert not asked[0].done()
-    doors[0].set()
-    doors[1].set()
-    assert await asyncio.gather(*asked) == [0, 10, 20]
-    assert sizes == [3]
-
-
-async def test_items_are_sent_also_when_there_is_never_a_quiet_moment():
-    async def work(number):
-        return number
-
-    sizes = []
-    calls = BatchedCalls(stream_of(work, sizes))
-    asked = []
-    # One more in every turn, so that no turn is quiet before the first answer.
-    while not (asked and asked[0].done()):
-        asked.append(asyncio.create_task(calls.ask(len(asked))))
-        assert len(asked) < 1000, "nothing was sent"
-        await asyncio.sleep(0)
-    assert await asyncio.gather(*asked) == list(range(len(asked)))
-    assert sum(sizes) == len(asked)
-    assert len(sizes) <= 3
-
-
-async def test_a_cancelled_item_that_was_not_sent_is_not_sent():
-    async def work(number):
-        return number
-
-    sizes = []
-    calls = BatchedCalls(stream_of(work, sizes))
-    asked = [asyncio.create_task(calls.ask(number)) for number in range(2)]
-    await asyncio.sleep(0)
-    asked[0].cancel()
-    assert await asked[1] == 1
-    assert sizes == [1]
-
-
-async def test_a_stream_that_ends_early_loses_what_has_no_answer():
-    async def stream(items):
-        yield Answered([(1, "one")])
-
-    calls = BatchedCalls(stream)
-    asked = [asyncio.create_task(calls.ask(number)) for number in range(2)]
-    assert await asked[1] == "one"
-    with pytest.raises(ActorLost, match="before its time"):
-        await asked[0]
-
-
-async def test_an_error_of_the_call_reaches_everybody_who_waits():
-    async def stream(items):
-        raise ValueError("no such method")
-        yield
-
-    calls = BatchedCalls(stream)
-    results = await asyncio.gather(*(calls.ask(i) for i in range(2)), return_exceptions=True)
-    assert [str(error) for error in results] == ["no such method"] * 2
-
-
-async def test_an_item_that_fails_there_fails_alone():
-    async def work(number):
-        if number == 1:
-            raise OSError("disk full")
-        return number
-
-    calls = BatchedCalls(stream_of(work, []))
-    results = await asyncio.gather(*(calls.ask(number) for number in range(3)), return_exceptions=True)
-    assert results[0::2] == [0, 2]
-    assert isinstance(results[1], ItemFailed)
-    assert str(results[1]) == "OSError: disk full"
+def of_ray(name):
+    exceptions = pytest.importorskip("ray").exceptions
+    return {
+        "ActorDiedError": exceptions.ActorDiedError,
+        "ObjectLostError": lambda: exceptions.ObjectLostError("", "", ""),
+        "NotBuilt": lambda: carried(NotBuilt("a new process")),
+    }[name]()
 
 
 @pytest.mark.parametrize("name", ["ActorDiedError", "ObjectLostError", "NotBuilt"])
 async def test_a_call_that_found_no_process_to_answer_is_lost_not_failed(name):
-    async def stream(items):
-        if name == "NotBuilt":
-            raise NotBuilt("a new process")
-        exceptions = pytest.importorskip("ray").exceptions
-        raise (
-            exceptions.ActorDiedError()
-            if name == "ActorDiedError"
-            else exceptions.ObjectLostError("", "", "")
-        )
-        yield
-
     with pytest.raises(ActorLost):
-        await BatchedCalls(stream).ask(1)
+        await asked(ended(of_ray(name)))
 
 
-@given(st.permutations(range(6)))
-def test_every_result_comes_once_in_the_order_of_the_ends(order):
-    async def collect():
-        doors = [asyncio.Event() for _ in order]
-
-        async def work(number):
-            await doors[number].wait()
-            return str(number)
-
-        results = []
-        stream = as_they_end([work(number) for number in range(len(order))])
-        for number in order:
-            doors[number].set()
-            results += await anext(stream)
-        assert [batch async for batch in stream] == []
-        return results
-
-    assert asyncio.run(collect()) == [(number, str(number)) for number in order]
-
-
-async def test_who_stops_listening_ends_the_work():
-    ended = []
-
-    async def work():
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.append(True)
-
-    async def quick():
-        return 1
-
-    stream = as_they_end([quick(), work()])
-    assert await anext(stream) == [(0, 1)]
-    await stream.aclose()
-    assert ended == [True]
+async def test_a_call_that_fails_there_says_why_in_words():
+    with pytest.raises(CallFailed, match="OSError: disk full"):
+        await asked(ended(carried(OSError("disk full"))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])

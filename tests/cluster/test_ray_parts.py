@@ -136,9 +136,8 @@ async def place_worker(ray, tmp_path, *, blocks):
         async def live(self, *, while_it_works=False):
             await asyncio.Event().wait()
 
-        async def generate(self, jobs):
+        async def generate(self, job):
             await asyncio.Event().wait()
-            yield
 
         async def pause(self):
             # As a judge that blocks the event loop, in the first process.

@@ -5,6 +5,8 @@ import os
 import shutil
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -16,7 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from forebay.io.messages import Alive
 from forebay.models.starting_weights import BASE_FINGERPRINT, BaseDiffersError, fingerprint
-from forebay.train import Critic, LocalRanks, RankError, TrainConfig, TrainController
+from forebay.train import Critic, LocalRanks, RankError, TrainConfig, TrainController, checkpoint
+from forebay.train.checkpoint import replace_folder
 from forebay.train.objective.losses import POLICY_LOSSES
 from forebay.train.parallel import frames
 
@@ -322,12 +325,38 @@ def die_on_rank_1(inputs, config):
     return POLICY_LOSSES["clipped"](inputs, config)
 
 
-def test_a_killed_rank_is_named_and_no_process_is_left(make_model, make_groups, ranks):
+@contextmanager
+def held_up(path):
+    """`replace_folder`, with a pipe in place of a file of rank 0: nothing is written until it is read."""
+    with replace_folder(path) as folder:
+        (folder / "state").mkdir()
+        os.mkfifo(folder / "state" / "shard-00001-model-00001-of-00001.safetensors")
+        yield folder
+
+
+def test_a_rank_killed_beside_an_unfinished_checkpoint_is_named_and_the_one_before_stays(
+    make_model, make_groups, ranks, tmp_path, monkeypatch
+):
     """The last test of the file, because it ends the processes."""
-    trainer = trainer_for(make_model(), ranks, loss=f"{__name__}:die_on_rank_1")
+    trainer = trainer_for(make_model(), ranks)
+    trainer.save(tmp_path / "c")
+    monkeypatch.setattr(checkpoint, "replace_folder", held_up)
+    trainer.fit(make_groups())
+    trainer.begin_save(tmp_path / "c")
     pids = ranks.pids
-    with pytest.raises(RankError, match=r"rank 1 died in update: exit code -9 \(SIGKILL\)"):
-        trainer.fit(make_groups())
+    with ThreadPoolExecutor(1) as thread:
+        finishing = thread.submit(trainer.finish_save)
+        trainer.fit(make_groups(seed=1))
+        assert not finishing.done()
+        trainer = trainer_for(make_model(), ranks, loss=f"{__name__}:die_on_rank_1")
+        with pytest.raises(RankError, match=r"rank 1 died in .*: exit code -9 \(SIGKILL\)"):
+            trainer.fit(make_groups())
+        with pytest.raises(RankError, match=r"rank 1 died in .*: exit code -9 \(SIGKILL\)"):
+            finishing.result(60)
+    one = trainer_for(make_model())
+    one.resume(tmp_path / "c")
+    assert one.train_step == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -9,7 +9,7 @@
                         ^
     rollout worker  RayEngine      generate, abort: the requests, which survive its end on another engine
 
-    EngineActor: start --> engines built, not serving --load_weights--> serving --> a stream of completions
+    EngineActor: start --> engines built, not serving --load_weights--> serving --> completions
                               | a request now is answered "lost": it would get the first weights
     live: ends if every engine is lost for good, as a server that does not come back; then the run ends this
           process, and another one builds engines anew          serving: ends with the first weights
@@ -20,11 +20,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forebay.cluster.calls import ActorLost, BatchedCalls, ItemFailed, as_they_end
+from forebay.cluster.calls import ActorLost, asked
 from forebay.cluster.library import PartSpec, Published, find_modules_in, import_ray, why
 from forebay.cluster.supervisor import START_LIMIT_S, Supervised
 from forebay.config import Component, ConfigError
@@ -87,14 +87,8 @@ class EngineActor(EngineHost):
         """Return once there are weights to generate with."""
         await self._serving.wait()
 
-    async def generate(
-        self, requests: Sequence[GenerateRequest], caller: str
-    ) -> AsyncIterator[list[tuple[int, Completion | ValueError | ItemFailed]]]:
-        """The completions of `requests` as they end; a `ValueError` for one that can never run."""
-        async for results in as_they_end([self._generate(request, caller) for request in requests]):
-            yield results
-
-    async def _generate(self, request: GenerateRequest, caller: str) -> Completion | ValueError:
+    async def generate(self, request: GenerateRequest, caller: str) -> Completion | ValueError:
+        """The completion of `request`; a `ValueError` if it can never run."""
         if not self._serving.is_set():
             return Completion(finish_reason="error", error_msg="the engine has no weights yet", lost=True)
         try:
@@ -266,10 +260,6 @@ class RayEngine:
         """The step of the latest weights that tokens came from."""
         self._caller = caller
         self._num_made: dict[str, int] = {}
-        stream = actor.generate.options(num_returns="streaming").remote
-        self._calls: BatchedCalls[GenerateRequest, Completion | ValueError] = BatchedCalls(
-            lambda requests: stream(requests, caller)
-        )
 
     async def bring_up(self) -> None:
         """Wait until the engine serves; the run's own process sees to it.
@@ -290,7 +280,7 @@ class RayEngine:
             ValueError: the request can never run.
         """
         try:
-            completion = await self._calls.ask(request)
+            completion = await asked(self.actor.generate.remote(request, self._caller))
         except ActorLost as error:
             return Completion(finish_reason="error", error_msg=str(error), lost=True)
         except asyncio.CancelledError:

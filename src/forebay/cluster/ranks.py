@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from forebay.cluster.calls import result_of, signs_of_life
+from forebay.cluster.calls import beside, result_of, signs_of_life
 from forebay.cluster.library import cause_of, find_modules_in, import_ray, trace_of, why
 from forebay.cluster.supervisor import LOOK_EVERY_S, SILENCE_LIMIT_S, START_LIMIT_S
-from forebay.train.parallel.ranks import START, FailedCall, RankError, Ranks, silence
+from forebay.train.parallel.ranks import BESIDE, START, FailedCall, RankError, Ranks, silence
 from forebay.train.parallel.worker import RankWorker
 from forebay.watching.stalls import StallError
 
@@ -61,7 +61,8 @@ class RayRanks(Ranks):
             # Its process may only be on its way there.
             call, limit_s = actor.start.remote(*arguments), START_LIMIT_S
         else:
-            call, limit_s = actor.call.remote(method, *arguments), SILENCE_LIMIT_S
+            caller = beside(actor.call) if method in BESIDE else actor.call
+            call, limit_s = caller.remote(method, *arguments), SILENCE_LIMIT_S
         try:
             return asyncio.run(
                 result_of(call, signs_of_life(actor), method, every_s=LOOK_EVERY_S, limit_s=limit_s)

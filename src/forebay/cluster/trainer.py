@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forebay.cluster.calls import result_of, signs_of_life
+from forebay.cluster.calls import beside, result_of, signs_of_life
 from forebay.cluster.library import PartSpec, Published, cause_of, find_modules_in, import_ray, why
 from forebay.cluster.ranks import RayRanks
 from forebay.cluster.supervisor import LOOK_EVERY_S, SILENCE_LIMIT_S
@@ -87,9 +87,13 @@ class RayTrainer:
         step = await self._result(step_ref, "weights")
         await rollout_controller.update_weights(Published(weights_ref, step), step)
 
-    def save(self, path: Path | str) -> None:
-        """Write a checkpoint folder; PartLost as of `fit`."""
-        self._call("call", "save", Path(path).resolve())
+    def begin_save(self, path: Path | str) -> None:
+        """Begin a checkpoint folder, which is written beside `fit`; PartLost as of `fit`."""
+        self._call("call", "begin_save", Path(path).resolve())
+
+    def finish_save(self) -> None:
+        """Wait until it is there; PartLost as of `fit`."""
+        asyncio.run(self._result(beside(self._actor.call).remote("finish_save"), "finish_save"))
 
     def resume(self, path: Path | str) -> None:
         """Go on from a folder of `save`; ValueError as of `TrainController.resume`, PartLost as of `fit`."""

@@ -7,10 +7,10 @@
                                           v
                                     counted, and told to the ledger; the third try is its last
 
-    RolloutWorker   generate([job, ...]) --> agent loop of the job's task --> RolloutController --> RayEngine
-                                                 | judge
-                                                 v
-                                     a stream of judged groups, as they end
+    RolloutWorker   generate(job) --> agent loop of the job's task --> RolloutController --> RayEngine
+                                          | judge
+                                          v
+                                      judged group
 
     ClusterController: pause and continue for engines and workers, weights for engines
 
@@ -24,13 +24,13 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from forebay.agents import AgentLoop
-from forebay.cluster.calls import ActorLost, BatchedCalls, ItemFailed, as_they_end
+from forebay.cluster.calls import ActorLost, CallFailed, asked
 from forebay.cluster.engines import PlacedEngine, RayEngine
 from forebay.cluster.library import PartSpec, Published, find_modules_in, import_ray
 from forebay.cluster.supervisor import Supervised, none_is_left
@@ -123,19 +123,13 @@ class RolloutWorker:
         """Never returns: a caller that waits for it learns of this process's end."""
         await asyncio.Event().wait()
 
-    async def generate(
-        self, jobs: Sequence[Job]
-    ) -> AsyncIterator[list[tuple[int, list[RolloutState] | ItemFailed]]]:
-        """The groups of `jobs` as they are done.
+    async def generate(self, job: Job) -> list[RolloutState]:
+        """The group of a job, generated and judged.
 
         Raises:
             NotBuilt: this process was started in place of one that has ended.
         """
         self._ready()
-        async for results in as_they_end([self._generate(job) for job in jobs]):
-            yield results
-
-    async def _generate(self, job: Job) -> list[RolloutState]:
         task = asyncio.current_task()
         assert task is not None
         self._jobs[job.number] = task
@@ -342,9 +336,6 @@ class PlacedWorker(Supervised):
         """As `Supervised.begin`."""
         super().begin(actor, pid)
         self.report = Report()
-        self._calls: BatchedCalls[Job, list[RolloutState]] = BatchedCalls(
-            actor.generate.options(num_returns="streaming").remote
-        )
 
     async def generate(self, job: Job) -> list[RolloutState]:
         """The judged group.
@@ -356,11 +347,12 @@ class PlacedWorker(Supervised):
         incarnation = self.incarnation
         self.num_in_flight += 1
         try:
-            return await self._calls.ask(job)
+            group: list[RolloutState] = await asked(self.actor.generate.remote(job))
+            return group
         except ActorLost as error:
             self.suspect(incarnation, error)
             raise
-        except ItemFailed as error:
+        except CallFailed as error:
             # Agent loops are user code: what they raise fails their group, as in one process.
             raise GroupFailed(str(error)) from error
         except asyncio.CancelledError:

@@ -50,7 +50,8 @@ async def checkpoint(run: Run) -> Path:
 async def begin_checkpoint(run: Run) -> None:
     """Begin a `checkpoint` of this moment, which is written beside production and training.
 
-    The next train step waits for the trainer's own part: both are done in the compute thread, in this order.
+    The next train step waits until the trainer has copied its part: both are done in the compute thread, in
+    this order.
     An error of the writing is raised by the next of these verbs, or by the next `fit`.
     """
     await checkpoint_written(run)
@@ -80,7 +81,8 @@ async def begin_checkpoint(run: Run) -> None:
 async def _write_checkpoint(run: Run, final: Path, cut: Cut, state: dict[str, Any]) -> None:
     try:
         with unfinished(final) as temporary:
-            await compute(run, run.trainer.save, temporary / "trainer")
+            await compute(run, run.trainer.begin_save, temporary / "trainer")
+            await asyncio.to_thread(run.trainer.finish_save)
             await cut.write(temporary / "manager")
             if run.evaluating is not None:
                 # Its error is raised by the next `fit`.

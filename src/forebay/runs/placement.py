@@ -130,12 +130,16 @@ class Trainer(Protocol):
         """Of a packed batch's response tokens, by the current weights."""
         ...
 
-    def save(self, path: Path | str) -> None:
-        """Write a checkpoint folder."""
+    def begin_save(self, path: Path | str) -> None:
+        """Copy what a checkpoint folder is made of; it is written beside later steps."""
+        ...
+
+    def finish_save(self) -> None:
+        """Wait until the folder is there; in any thread."""
         ...
 
     def resume(self, path: Path | str) -> None:
-        """Go on from what `save` wrote."""
+        """Go on from such a folder."""
         ...
 
     def close(self) -> None:

@@ -32,15 +32,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint._hf_utils import (
+    CUSTOM_METADATA_KEY,
+    DCP_VERSION_KEY,
+    DTYPE_MAP,
+    FORMAT_KEY,
+    FORMAT_VALUE,
+    HF_DCP_VERSION,
+    SAVED_OFFSETS_KEY,
+    _gen_file_name,
+)
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
+from torch.futures import Future
 
 from forebay.io.durable import check, seal, sync, sync_tree
 from forebay.train.model.critic import Critic
@@ -79,28 +92,34 @@ def replace_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write tensors on the CPU, which share no memory, as a safetensors file.
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, **metadata: str) -> None:
+    """Write tensors on the CPU as a safetensors file that is on the disk on return.
+
+    They go to the file from where they lie, and other threads run meanwhile: the library's own writer holds
+    the interpreter for as long as it writes.
 
     Raises:
         OSError: the disk takes no more.
     """
-    with _disk_errors_of_safetensors(path):
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(contiguous, path, metadata={"format": "pt"})
+    header: dict[str, Any] = {"__metadata__": {FORMAT_KEY: FORMAT_VALUE, **metadata}}
+    # The widest first, so that each begins where one of its dtype may.
+    ordered = sorted(tensors.items(), key=lambda entry: -entry[1].element_size())
+    start = 0
+    for name, tensor in ordered:
+        place = [start, start := start + tensor.nbytes]
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
-@contextmanager
-def _disk_errors_of_safetensors(path: Path) -> Iterator[None]:
-    """An `OSError`, as of any other file, where safetensors has only a text: "... (os error 28)"."""
-    try:
-        yield
-    except SafetensorError as error:
-        found = re.search(r"\(os error (\d+)\)", str(error))
-        if found is None:
-            raise
-        number = int(found[1])
-        raise OSError(number, os.strerror(number), str(path)) from error
+_NAMES = {torch.bool: "BOOL"} | {dtype: name for name, dtype in DTYPE_MAP.items()}
+"""Of dtypes, in the header of a safetensors file."""
 
 
 def save_json(values: Mapping[str, Any], path: Path) -> None:
@@ -210,7 +229,7 @@ def begin_save(
     # Copies: what training changes from now on is not of this checkpoint.
     copies = {name: in_one_piece(value).to("cpu", copy=True) for name, value in state.items()}
     files = _model_files(parts.model, rank, 1 if mesh is None else mesh.size())
-    writer = HuggingFaceStorageWriter(str(folder / STATE), save_distributed=True)
+    writer = _SlicesWriter(str(folder / STATE), save_distributed=True)
     threads = ThreadPoolExecutor(2, "forebay-checkpoint")
     written = threads.submit(save, copies, storage_writer=writer, process_group=group, no_dist=group is None)
     exported = threads.submit(_write_model, parts.model, files, folder / "model")
@@ -222,6 +241,26 @@ def begin_save(
                 future.result()
 
     return finish
+
+
+class _SlicesWriter(HuggingFaceStorageWriter):
+    """Torch's writer of slices, with `save_tensors` for the file."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's slices; nobody asks for the results."""
+        tensors: Any = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
+        places = {
+            item.index.fqn: {SAVED_OFFSETS_KEY: item.tensor_data.chunk.offsets}
+            for item in plan.items
+            if item.tensor_data is not None
+        }
+        described = {CUSTOM_METADATA_KEY: json.dumps(places), DCP_VERSION_KEY: str(HF_DCP_VERSION)}
+        save_tensors(
+            tensors, Path(self.path, _gen_file_name(1, 1, plan.storage_data["shard_index"])), **described
+        )
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
 
 
 def _weights(parts: TrainerParts) -> dict[str, torch.Tensor]:
@@ -273,12 +312,11 @@ def _write_model(model: nn.Module, files: Mapping[int, Mapping[str, torch.Tensor
     for number, weights in files.items():
         part = folder / f"part-{number:05d}"
         part.mkdir(parents=True)
-        with no_progress_bars(), _disk_errors_of_safetensors(part):
-            if number == 0:
-                # With the config; it writes on the first rank only.
-                base.save_pretrained(part, state_dict=dict(weights), max_shard_size=2 * MODEL_FILE_BYTES)
-            else:
-                save_tensors(revert_weight_conversion(base, dict(weights)), part / "model.safetensors")
+        if number == 0:
+            with no_progress_bars():
+                # The config alone; it writes on the first rank only.
+                base.save_pretrained(part, state_dict={})
+        save_tensors(revert_weight_conversion(base, dict(weights)), part / "model.safetensors")
 
 
 def join_model(folder: Path) -> None:

@@ -10,6 +10,7 @@
                  waits for: a reply of every rank   <--     frames.send(result | error with traceback)
                  woken by: a reply, or the end of a process; a thread of the process gives a sign of life
                  every `limit_s` / 4
+                 a second socket and thread of each process: calls `BESIDE` all others
 
 `LocalRanks` starts processes on this machine; others may live elsewhere (`forebay.cluster.trainer`).
 """
@@ -21,6 +22,7 @@ import os
 import signal
 import socket
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -46,8 +48,8 @@ SILENCE_LIMIT_S = 120.0
 class Ranks:
     """The ranks of one trainer, each with a `RankWorker`; a subclass says how one is asked and all are ended.
 
-    Invariants: one call at a time; when a rank dies, fails alone or gives no sign of life, the call ends with
-    a `RankError` and no rank is left.
+    Invariants: one call at a time, and one of `BESIDE`; when a rank dies, fails alone or gives no sign of
+    life, the call ends with a `RankError` and no rank is left.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -56,8 +58,10 @@ class Ranks:
         self.num_ranks = num_ranks
         """How many there are."""
         self._have_ended = False
-        # One thread waits for each rank.
-        self._waiting = ThreadPoolExecutor(num_ranks, "forebay-rank")
+        self._closing = threading.Lock()
+        self._lost: Exception | None = None
+        # One thread waits for each rank, and one for what it does beside.
+        self._waiting = ThreadPoolExecutor(2 * num_ranks, "forebay-rank")
 
     def call(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """Call `method` of every rank with its own arguments, all at once; the results, by rank.
@@ -73,9 +77,10 @@ class Ranks:
 
     def close(self) -> None:
         """End all ranks."""
-        self._have_ended = True
-        self._end()
-        self._waiting.shutdown(wait=False)
+        with self._closing:
+            self._have_ended = True
+            self._end()
+            self._waiting.shutdown(wait=False)
 
     def _answer(self, number: int, method: str, arguments: Sequence[Any]) -> Any:
         """One rank's result; `FailedCall` for an error of the method, `RankError` for that of a lost rank."""
@@ -102,8 +107,10 @@ class Ranks:
         errors = {n: error for n, a in enumerate(answers) if a not in left and (error := a.exception())}
         for error in errors.values():
             if not isinstance(error, FailedCall):
+                # The end of the others, too, which a call beside this one may see first.
+                self._lost = self._lost or error
                 Ranks.close(self)
-                raise error
+                raise self._lost
         if errors:
             silent = [number for number, answer in enumerate(answers) if answer in left]
             raise self._error(method, {number: error.args for number, error in errors.items()}, silent)
@@ -155,7 +162,7 @@ class LocalRanks(Ranks):
         self._ranks: list[_Rank] = []
         for rank in range(num_ranks):
             join = partial(RankWorker, rank, num_ranks, init_method, device=device, timeout_s=timeout_s)
-            ours, theirs = socket.socketpair()
+            ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
             process = get_context("spawn").Process(
                 target=_serve,
                 args=(theirs, join, threads, limit_s),
@@ -163,12 +170,14 @@ class LocalRanks(Ranks):
                 daemon=True,
             )
             process.start()
-            theirs.close()
-            self._ranks.append(_Rank(process, frames.connect(ours, START_LIMIT_S)))
+            for sock in theirs:
+                sock.close()
+            self._ranks.append(_Rank(process, [frames.connect(sock, START_LIMIT_S) for sock in ours]))
         self._ask(START, [()] * num_ranks)
         self._limit_s = limit_s
         for started in self._ranks:
-            started.channel.sock.settimeout(limit_s)
+            for channel in started.channels:
+                channel.sock.settimeout(limit_s)
 
     @property
     def pids(self) -> list[int | None]:
@@ -179,18 +188,19 @@ class LocalRanks(Ranks):
         """End all ranks."""
         for rank in self._ranks:
             # The end of its messages, at which it leaves.
-            rank.channel.close()
+            rank.close()
         for rank in self._ranks:
             rank.process.join(GRACE_S)
         super().close()
 
     def _answer(self, number: int, method: str, arguments: Sequence[Any]) -> Any:
         rank = self._ranks[number]
+        channel = rank.channels[method in BESIDE]
         try:
             # Of its start it tells by itself.
             if method != START:
-                frames.send(rank.channel, [method, list(arguments)])
-            reply = frames.receive(rank.channel)
+                frames.send(channel, [method, list(arguments)])
+            reply = frames.receive(channel)
         except TimeoutError:
             raise RankError(silence(number, self._limit_s, method)) from None
         except (EOFError, OSError):
@@ -209,7 +219,7 @@ class LocalRanks(Ranks):
         for rank in self._ranks:
             rank.process.join()
             rank.process.close()
-            rank.channel.close()
+            rank.close()
         self._ranks.clear()
         self._folder.cleanup()
 
@@ -226,6 +236,10 @@ START = "start"
 """The name of the call by which ranks meet: no later call can be made of those of which one failed in it."""
 
 
+BESIDE = ("finish_save",)
+"""Calls that wait for threads of the ranks, and hold up no other call."""
+
+
 START_LIMIT_S = 300.0
 """The same while it starts: many that start together load torch for minutes."""
 
@@ -239,7 +253,12 @@ EXPECTED: dict[str, type[Exception]] = {
 @dataclass(frozen=True)
 class _Rank:
     process: BaseProcess
-    channel: BlockingChannel
+    channels: list[BlockingChannel]
+    """For calls, and for those `BESIDE` them."""
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.close()
 
 
 class FailedCall(Exception):
@@ -266,15 +285,16 @@ def _describe_exit(code: int | None) -> str:
     )
 
 
-def _serve(sock: socket.socket, join: Callable[[], Any], threads: int, limit_s: float) -> None:
+def _serve(socks: Sequence[socket.socket], join: Callable[[], Any], threads: int, limit_s: float) -> None:
     """The main function of a rank's process: one reply for being there, then one for each call.
 
     consumes: calls   waits for: a message   woken by: the caller, or its end   produces: a reply each
     """
     # Ctrl-C reaches every process of the terminal; the caller decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = frames.connect(sock)
-    channel.beat(Alive(), limit_s / BEATS)
+    channels = [frames.connect(sock) for sock in socks]
+    for channel in channels:
+        channel.beat(Alive(), limit_s / BEATS)
     # gloo would meet over the interface that the host's name stands for.
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
@@ -286,15 +306,18 @@ def _serve(sock: socket.socket, join: Callable[[], Any], threads: int, limit_s: 
         nonlocal worker
         worker = join()
 
-    # The caller closed its end, or is gone: the end of this process.
-    with contextlib.suppress(EOFError, OSError):
-        run = start
-        while True:
-            frames.send(channel, _attempt(run))
-            if worker is None:
-                return
-            method, arguments = frames.receive(channel)
-            run = partial(getattr(worker, method), *arguments)
+    def answer(channel: BlockingChannel, reply: Any = None) -> None:
+        # The caller closed its end, or is gone: the end of this process.
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                if reply is not None:
+                    frames.send(channel, reply)
+                method, arguments = frames.receive(channel)
+                reply = _attempt(partial(getattr(worker, method), *arguments))
+
+    started = _attempt(start)
+    threading.Thread(target=answer, args=[channels[1]], daemon=True).start()
+    answer(channels[0], started)
     if worker is not None:
         worker.close()
 

@@ -163,7 +163,7 @@ class RankWorker:
         self.learner.begin_save(Path(folder), train_step)
 
     def finish_save(self) -> None:
-        """`Learner.finish_save`: wait until this rank's files are written."""
+        """`Learner.finish_save`: wait until this rank's files are written; for a thread of its own."""
         self.learner.finish_save()
 
     def resume(self, folder: str) -> int:

@@ -4,9 +4,7 @@ import asyncio
 import socket
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +19,6 @@ from forebay.cluster.supervisor import Restarts
 from forebay.cluster.trainer import RayTrainer
 from forebay.config import ConfigError
 from forebay.engines.process.host import NotBuilt
-from forebay.engines.weights.between_processes import to_plain, to_tensors
 from forebay.produce import ProductionError
 from forebay.replay import ConnectionLost
 from forebay.runs.launch import _lost_part
@@ -52,31 +49,6 @@ async def test_a_call_that_found_no_process_to_answer_is_lost_not_failed(name):
 async def test_a_call_that_fails_there_says_why_in_words():
     with pytest.raises(CallFailed, match="OSError: disk full"):
         await asked(ended(carried(OSError("disk full"))))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
-def test_weights_arrive_as_they_were(dtype):
-    weights = {
-        "matrix": torch.randn(3, 5).to(dtype),
-        "turned": torch.randn(4, 2).to(dtype).t(),
-        "number": torch.tensor(2).to(dtype),
-        "empty": torch.empty(0, 7).to(dtype),
-    }
-    plain = to_plain(weights.items())
-    for _, _, _, data in plain:
-        data.setflags(write=False)
-    arrived = dict(to_tensors(plain))
-    assert list(arrived) == list(weights)
-    for name, tensor in weights.items():
-        assert arrived[name].dtype == dtype
-        assert torch.equal(arrived[name], tensor)
-
-
-def test_weights_of_main_memory_are_not_copied():
-    tensor = torch.zeros(4)
-    [(_, _, _, data)] = to_plain([("a", tensor)])
-    tensor += 1
-    assert data.view(np.float32).tolist() == [1, 1, 1, 1]
 
 
 def test_each_part_has_a_bundle_and_a_shared_gpu_has_two_parts():

@@ -7,15 +7,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from test_ray_run import run_config
 
 from forebay.cluster.engines import EngineActor, EngineSpec, _build, engine_on
 from forebay.config import Component, ConfigError
 from forebay.engines import EngineLost, GenerateRequest, ScriptedEngine
 from forebay.engines.process.host import NotBuilt
-from forebay.engines.weights.between_processes import to_plain
+from forebay.io.shared import lay_out, write
 from forebay.models import load_model, resolve_model
 from forebay.types import SampleParams
+
+NOTHING = ((), np.empty(0, np.uint8))
+"""No weights, for engines that take none."""
 
 
 class Frail(ScriptedEngine):
@@ -84,14 +88,14 @@ async def test_engines_that_are_given_up_lose_every_request_and_say_why(tmp_path
         await actor.pause()
     await actor.start(spec_of(frail_config(tmp_path)))
     assert [completion.lost for completion in await answers(actor, ask("early"))] == [True]
-    await actor.load_weights([], 1)
+    await actor.load_weights(NOTHING, 1)
     lost = await answers(actor, ask("a"), ask("b"))
     assert [(c.finish_reason, c.lost) for c in lost] == [("error", True)] * 2
     assert "does not start any more" in await asyncio.wait_for(actor.live(while_it_works=True), 5)
     # Nobody is to be sent here any more, and new weights do not change that.
     serving = asyncio.ensure_future(actor.serving())
     with pytest.raises(EngineLost):
-        await actor.load_weights([], 2)
+        await actor.load_weights(NOTHING, 2)
     assert not serving.done()
     serving.cancel()
     await actor.close()
@@ -125,7 +129,7 @@ async def test_a_request_that_can_never_run_fails_alone(tmp_path):
     (tmp_path / "marker").touch()
     actor = EngineActor()
     await actor.start(spec_of(config))
-    await actor.load_weights([], 1)
+    await actor.load_weights(NOTHING, 1)
     good, bad = await answers(actor, ask("good"), ask("empty", ()))
     assert good.response_ids.tolist() == [7, 8, 9]
     assert isinstance(bad, ValueError)
@@ -137,8 +141,13 @@ async def test_a_running_server_in_the_process(tmp_path, start_fake):
     config = run_config(tmp_path, engine={"name": "vllm", "arguments": {"urls": [server.url]}})
     actor, spec = EngineActor(), spec_of(config)
     await actor.start(spec)
-    weights = to_plain(load_model(spec.model_folder).state_dict().items())
-    await actor.load_weights(weights, 3)
+    weights = list(load_model(spec.model_folder).state_dict().items())
+    layout, num_bytes = lay_out(weights)
+    data = torch.empty(num_bytes, dtype=torch.uint8)
+    write(layout, data, weights)
+    data = data.numpy()
+    data.setflags(write=False)
+    await actor.load_weights((layout, data), 3)
     (completion,) = await answers(actor, ask("a"))
     assert completion.response_ids.tolist() == [13] * 5
     assert set(completion.model_steps) == {3}

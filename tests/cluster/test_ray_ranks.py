@@ -125,10 +125,10 @@ async def test_a_frozen_trainer_is_lost_and_one_at_work_is_not(ray):
     pid = await actor.pid.remote()
     there = RayTrainer(actor, [pid])
     # Longer than the limit, and the interpreter is free.
-    assert await asyncio.to_thread(there.save, "nowhere") is None
+    assert await asyncio.to_thread(there.begin_save, "nowhere") is None
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(PartLost, match=r"the trainer is lost: .*no answer within 1 s"):
-        await asyncio.to_thread(there.save, "nowhere")
+        await asyncio.to_thread(there.begin_save, "nowhere")
     assert "no answer" in there.lost_because
     with pytest.raises(PartLost, match="called to weights, was asked for a sign of life"):
         await there.sync_weights(None)

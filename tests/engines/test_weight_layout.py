@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.engines.weights.between_processes import ALIGNMENT, lay_out, views, write
+from forebay.io.shared import ALIGNMENT, lay_out, views, write
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool]
 

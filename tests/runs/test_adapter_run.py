@@ -122,9 +122,10 @@ async def test_engines_with_trained_weights_do_not_fall_back_to_those_of_the_beg
     def named(name: str) -> Any:
         return lambda: iter([(name, torch.zeros(1))])
 
-    source: Any = SimpleNamespace(
-        adapter_config={}, weights=named("merged"), base_weights=named("base"), adapters=named("adapters")
-    )
+    def weights(merged: bool = True) -> Any:
+        return named("merged" if merged else "base")()
+
+    source: Any = SimpleNamespace(adapter_config={}, weights=weights, adapters=named("adapters"))
     begun, trained = Holding(0), Holding(3)
     for receiver in (begun, trained):
         await sync_weights(source, receiver, 4)

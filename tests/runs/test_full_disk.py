@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-from safetensors import SafetensorError
 from test_colocated_run import config as run_config
 from test_colocated_run import losses
 from typer.testing import CliRunner
@@ -49,13 +48,8 @@ class Filling:
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 PLACES = {
-    "weights": (
-        checkpoint_module,
-        "save_file",
-        2,
-        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-    ),
-    "state": (checkpoint_module.HuggingFaceStorageWriter, "write_data", 2, FULL),
+    "weights": (checkpoint_module, "save_tensors", 5, FULL),
+    "facts": (checkpoint_module, "save_json", 2, FULL),
     "books": (Journal, "write", 9, FULL),
     "sync": (os, "fsync", 80, FULL),
 }

@@ -83,7 +83,7 @@ def test_only_open_formats_are_written(make_model, make_groups, tmp_path):
     trainer.save(tmp_path / "c")
     files = {str(p.relative_to(tmp_path / "c")) for p in (tmp_path / "c").rglob("*") if p.is_file()}
     assert {
-        "trainer.json", "state/shard-00001-model-00001-of-00001.safetensors",
+        "trainer.json", "state/shard-00000.safetensors",
         "random.safetensors", "model/config.json", "model/model.safetensors",
         "adapter/adapter_config.json", "adapter/adapter_model.safetensors",
     } <= files  # fmt: skip

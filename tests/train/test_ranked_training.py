@@ -17,11 +17,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from forebay.io.messages import Alive
+from forebay.io.shared import MemoryFile, lay_out, views
 from forebay.models.starting_weights import BASE_FINGERPRINT, BaseDiffersError, fingerprint
 from forebay.train import Critic, LocalRanks, RankError, TrainConfig, TrainController, checkpoint
 from forebay.train.checkpoint import replace_folder
 from forebay.train.objective.losses import POLICY_LOSSES
 from forebay.train.parallel import frames
+from forebay.train.parallel.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -199,16 +201,42 @@ def test_training_goes_on_while_a_checkpoint_is_written(make_model, make_groups,
         shutil.rmtree(tmp_path / "beside")
 
 
-@pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}], ids=str)
-def test_an_engine_gets_whole_merged_weights(make_model, make_groups, ranks, settings):
-    one, two = trainer_for(make_model(), **settings), trainer_for(make_model(), ranks, **settings)
-    got, expected = Receiver(), Receiver()
-    for trainer, receiver in ((one, expected), (two, got)):
-        trainer.fit(make_groups())
-        asyncio.run(trainer.sync_weights(receiver))
-    assert got.model_step == 1
-    torch.testing.assert_close(got.weights, expected.weights, atol=1e-4, rtol=1e-4)
-    assert not hasattr(got, "adapters")
+class Mapping(Receiver):
+    """Takes weights through memory, as engines in other processes do."""
+
+    takes_live_weights = True
+
+    async def update_weights(self, weights, model_step):
+        layout, num_bytes = lay_out(weights.sizes())
+        self.memory = MemoryFile(num_bytes)
+        weights.copy_to(layout, self.memory)
+        self.weights, self.model_step = dict(views(layout, self.memory.data)), model_step
+
+
+PARALLEL = [{"lora_rank": 2}, {"parallel": {"tensor": 2}}, {"parallel": {"replicas": 2}}]
+
+
+@pytest.mark.parametrize("settings", [{}, *PARALLEL], ids=str)
+def test_an_engine_gets_whole_merged_weights(make_model, make_groups, ranks, settings, monkeypatch):
+    """However it takes them: as tensors, or through memory into which each rank writes, or sends, its own."""
+    alone = {name: value for name, value in settings.items() if name != "parallel"}
+    one = trainer_for(make_model(num_key_value_heads=2), **alone)
+    two = trainer_for(make_model(num_key_value_heads=2), ranks, num_ranks=2, **settings)
+    plain, mapped, sent, expected = Receiver(), Mapping(), Mapping(), Receiver()
+    one.fit(make_groups()), two.fit(make_groups())
+    asyncio.run(one.sync_weights(expected))
+    asyncio.run(two.sync_weights(plain))
+    asyncio.run(two.sync_weights(mapped))
+    # As ranks that are not on this machine.
+    monkeypatch.setattr(LocalRanks, "copy_weights", Ranks.copy_weights)
+    monkeypatch.setattr("forebay.train.parallel.ranks.SENT_AT_ONCE", 3)
+    asyncio.run(two.sync_weights(sent))
+    torch.testing.assert_close(plain.weights, expected.weights, atol=1e-4, rtol=1e-4)
+    for got in (mapped, sent):
+        assert got.model_step == 1
+        assert got.weights.keys() == plain.weights.keys()
+        assert all(torch.equal(got.weights[name], value) for name, value in plain.weights.items())
+    assert not hasattr(plain, "adapters")
 
 
 def test_an_engine_that_takes_adapters_gets_no_more(make_model, make_groups, ranks):
@@ -330,7 +358,7 @@ def held_up(path):
     """`replace_folder`, with a pipe in place of a file of rank 0: nothing is written until it is read."""
     with replace_folder(path) as folder:
         (folder / "state").mkdir()
-        os.mkfifo(folder / "state" / "shard-00001-model-00001-of-00001.safetensors")
+        os.mkfifo(folder / "state" / "shard-00000.safetensors")
         yield folder
 
 

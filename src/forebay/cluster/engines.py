@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,9 +32,10 @@ from forebay.config import Component, ConfigError
 from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.pool import LOAD_LIMIT_S, EnginePool
 from forebay.engines.process.host import EngineHost
-from forebay.engines.weights.between_processes import PlainWeight, to_tensors
+from forebay.io.shared import Layout, views
 from forebay.models import load_tokenizer
 from forebay.runs.placement import PartLost
+from forebay.types import ByteArray
 from forebay.watching.stalls import StallError, answered
 
 logger = logging.getLogger(__name__)
@@ -115,14 +117,21 @@ class EngineActor(EngineHost):
             self._asleep = False
         await self.pool.resume()
 
-    async def load_weights(self, weights: Sequence[PlainWeight], model_step: int) -> None:
-        """Take over these weights, and serve.
+    async def load_weights(self, weights: tuple[Layout, ByteArray], model_step: int) -> None:
+        """Take over the weights that are laid out in these bytes, and serve.
 
         Raises:
             EngineLost: no engine is left.
         """
+        import torch
+
+        layout, data = weights
+        with warnings.catch_warnings():
+            # That it must not be written to is known: an engine that takes weights over copies them.
+            warnings.filterwarnings("ignore", message=".*not writable.*")
+            memory = torch.from_numpy(data)
         try:
-            await self.pool.load_weights(to_tensors(weights), model_step)
+            await self.pool.load_weights(views(layout, memory), model_step)
         except EngineLost as error:
             self._lose(error)
             raise
@@ -280,7 +289,9 @@ class RayEngine:
             ValueError: the request can never run.
         """
         try:
-            completion = await asked(self.actor.generate.remote(request, self._caller))
+            completion: Completion | ValueError = await asked(
+                self.actor.generate.remote(request, self._caller)
+            )
         except ActorLost as error:
             return Completion(finish_reason="error", error_msg=str(error), lost=True)
         except asyncio.CancelledError:

@@ -24,12 +24,13 @@ from forebay.cluster.calls import beside, result_of, signs_of_life
 from forebay.cluster.library import PartSpec, Published, cause_of, find_modules_in, import_ray, why
 from forebay.cluster.ranks import RayRanks
 from forebay.cluster.supervisor import LOOK_EVERY_S, SILENCE_LIMIT_S
-from forebay.engines.weights.between_processes import PlainWeight, to_plain
+from forebay.io.shared import Layout, MemoryFile, lay_out
 from forebay.models import load_tokenizer
+from forebay.models.live_weights import LiveWeights
 from forebay.runs.placement import PartLost
 from forebay.train.batch import TrainBatch
 from forebay.train.parallel.ranks import EXPECTED, RankError
-from forebay.types import FloatArray, RolloutState
+from forebay.types import ByteArray, FloatArray, RolloutState
 from forebay.watching.stalls import StallError
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ class TrainerActor:
 
     def __init__(self) -> None:
         self._trainer: Any = None
+        self._receiver = _Receiver()
 
     def start(self, spec: TrainerSpec) -> tuple[int, ...]:
         """Build the trainer; the ids of its process and of its ranks'.
@@ -178,11 +180,10 @@ class TrainerActor:
         """Any other method of the `TrainController`."""
         return getattr(self._trainer, method)(*arguments)
 
-    def weights(self) -> tuple[int, list[PlainWeight]]:
+    def weights(self) -> tuple[int, tuple[Layout, ByteArray]]:
         """The step of the weights, and the weights: two results, of which the caller fetches the first."""
-        receiver = _Receiver()
-        asyncio.run(self._trainer.sync_weights(receiver))
-        return receiver.model_step, receiver.weights
+        asyncio.run(self._trainer.sync_weights(self._receiver))
+        return self._receiver.model_step, (self._receiver.layout, self._receiver.memory.data.numpy())
 
     def resume(self, path: Path) -> int:
         """Go on from a checkpoint; its train step."""
@@ -192,10 +193,18 @@ class TrainerActor:
 
 
 class _Receiver:
-    """Takes the trainer's weights without a copy."""
+    """Takes the trainer's weights into one piece of memory, which is used again."""
 
+    takes_live_weights = True
     model_step = 0
-    weights: list[PlainWeight]
+    layout: Layout = ()
 
-    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
-        self.model_step, self.weights = model_step, to_plain(weights)
+    def __init__(self) -> None:
+        self.memory = MemoryFile(0)
+
+    async def update_weights(self, weights: LiveWeights, model_step: int) -> None:
+        self.layout, num_bytes = lay_out(weights.sizes())
+        if num_bytes != self.memory.num_bytes:
+            self.memory = MemoryFile(num_bytes)
+        weights.copy_to(self.layout, self.memory)
+        self.model_step = model_step

@@ -4,6 +4,7 @@
 
     trainer: train step, moves between device and CPU  --+-- one turn at a time
     reader:  with live.reading() as step: next(weights) -+
+             live.copy_to(layout, memory) ---------------'   all of them, also from several ranks at once
 
 Trainers and engines do not know each other, so what both must agree on is here.
 """
@@ -15,11 +16,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from forebay.io.shared import Layout, MemoryFile, write
 from forebay.models.config import Precision
 from forebay.models.starting_weights import Weights
 
 if TYPE_CHECKING:
     import torch
+
+
+def cast(weights: Weights, dtype: Precision) -> Iterator[tuple[str, torch.Tensor]]:
+    """`weights` as engines hold them: floating point in `dtype`, copied only where it is in another."""
+    import torch
+
+    for name, tensor in weights:
+        yield name, tensor.detach().to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
 
 
 class LiveWeights:
@@ -35,20 +45,38 @@ class LiveWeights:
     """
 
     def __init__(
-        self, read: Callable[[], Weights], dtype: Precision, turn: threading.Lock, step: Callable[[], int]
+        self,
+        read: Callable[[], Weights],
+        dtype: Precision,
+        turn: threading.Lock,
+        step: Callable[[], int],
+        *,
+        sizes: Callable[[], Weights] | None = None,
+        copy: Callable[[Layout, MemoryFile], None] | None = None,
     ) -> None:
-        """`turn` is held by whoever changes or moves the weights; `step` is theirs now."""
+        """`turn` is held by whoever changes or moves the weights; `step` is theirs now.
+
+        `sizes` gives tensors without content, of the weights' names, dtypes and shapes, and `copy` puts the
+        weights into memory; left out, both is done by reading.
+        """
         self.read = read
         self.dtype = dtype
         """In which engines hold those of floating point; `read` gives them as the trainer has them."""
-        self._turn, self._step = turn, step
+        self._turn, self._step, self._sizes, self._copy = turn, step, sizes or read, copy
+
+    def sizes(self) -> Weights:
+        """Tensors of the names, dtypes and shapes that a loop over this object has, without content."""
+        return cast(((name, tensor.to("meta")) for name, tensor in self._sizes()), self.dtype)
+
+    def copy_to(self, layout: Layout, memory: MemoryFile) -> None:
+        """Put all of them into `memory`, laid out as `sizes` are."""
+        with self.reading():
+            if self._copy is not None:
+                return self._copy(layout, memory)
+            write(layout, memory.data, self.read())
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        import torch
-
-        kind = getattr(torch, self.dtype)
-        for name, tensor in self.read():
-            yield name, tensor.detach().to(kind) if tensor.is_floating_point() else tensor.detach()
+        return cast(self.read(), self.dtype)
 
     @contextmanager
     def reading(self) -> Iterator[int]:

@@ -33,7 +33,7 @@ from forebay.train import TrainConfig, WarmupConfig, check_staleness_rule
 from forebay.train.presets import DYNAMIC_SAMPLING
 from forebay.types import SampleParams
 
-CLUSTERS = {"ray": "forebay.cluster:RayCluster"}
+CLUSTERS = {"ray": "forebay.cluster.ray_cluster:RayCluster"}
 """The names that ``cluster`` may have, with import paths: this row knows no cluster."""
 CLUSTER_ARGUMENTS = {"ray": "forebay.cluster.arguments:RayArguments"}
 """The models of their ``arguments``, by import path."""

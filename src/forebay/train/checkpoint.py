@@ -6,7 +6,7 @@
                           -> old one deleted
 
     TrainerParts --begin_save--> copies on the CPU --(a thread, while training goes on)--> files --> done
-        state/    weights, critic, moments: each rank its slices (torch.distributed.checkpoint, safetensors)
+        state/    weights, critic, moments: each rank its slices (torch.distributed.checkpoint's safetensors)
         model/    the Hugging Face model, adapters merged: each rank some of the files   adapter/ (LoRA, peft)
         trainer.json
     load_trainer: each rank reads of state/ what its slices cover, whatever number of ranks wrote it
@@ -35,7 +35,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint._hf_utils import (
     CUSTOM_METADATA_KEY,
     DCP_VERSION_KEY,
@@ -44,22 +43,16 @@ from torch.distributed.checkpoint._hf_utils import (
     FORMAT_VALUE,
     HF_DCP_VERSION,
     SAVED_OFFSETS_KEY,
-    _gen_file_name,
 )
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
-from torch.futures import Future
 
 from forebay.io.durable import check, seal, sync, sync_tree
 from forebay.train.model.critic import Critic
 from forebay.train.model.lora import adapter_config, adapter_weights, is_lora, model_weights, without_adapters
 from forebay.train.optimization import Optimizer
-from forebay.train.parallel.sharding import in_one_piece, no_progress_bars, put_back, whole
+from forebay.train.parallel.sharding import in_one_piece, no_progress_bars, own_block, put_back, whole
 
 FORMAT = 2
 """Version of the checkpoint folder; 1, until version 0.2, had whole tensors only."""
@@ -206,13 +199,12 @@ def begin_save(
     *,
     train_step: int,
     mesh: DeviceMesh | None = None,
-    group: ProcessGroup | None = None,
 ) -> Callable[[], None]:
     """Copy a trainer, and write it into an empty folder in threads; the function that waits for the end.
 
-    Ranks that hold slices of `mesh` all call this, and each writes its own; `group` is a group of theirs that
-    nothing else uses, with a backend for the CPU. Once all have finished, `join_model` completes the folder.
-    The function raises OSError where the disk takes no more.
+    Ranks that hold slices of `mesh` all call this, and each writes its own, as
+    ``torch.distributed.checkpoint`` reads them; no rank waits for another one's disk. Once all have finished,
+    `join_model` completes the folder. The function raises OSError where the disk takes no more.
     """
     rank = 0 if mesh is None else mesh.get_rank()
     if rank == 0:
@@ -226,41 +218,27 @@ def begin_save(
     state = _weights(parts)
     for prefix, optimizer in parts.optimizers():
         state |= {f"{prefix}.{name}": value for name, value in optimizer.state_tensors()}
-    # Copies: what training changes from now on is not of this checkpoint.
-    copies = {name: in_one_piece(value).to("cpu", copy=True) for name, value in state.items()}
+    copies, places = {}, {}
+    for name, value in state.items():
+        place, block = own_block(value)
+        if block.numel():
+            # What training changes from now on is not of this checkpoint.
+            copies[name] = block.to("cpu", copy=True)
+            places[name] = {SAVED_OFFSETS_KEY: [part.start for part in place]}
+    described = {CUSTOM_METADATA_KEY: json.dumps(places), DCP_VERSION_KEY: str(HF_DCP_VERSION)}
+    (folder / STATE).mkdir(exist_ok=True)
+    shard = folder / STATE / f"shard-{rank:05d}.safetensors"
     files = _model_files(parts.model, rank, 1 if mesh is None else mesh.size())
-    writer = _SlicesWriter(str(folder / STATE), save_distributed=True)
     threads = ThreadPoolExecutor(2, "forebay-checkpoint")
-    written = threads.submit(save, copies, storage_writer=writer, process_group=group, no_dist=group is None)
+    written = threads.submit(save_tensors, copies, shard, **described)
     exported = threads.submit(_write_model, parts.model, files, folder / "model")
     threads.shutdown(wait=False)
 
     def finish() -> None:
         for future in (written, exported):
-            with _plain_errors():
-                future.result()
+            future.result()
 
     return finish
-
-
-class _SlicesWriter(HuggingFaceStorageWriter):
-    """Torch's writer of slices, with `save_tensors` for the file."""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's slices; nobody asks for the results."""
-        tensors: Any = {item.index.fqn: planner.resolve_data(item) for item in plan.items}
-        places = {
-            item.index.fqn: {SAVED_OFFSETS_KEY: item.tensor_data.chunk.offsets}
-            for item in plan.items
-            if item.tensor_data is not None
-        }
-        described = {CUSTOM_METADATA_KEY: json.dumps(places), DCP_VERSION_KEY: str(HF_DCP_VERSION)}
-        save_tensors(
-            tensors, Path(self.path, _gen_file_name(1, 1, plan.storage_data["shard_index"])), **described
-        )
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([])
-        return done
 
 
 def _weights(parts: TrainerParts) -> dict[str, torch.Tensor]:
@@ -338,7 +316,7 @@ def join_model(folder: Path) -> None:
         save_json(index, folder / "model.safetensors.index.json")
 
 
-def load_trainer(folder: Path, parts: TrainerParts, group: ProcessGroup | None = None) -> int:
+def load_trainer(folder: Path, parts: TrainerParts) -> int:
     """Read into `parts` what `begin_save` wrote; return the number of completed train steps.
 
     Raises:
@@ -367,8 +345,8 @@ def load_trainer(folder: Path, parts: TrainerParts, group: ProcessGroup | None =
             for name, value in of_this.items()
         }
         blocks |= {name: in_one_piece(value) for name, value in moments[prefix].items()}
-    with _plain_errors():
-        load(blocks, storage_reader=reader, process_group=group, no_dist=group is None)
+    # Each rank plans by itself what it reads.
+    load(blocks, storage_reader=reader, no_dist=True)
     for name, value in weights.items():
         put_back(value, blocks[name])
     for prefix, optimizer in parts.optimizers():
@@ -386,12 +364,3 @@ def _place_for(saved: Any, weight: torch.Tensor | None) -> torch.Tensor:
     if weight is not None and weight.shape == saved.size:
         return torch.zeros_like(weight, dtype=dtype, requires_grad=False)
     return torch.zeros(saved.size, dtype=dtype)
-
-
-@contextmanager
-def _plain_errors() -> Iterator[None]:
-    """The first rank's own error, where torch gathers those of all ranks into one that is no `Exception`."""
-    try:
-        yield
-    except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from None

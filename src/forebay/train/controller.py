@@ -383,7 +383,11 @@ class TrainController:
 
     async def sync_weights(self, rollout_controller: weight_sync.WeightReceiver) -> None:
         """Give the current weights, adapters merged, to what generates rollouts. Not during `train`."""
-        live = LiveWeights(self._learner.weights, self._engine_dtype, self._turn, lambda: self.train_step)
+        source = self._learner
+        live = LiveWeights(
+            source.weights, self._engine_dtype, self._turn, lambda: self.train_step,
+            sizes=source.sizes, copy=source.copy_weights if isinstance(source, RankedLearner) else None,
+        )  # fmt: skip
         await weight_sync.sync_weights(
             self._learner, rollout_controller, self.model_step, dtype=self._engine_dtype, live=live
         )

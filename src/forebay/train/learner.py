@@ -26,11 +26,11 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from forebay.config import look_up
 from forebay.models import Precision, attention, precision_on
+from forebay.models.live_weights import cast
 from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
 from forebay.train import checkpoint
 from forebay.train.batch import Pack, TrainBatch
@@ -63,8 +63,7 @@ class Learner:
     Invariants: dropout is off; a pass without gradient changes nothing; `update` leaves no gradient behind.
 
     On several ranks all models are given, already split over `mesh` (`forebay.train.parallel.sharding`);
-    `rank` is which of a batch's packs are this learner's, and in `save_group` ranks meet that write a
-    checkpoint.
+    `rank` is which of a batch's packs are this learner's.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class Learner:
         device: torch.device | str | None = None,
         engine_dtype: Precision = "float32",
         mesh: DeviceMesh | None = None,
-        save_group: ProcessGroup | None = None,
         rank: int = 0,
     ) -> None:
         output_head(model)
@@ -99,7 +97,7 @@ class Learner:
                 part.float()
         if config.lora_rank > 0:
             # In the dtype of the engines, which compare it with the fingerprint of their own weights.
-            base = fingerprint(lora.cast(lora.model_weights(model), engine_dtype)) if has_content else ""
+            base = fingerprint(cast(lora.model_weights(model), engine_dtype)) if has_content else ""
             alpha = config.lora_alpha or 2.0 * config.lora_rank
             model = lora.add_lora(model, rank=config.lora_rank, alpha=alpha, targets=config.lora_targets)
             self.adapter_config = lora.adapter_config(model) | {BASE_FINGERPRINT: base}
@@ -111,7 +109,7 @@ class Learner:
         frozen = model if lora.is_lora(model) else self.ref_model
         fixed = checkpoint.fingerprint(frozen) if frozen is not None and has_content else None
         is_half = self._precision != "float32"
-        self._mesh, self._save_group = mesh, save_group
+        self._mesh = mesh
         # FSDP casts what it gathers, so autocast has only what every rank has whole to cast.
         self._casts = is_half and (mesh is None or lora.is_lora(model))
         for part in (lora.without_adapters(model), self.ref_model, self.critic):
@@ -326,12 +324,15 @@ class Learner:
     # Weights and files
 
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights, adapters merged, by the names that they have without adapters; one at a time."""
+        """All weights by the names that they have without adapters, one at a time.
+
+        Adapters are `merged`, or left out: below them are the weights that training began with.
+        """
         return lora.model_weights(self.model, merged=merged)
 
-    def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights below the adapters, by the same names: those that training began with."""
-        return lora.model_weights(self.model, merged=False)
+    def sizes(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of the names, dtypes and shapes of `weights`, without content."""
+        return ((name, value.to("meta")) for name, value, _ in lora.named_parts(self.model))
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The adapters' weights, by their names in peft's files; none without LoRA."""
@@ -339,9 +340,7 @@ class Learner:
 
     def begin_save(self, folder: Path, train_step: int) -> None:
         """Copy the trainer's state, and write it into the empty `folder` beside whatever comes next."""
-        self._writing = checkpoint.begin_save(
-            folder, self._parts, train_step=train_step, mesh=self._mesh, group=self._save_group
-        )
+        self._writing = checkpoint.begin_save(folder, self._parts, train_step=train_step, mesh=self._mesh)
 
     def finish_save(self) -> None:
         """Wait until what `begin_save` copied is written.
@@ -359,7 +358,7 @@ class Learner:
         Raises:
             ValueError: no checkpoint there, or one of another format, kind of training, or starting weights.
         """
-        return checkpoint.load_trainer(folder, self._parts, self._save_group)
+        return checkpoint.load_trainer(folder, self._parts)
 
 
 def _place(model: nn.Module, device: torch.device, mesh: DeviceMesh | None) -> None:

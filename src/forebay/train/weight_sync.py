@@ -17,13 +17,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from forebay.models.config import Precision
-from forebay.models.live_weights import LiveWeights
+from forebay.models.live_weights import LiveWeights, cast
 from forebay.models.starting_weights import AdaptersRefusedError, BaseDiffersError, Weights
 from forebay.train.learner import Learner
-from forebay.train.model.lora import cast
 from forebay.train.parallel.learner import RankedLearner
 
 logger = logging.getLogger(__name__)
@@ -97,10 +97,11 @@ async def sync_weights(
                 if held_step > 0:
                     raise
                 # They are the weights of step 0: adapters begin as nothing.
-                await receiver.update_weights(await gather(source.base_weights, dtype), 0)
+                base = partial(source.weights, merged=False)
+                await receiver.update_weights(await gather(base, dtype), 0)
                 return await receiver.update_adapters(adapters, model_step, config=config)
         except AdaptersRefusedError as refusal:
             logger.warning("all weights of step %d are handed over, adapters merged: %s", model_step, refusal)
-    if live is not None and isinstance(source, Learner) and getattr(receiver, "takes_live_weights", False):
+    if live is not None and getattr(receiver, "takes_live_weights", False):
         return await receiver.update_weights(live, model_step)
     await receiver.update_weights(await gather(source.weights, dtype), model_step)

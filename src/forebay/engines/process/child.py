@@ -27,14 +27,9 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(recipe.threads)
+    given = {name: value for name, value in recipe if name not in ("engine", "threads")}
     surroundings = EngineSurroundings(
-        model_folder=recipe.model_folder,
-        model=recipe.model,
-        dtype=recipe.dtype,
-        attention=recipe.attention,
-        device=recipe.device,
-        tokenizer=load_tokenizer(recipe.model_folder),
-        scratch=recipe.model_folder,
+        **given, tokenizer=load_tokenizer(recipe.model_folder), scratch=recipe.model_folder
     )
     host = EngineHost(build_engines(recipe.engine, surroundings))
     facts = {

@@ -38,6 +38,7 @@ from forebay.engines.weights.between_processes import SharedMemoryHandOver
 from forebay.io.channel import BlockingChannel, Channel
 from forebay.io.link import Link
 from forebay.io.messages import Answer, Message, Note
+from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError, BaseDiffersError, Weights
 
 CLOSE_LIMIT_S = 10.0
@@ -68,9 +69,11 @@ class ProcessEngine:
         recipe: of the engine.
         hand_over: how weights get there; engines that share one share the work.
         log: the child's output is appended here.
-        start_limit_s: how long loading the model may take.
         silence_limit_s: after that long without a sign of life the child is ended, and lost.
     """
+
+    takes_live_weights = True
+    """They go from the trainer, or its ranks, into the memory that engines map."""
 
     def __init__(
         self,
@@ -78,7 +81,6 @@ class ProcessEngine:
         hand_over: SharedMemoryHandOver,
         *,
         log: Path,
-        start_limit_s: float = START_LIMIT_S,
         silence_limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
         self.model_step = 0
@@ -88,7 +90,7 @@ class ProcessEngine:
         self.takes_adapters = False
         """Whether the child's engine does."""
         self._recipe, self._hand_over, self._log = recipe, hand_over, log
-        self._start_limit_s, self._silence_limit_s = start_limit_s, silence_limit_s
+        self._silence_limit_s = silence_limit_s
         self._closed = False
         self._is_behind = False
         """Whether the child may lack the weights of the last hand-over."""
@@ -101,7 +103,7 @@ class ProcessEngine:
         Raises:
             EngineLost: it ended, or took longer than its limit; the message ends with its last output.
         """
-        facts = self._child.wait_until_ready(self._start_limit_s)
+        facts = self._child.wait_until_ready(START_LIMIT_S)
         self.max_context_tokens, self.model_step = facts["max_context_tokens"], facts["model_step"]
         self.takes_adapters = facts["takes_adapters"]
 
@@ -157,7 +159,7 @@ class ProcessEngine:
 
     async def _load(self, weights: Weights, model_step: int, adapters: AdapterConfig | None = None) -> None:
         # The object names the hand-over, so a list must stay itself.
-        given = weights if isinstance(weights, list) else list(weights)
+        given = weights if isinstance(weights, list | LiveWeights) else list(weights)
         try:
             await self._hand_over.load(self._send_weights, given, model_step, adapters=adapters)
         except ValueError:

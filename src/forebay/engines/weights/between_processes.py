@@ -1,20 +1,19 @@
-"""Weights on their way between processes: through shared memory of this machine, or as plain arrays.
+"""Weights on their way between processes of one machine: through memory that they share.
 
 ::
 
     trainer's process                                        each engine's process
     load_weights of engine 1 --+
     load_weights of engine 2 --+-> SharedMemoryHandOver        WeightInbox
-         written once for all into one file in memory
+         written once for all into one file in memory <-- the ranks of the trainer, if it has several
               --message: path, layout--------------------------> maps the file --> engine.load_weights
          <------------------------------------------------------ answered when they are in use
 
 With LoRA, adapters travel in the same way; the message then has their config too, and the inbox calls
 ``engine.load_adapters``, which puts them on the engine's starting weights.
 
-Every parameter in the memory starts at a multiple of 64 bytes, so that a view of it has the alignment of any
-dtype. Where there is no shared memory (a cluster's object store), weights travel as arrays over the memory
-that they have, with name, dtype and shape: `to_plain` and `to_tensors`.
+Live weights (`LiveWeights`) go there from where they lie: of a trainer on several ranks, each rank writes its
+own slices, and no process has them all.
 
 An engine takes weights over only when all of them have arrived, so one that dies in between, or a sender that
 does, leaves the others with whole weights. The messages are plain data; which way they travel (a socket, a
@@ -24,23 +23,18 @@ Ray call) is the member's affair.
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
-import warnings
-import weakref
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-import numpy as np
-from numpy.typing import NDArray
-
 from forebay.engines.base import Engine, EngineLost, TakesAdapters
-from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError, Weights
+from forebay.io.shared import MemoryFile, lay_out, mapped, views, write
+from forebay.models.live_weights import LiveWeights
+from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError
 
 if TYPE_CHECKING:
     import torch
 
-Listed: TypeAlias = "Sequence[tuple[str, torch.Tensor]]"
+Listed: TypeAlias = "Sequence[tuple[str, torch.Tensor]] | LiveWeights"
 """Weights that can be read more than once."""
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -139,10 +133,14 @@ class SharedMemoryHandOver:
         return await asyncio.to_thread(self._fill, written, free)
 
     def _fill(self, written: _Written, free: MemoryFile | None) -> dict[str, Any]:
-        layout, num_bytes = lay_out(written.weights)
+        weights = written.weights
+        layout, num_bytes = lay_out(weights.sizes() if isinstance(weights, LiveWeights) else weights)
         if free is None or free.num_bytes != num_bytes:
             free = MemoryFile(num_bytes)
-        write(layout, free.data, written.weights)
+        if isinstance(weights, LiveWeights):
+            weights.copy_to(layout, free)
+        else:
+            write(layout, free.data, weights)
         written.file = free
         return {"path": free.path, "inode": free.inode, "num_bytes": num_bytes, "layout": layout}
 
@@ -163,7 +161,6 @@ class WeightInbox:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._mapped: tuple[int, torch.Tensor] | None = None
         self._turn = asyncio.Lock()
 
     async def handle(self, message: dict[str, Any]) -> None:
@@ -175,22 +172,12 @@ class WeightInbox:
         """
         # One that the sender has given up may still be at it, and must not end after a later one.
         async with self._turn:
-            data = self._map(message["path"], message["inode"], message["num_bytes"])
+            data = mapped(message["path"], message["inode"], message["num_bytes"])
             weights, step = views(message["layout"], data), message["model_step"]
             if (adapters := message["adapters"]) is None:
                 await self._engine.load_weights(weights, step)
             else:
                 await cast("TakesAdapters", self._engine).load_adapters(weights, step, config=adapters)
-
-    def _map(self, path: str, inode: int, num_bytes: int) -> torch.Tensor:
-        # Not by the path: it has the number of a descriptor, which the next file may get again.
-        if self._mapped is None or self._mapped[0] != inode:
-            if not os.path.exists(path) or os.stat(path).st_ino != inode:
-                raise RuntimeError(f"{path} is not the memory that was announced; it was given back")
-            import torch
-
-            self._mapped = inode, torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-        return self._mapped[1]
 
 
 class _Written:
@@ -201,98 +188,3 @@ class _Written:
         self.message: asyncio.Future[dict[str, Any]] | None = None
         self.file: MemoryFile | None = None
         self.num_readers = 0
-
-
-class MemoryFile:
-    """Memory that other processes of this user can map by `path`, freed when no process has it open."""
-
-    def __init__(self, num_bytes: int) -> None:
-        import torch
-
-        self.num_bytes = num_bytes
-        if hasattr(os, "memfd_create"):
-            handle = os.memfd_create("forebay-weights")
-            self.path = f"/proc/{os.getpid()}/fd/{handle}"
-            self._finalizer: Any = weakref.finalize(self, os.close, handle)
-        else:
-            handle, self.path = tempfile.mkstemp(prefix="forebay-weights-")
-            os.close(handle)
-            self._finalizer = weakref.finalize(self, os.unlink, self.path)
-        os.truncate(self.path, num_bytes)
-        self.inode = os.stat(self.path).st_ino
-        self.data = torch.from_file(self.path, shared=True, size=num_bytes, dtype=torch.uint8)
-
-    def close(self) -> None:
-        """Give the memory back once no other process has mapped it."""
-        self._finalizer()
-
-
-ALIGNMENT = 64
-"""A cache line; any dtype's alignment divides it."""
-
-Layout = Sequence[tuple[str, str, Sequence[int], int, int]]
-"""Of each parameter: name, torch's name of the dtype, shape, first byte, byte after the last."""
-
-PlainWeight = tuple[str, str, tuple[int, ...], NDArray[np.uint8]]
-"""Name, torch's name of the dtype, shape, bytes."""
-
-
-def lay_out(weights: Weights) -> tuple[Layout, int]:
-    """Where each of these parameters is to lie, and how many bytes they take in all.
-
-    >>> lay_out([("bias", torch.zeros(3)), ("scale", torch.ones(2, 2))])
-    ([('bias', 'float32', (3,), 0, 12), ('scale', 'float32', (2, 2), 64, 80)], 128)
-    """
-    layout, start = [], 0
-    for name, tensor in weights:
-        layout.append((name, _name_of(tensor), tuple(tensor.shape), start, start + tensor.nbytes))
-        start += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    return layout, start
-
-
-def views(layout: Layout, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters inside `data` (uint8), without a copy."""
-    import torch
-
-    for name, dtype, shape, start, stop in layout:
-        yield name, data[start:stop].view(getattr(torch, dtype)).view(tuple(shape))
-
-
-def write(layout: Layout, data: torch.Tensor, weights: Weights) -> None:
-    """Copy `weights`, from any device, to their places in `data`."""
-    for (name, place), (own_name, tensor) in zip(views(layout, data), weights, strict=True):
-        assert name == own_name, f"{own_name} comes where {name} was laid out"
-        place.copy_(tensor.detach())
-
-
-def to_plain(weights: Weights) -> list[PlainWeight]:
-    """The same as arrays over the same memory, as far as it is this machine's main memory."""
-    import torch
-
-    return [
-        (
-            name,
-            _name_of(tensor),
-            tuple(tensor.shape),
-            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(),
-        )
-        for name, tensor in weights
-    ]
-
-
-def to_tensors(weights: Iterable[PlainWeight]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors, over the memory of the arrays: not to be written to."""
-    import torch
-
-    for name, dtype, shape, data in weights:
-        with warnings.catch_warnings():
-            # That it must not be written to is known: an engine that takes weights over copies them.
-            warnings.filterwarnings("ignore", message=".*not writable.*")
-            tensor = torch.from_numpy(data)
-        kind = getattr(torch, dtype)
-        # An empty array has no stride that another dtype could be seen with.
-        yield name, tensor.view(kind).reshape(shape) if data.size else torch.empty(shape, dtype=kind)
-
-
-def _name_of(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -23,7 +23,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import torch
 
-from forebay.engines.weights.between_processes import MemoryFile
+from forebay.io.shared import MemoryFile
 from forebay.models.starting_weights import Weights
 
 BUCKET_BYTES = 512 << 20

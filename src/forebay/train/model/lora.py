@@ -10,15 +10,17 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
-from forebay.models.config import Precision
-from forebay.train.parallel.sharding import whole
+from forebay.train.parallel.sharding import own_block, whole
+
+Block = tuple[str, tuple[slice, ...], torch.Tensor]
+"""A part of a weight: the weight's name, where in it, and the content."""
 
 ADAPTER = "default"
 """peft's name of the one adapter of a model."""
@@ -80,27 +82,45 @@ def model_weights(model: nn.Module, *, merged: bool = True) -> Iterator[tuple[st
     copies. Of a sharded model every rank goes through all of it, and each tensor is gathered when it is asked
     for: two are never whole at a time, unless the caller keeps them.
     """
+    for name, sliced, layer in named_parts(model):
+        value = whole(sliced)
+        if merged and layer is not None:
+            with torch.no_grad():
+                value = value + layer.get_delta_weight(ADAPTER).to(value.device, value.dtype)
+        yield name, value
+
+
+def named_parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, Any]]:
+    """Names and weights as `model_weights` has them, slices as they are; and the layer with its adapter."""
     base = without_adapters(model)
     for name, parameter in base.named_parameters():
         if ".lora_" in name:
             continue
-        value = whole(parameter.detach())
         # peft puts the layer that an adapter is added to one level lower.
         owner_name, _, last = name.rpartition(".base_layer.")
         if not owner_name:
-            yield name, value
+            yield name, parameter.detach(), None
             continue
         layer: Any = base.get_submodule(owner_name)
-        if merged and last == "weight" and hasattr(layer, "get_delta_weight"):
+        adapts = last == "weight" and hasattr(layer, "get_delta_weight")
+        yield f"{owner_name}.{last}", parameter.detach(), layer if adapts else None
+
+
+def own_blocks(
+    model: nn.Module, *, merged: bool = True, only: Container[str] | None = None
+) -> Iterator[Block]:
+    """The blocks of `model_weights`, or `only` of these, that this rank holds: none is gathered.
+
+    Ranks go through the same ones together.
+    """
+    for name, sliced, layer in named_parts(model):
+        if only is not None and name not in only:
+            continue
+        place, block = own_block(sliced)
+        if merged and layer is not None:
             with torch.no_grad():
-                value = value + layer.get_delta_weight(ADAPTER).to(value.device, value.dtype)
-        yield f"{owner_name}.{last}", value
-
-
-def cast(weights: Iterable[tuple[str, torch.Tensor]], dtype: Precision) -> Iterator[tuple[str, torch.Tensor]]:
-    """`weights` as engines hold them: floating point in `dtype`, copied only where it is in another."""
-    for name, tensor in weights:
-        yield name, tensor.detach().to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+                block = block + layer.get_delta_weight(ADAPTER)[place].to(block.device, block.dtype)
+        yield name, place, block
 
 
 def adapter_config(model: Any) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 
     folder of the model --its name--> RankWorker of each rank: reads its own slices
     batch --Ranks.call--> the passes of its own packs --> joined by response token
-    weights, a bucket at a time, from rank 0      a checkpoint: every rank writes its own files
+    weights: every rank writes its own blocks into memory that engines map, or sends them, some at a time
+    a checkpoint: every rank writes its own files, beside whatever comes next
 
 It has the methods of `Learner` that `TrainController` uses, and no model: that lives with the ranks.
 """
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from forebay.io.shared import Layout, MemoryFile, lay_out, views
 from forebay.models.config import Precision
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
@@ -66,7 +68,9 @@ class RankedLearner:
                 if model is not None
             }
             built = self._call("build", sources, config.model_dump(), dict(settings), torch.get_rng_state())
-        self.adapter_config: dict[str, Any] | None = built[0]
+        self._sizes: Layout
+        self.adapter_config: dict[str, Any] | None
+        self.adapter_config, self._sizes = built[0]
         """As `Learner.adapter_config`."""
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
@@ -96,15 +100,21 @@ class RankedLearner:
         # Norms are of the whole gradient, so every rank has the same.
         return parts[0]._replace(columns={name: values.ravel() for name, values in columns.items()})
 
-    def weights(self, *, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `Learner.weights`, but copies, on the CPU: one bucket at a time is gathered and sent."""
-        self._call("begin_weights", merged)
-        while bucket := self._call("next_weights")[0]:
-            yield from bucket.items()
+    def sizes(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `Learner.sizes`."""
+        for name, dtype, shape, *_ in self._sizes:
+            yield name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
-    def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `Learner.base_weights`, but copies, as `weights`."""
-        return self.weights(merged=False)
+    def weights(self, *, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `Learner.weights`, but copies, on the CPU."""
+        layout, num_bytes = lay_out(self.sizes())
+        memory = MemoryFile(num_bytes)
+        self._ranks.copy_weights(layout, memory, merged=merged)
+        yield from views(layout, memory.data)
+
+    def copy_weights(self, layout: Layout, memory: MemoryFile) -> None:
+        """Put all weights into memory, adapters merged: no process has all of them beside it."""
+        self._ranks.copy_weights(layout, memory, merged=True)
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As `Learner.adapters`, but copies, on the CPU."""

@@ -38,6 +38,7 @@ import torch
 from forebay.config import ConfigError
 from forebay.io.channel import BlockingChannel
 from forebay.io.messages import BEATS, Alive, check_limit
+from forebay.io.shared import Layout, MemoryFile, views
 from forebay.train.parallel import frames
 from forebay.train.parallel.worker import RankWorker
 
@@ -59,7 +60,7 @@ class Ranks:
         """How many there are."""
         self._have_ended = False
         self._closing = threading.Lock()
-        self._lost: Exception | None = None
+        self._lost: BaseException | None = None
         # One thread waits for each rank, and one for what it does beside.
         self._waiting = ThreadPoolExecutor(2 * num_ranks, "forebay-rank")
 
@@ -81,6 +82,15 @@ class Ranks:
             self._have_ended = True
             self._end()
             self._waiting.shutdown(wait=False)
+
+    def copy_weights(self, layout: Layout, memory: MemoryFile, *, merged: bool) -> None:
+        """Put the weights, adapters `merged` or left out, into memory: the ranks send some at a time."""
+        places = dict(views(layout, memory.data))
+        for begin in range(0, len(layout), SENT_AT_ONCE):
+            names = [name for name, *_ in layout[begin : begin + SENT_AT_ONCE]]
+            for blocks in self.call("blocks", [(names, merged)] * self.num_ranks):
+                for name, place, block in blocks:
+                    places[name][tuple(slice(*part) for part in place)].copy_(block)
 
     def _answer(self, number: int, method: str, arguments: Sequence[Any]) -> Any:
         """One rank's result; `FailedCall` for an error of the method, `RankError` for that of a lost rank."""
@@ -149,7 +159,6 @@ class LocalRanks(Ranks):
         num_ranks: int,
         *,
         device: str = "cpu",
-        timeout_s: float = 600.0,
         threads: int | None = None,
         limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
@@ -161,7 +170,7 @@ class LocalRanks(Ranks):
         threads = threads or max(1, torch.get_num_threads() // num_ranks)
         self._ranks: list[_Rank] = []
         for rank in range(num_ranks):
-            join = partial(RankWorker, rank, num_ranks, init_method, device=device, timeout_s=timeout_s)
+            join = partial(RankWorker, rank, num_ranks, init_method, device=device)
             ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
             process = get_context("spawn").Process(
                 target=_serve,
@@ -183,6 +192,11 @@ class LocalRanks(Ranks):
     def pids(self) -> list[int | None]:
         """The process ids by rank; empty after `close`."""
         return [rank.process.pid for rank in self._ranks]
+
+    def copy_weights(self, layout: Layout, memory: MemoryFile, *, merged: bool) -> None:
+        """The ranks all write there at the same time."""
+        told = (layout, merged, memory.path, memory.inode, memory.num_bytes)
+        self.call("copy_weights", [told] * self.num_ranks)
 
     def close(self) -> None:
         """End all ranks."""
@@ -238,6 +252,10 @@ START = "start"
 
 BESIDE = ("finish_save",)
 """Calls that wait for threads of the ranks, and hold up no other call."""
+
+
+SENT_AT_ONCE = 16
+"""Weights whose blocks are under way at a time: more bytes than a call costs, and not all of a model's."""
 
 
 START_LIMIT_S = 300.0
@@ -316,8 +334,11 @@ def _serve(socks: Sequence[socket.socket], join: Callable[[], Any], threads: int
                 reply = _attempt(partial(getattr(worker, method), *arguments))
 
     started = _attempt(start)
-    threading.Thread(target=answer, args=[channels[1]], daemon=True).start()
+    beside = threading.Thread(target=answer, args=[channels[1]])
+    beside.start()
     answer(channels[0], started)
+    # A thread that wakes up in the interpreter's last moments would abort the process.
+    beside.join()
     if worker is not None:
         worker.close()
 

@@ -13,12 +13,12 @@ order, or wait for each other until the time limit of the process group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 REPLICA, SHARD, TENSOR = "replica", "fsdp", "tensor"
@@ -59,6 +59,27 @@ def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
     return moved
 
 
+def own_block(tensor: torch.Tensor) -> tuple[tuple[slice, ...], torch.Tensor]:
+    """Where in the whole the block of `tensor` lies that this rank holds, and the block.
+
+    Of several ranks with the same block the others have an empty one. Ranks make it together.
+    """
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape: Sequence[int] = tensor.shape
+    starts: Sequence[int] = [0] * tensor.ndim
+    is_copy = distributed.is_initialized() and distributed.get_rank() > 0
+    if is_sharded(tensor):
+        sliced: Any = in_one_piece(tensor)
+        mesh, placements = sliced.device_mesh, sliced.placements
+        shape, starts = compute_local_shape_and_global_offset(sliced.shape, mesh, placements)
+        is_copy = any(p.is_replicate() and c for p, c in zip(placements, mesh.get_coordinate(), strict=True))
+        tensor = sliced.to_local()
+    if is_copy:
+        return (slice(0, 0),), tensor.reshape(-1, *shape[1:])[:0]
+    return tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True)), tensor
+
+
 def put_back(target: torch.Tensor, block: torch.Tensor) -> None:
     """Overwrite `target` with what `in_one_piece` of it became."""
     sliced: Any = block
@@ -75,7 +96,7 @@ def sum_replicated(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in plain]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     for name in (REPLICA, SHARD):
-        torch.distributed.all_reduce(flat, group=mesh.get_group(name))
+        distributed.all_reduce(flat, group=mesh.get_group(name))
     parts = torch.split(flat, [gradient.numel() for gradient in gradients])
     for parameter, part in zip(plain, parts, strict=True):
         parameter.grad = part.view_as(parameter)

@@ -8,7 +8,8 @@ anything else that can construct it and call its methods (an actor) can host it 
     RankWorker(rank, world_size, init_method) : joins the process group
       .build(sources, config)      -> a Learner whose weights are slices, read from a folder
       .token_values, .update       -> results for the rank's own sequences, of the whole batch
-      .begin_weights, .next_weights -> rank 0: whole tensors, a bucket of them; the others: None
+      .copy_weights                -> the rank's blocks of the weights, in memory that engines map
+      .blocks                      -> the same as arrays, where there is no such memory
       .begin_save, .finish_save, .resume
 
 Every method but the constructor is called on all ranks, with the same name and in the same order, because
@@ -17,7 +18,7 @@ they meet in collective operations. All return; what differs by rank is said the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,18 +27,18 @@ from typing import Any
 import torch
 from torch import distributed
 
+from forebay.io.shared import Layout, lay_out, mapped, views
 from forebay.models import precision_on
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Learner
 from forebay.train.model.critic import Critic
+from forebay.train.model.lora import own_blocks
 from forebay.train.parallel.loading import load_sharded, make_mesh
 from forebay.types import FloatArray
 
-BUCKET_BYTES = 256 << 20
-"""Whole weights that rank 0 holds at a time on their way to engines."""
-SAVE_TIMEOUT = timedelta(days=1)
-"""Ranks wait for each other at the end of a checkpoint, and disks may be slow; dead ranks are noticed."""
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""For the slowest rank to come to a collective operation."""
 
 
 class RankWorker:
@@ -46,12 +47,10 @@ class RankWorker:
     `init_method` is where the ranks meet, as ``torch.distributed`` reads it (``file:///...``,
     ``tcp://host:port``). `device` ``cuda`` means the GPU with the rank's number, modulo how many there are.
     Backend: nccl on GPUs, gloo elsewhere. A collective that a rank does not come to ends with an error on
-    the others after `timeout_s` seconds.
+    the others after `COLLECTIVE_TIMEOUT`.
     """
 
-    def __init__(
-        self, rank: int, world_size: int, init_method: str, *, device: str = "cpu", timeout_s: float = 600.0
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, init_method: str, *, device: str = "cpu") -> None:
         self.rank = rank
         self.device = torch.device(device)
         if self.device.type == "cuda":
@@ -62,19 +61,12 @@ class RankWorker:
             init_method=init_method,
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=COLLECTIVE_TIMEOUT,
             device_id=self.device if self.device.type == "cuda" else None,
         )
-        self._saving = distributed.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
         self._mesh = partial(make_mesh, self.device.type, world_size)
-        self._learner: Learner | None = None
-        self._weights: Iterator[tuple[str, torch.Tensor]] = iter(())
-
-    @property
-    def learner(self) -> Learner:
-        """The rank's slice of the trainer."""
-        assert self._learner is not None, "build comes first"
-        return self._learner
+        self.learner: Learner
+        """The rank's slice of the trainer, from `build` on."""
 
     def build(
         self,
@@ -82,14 +74,16 @@ class RankWorker:
         config: Mapping[str, Any],
         settings: Mapping[str, Any],
         random_state: torch.Tensor,
-    ) -> dict[str, Any] | None:
-        """Make the trainer's models and optimizers; returns `Learner.adapter_config`.
+    ) -> tuple[dict[str, Any] | None, Layout]:
+        """Make the trainer's models and optimizers.
+
+        Returns `Learner.adapter_config`, and `Learner.sizes` laid out.
 
         `sources` say where models are (`forebay.train.parallel.learner.source_of`) and `settings` are plain
         values, by the names that `Learner` has for them. `random_state` is that of torch's CPU generator:
         adapters begin with random numbers, and all ranks must draw the same."""
         # The memory of an earlier trainer is needed.
-        self._learner = None
+        vars(self).pop("learner", None)
         train = TrainConfig.model_validate(config)
         mesh = self._mesh(train.parallel)
         load = partial(
@@ -119,16 +113,15 @@ class RankWorker:
                 models["value_model"].head.load_state_dict(source["head"])
         if not train.uses_critic or "value_model" in sources:
             torch.set_rng_state(random_state)
-        self._learner = Learner(
+        self.learner = Learner(
             **models,
             **settings,
             config=train,
             device=self.device,
             mesh=mesh,
-            save_group=self._saving,
             rank=self.rank // train.parallel.tensor,
         )
-        return self._learner.adapter_config
+        return self.learner.adapter_config, lay_out(self.learner.sizes())[0]
 
     def token_values(self, name: str, batch: Mapping[str, Any]) -> FloatArray:
         """`Learner.token_values` of a batch (`TrainBatch.to_plain`); 0 on the sequences of other ranks."""
@@ -138,20 +131,18 @@ class RankWorker:
         """`Learner.update`; an `Update` as a dict, with the columns of the rank's own sequences."""
         return self.learner.update(TrainBatch(**batch), train_step)._asdict()
 
-    def begin_weights(self, merged: bool) -> None:
-        """Begin to hand over weights, adapters `merged` or left out."""
-        self._weights = self.learner.weights(merged=merged)
+    def copy_weights(self, layout: Layout, merged: bool, path: str, inode: int, num_bytes: int) -> None:
+        """Write this rank's blocks of the weights into memory that the caller has on this machine."""
+        places = dict(views(layout, mapped(path, inode, num_bytes)))
+        for name, place, block in own_blocks(self.learner.model, merged=merged):
+            places[name][place].copy_(block)
 
-    def next_weights(self) -> dict[str, torch.Tensor] | None:
-        """The next bucket, whole, on the CPU, empty at the end; rank 0 alone has it, the others take part."""
-        bucket, size = {}, 0
-        for name, value in self._weights:
-            size += value.nbytes
-            if self.rank == 0:
-                bucket[name] = value.to("cpu", copy=True)
-            if size >= BUCKET_BYTES:
-                break
-        return bucket if self.rank == 0 else None
+    def blocks(self, names: Sequence[str], merged: bool) -> list[list[Any]]:
+        """This rank's blocks of these weights, adapters `merged` or left out: name, place, content."""
+        found = own_blocks(self.learner.model, merged=merged, only=names)
+        return [
+            [name, [(part.start, part.stop) for part in place], block.cpu()] for name, place, block in found
+        ]
 
     def adapters(self) -> dict[str, torch.Tensor] | None:
         """Copies of the adapters' weights, whole, on the CPU; rank 0 alone has them."""
@@ -172,5 +163,5 @@ class RankWorker:
 
     def close(self) -> None:
         """Leave the process group."""
-        self._learner = None
+        vars(self).pop("learner", None)
         distributed.destroy_process_group()

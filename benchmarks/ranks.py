@@ -174,14 +174,12 @@ def checkpoint(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             alone = timed(lambda: trainer.fit(batch), pids)
             path = folder / f"checkpoint_{number}"
             copied = timed(lambda path=path: trainer.begin_save(path), pids)
-            begun = time.perf_counter()
-            written = beside.submit(trainer.finish_save)
-            written.add_done_callback(lambda _, begun=begun: ends.append(time.perf_counter() - begun))
-            ends: list[float] = []
+            written = beside.submit(lambda: timed(trainer.finish_save, pids)[0])
             step = timed(lambda: trainer.fit(batch), pids)
             rest = timed(written.result, pids)
+            written_s = written.result()
             found.append({
-                "alone": alone, "copies": copied, "beside": step, "rest": rest, "written after s": ends[0],
+                "alone": alone, "copies": copied, "beside": step, "rest": rest, "written after s": written_s,
                 "ratio": (copied[0] + step[0]) / alone[0],
                 "cpu ratio": (copied[1] + step[1] + rest[1]) / alone[1],
             })  # fmt: skip

@@ -162,7 +162,7 @@ class Receiver:
         self.adapters, self.config = dict(adapters), config
 
 
-@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"replicas": 2}], ids=str)
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"replicas": 2}, {"offload": True}], ids=str)
 def test_other_layouts_of_ranks_train_as_one_and_resume_on_one(
     make_model, make_groups, ranks, tmp_path, parallel
 ):

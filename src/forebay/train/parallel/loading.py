@@ -141,11 +141,12 @@ def _shard(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, precision
     )
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    on_gpu = mesh.device_type == "cuda"
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policies: dict[str, Any] = {
         "mesh": mesh[REPLICA, SHARD] if config.replicas > 1 else mesh[SHARD],
         "mp_policy": mixed if precision != "float32" else MixedPrecisionPolicy(),
-        "offload_policy": CPUOffloadPolicy() if config.offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if config.offload else OffloadPolicy(),
     }
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in (*layers, model):

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from forebay.engines import GenerateRequest
-from forebay.engines.servers.dialects import MODEL_NAME, VLLM
+from forebay.engines.servers.dialects import MODEL_NAME, Dialect
 from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import LocalServer
 from forebay.engines.weights.files import WeightFiles
@@ -50,7 +50,7 @@ main(parser.parse_args())
 """
 
 
-class Endless(VLLM):
+class Endless(Dialect):
     """Ignores the end token, as the benchmark client does, so that all make the same number of tokens."""
 
     def body(self, *arguments: Any, **settings: Any) -> dict[str, Any]:
@@ -131,10 +131,10 @@ async def main(args: argparse.Namespace) -> None:
         file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
         options = [] if args.compiled else ["--enforce-eager"]
         server = LocalServer(
-            lambda port: [args.python, *VLLM().command(str(folder), port, CONTEXT, "float32"), *options],
+            lambda port: [args.python, *Dialect().command(str(folder), port, CONTEXT, "float32"), *options],
             log=scratch / "server.log",
             environment={
-                **VLLM.environment,
+                **Dialect.environment,
                 "VLLM_CPU_OMP_THREADS_BIND": "0-1",
                 "VLLM_CPU_KVCACHE_SPACE": "2",
             },

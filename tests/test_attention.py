@@ -13,7 +13,6 @@ from transformers import utils
 from forebay.config import ConfigError, apply_overrides, parse_config
 from forebay.engines import EngineSurroundings, build_engines
 from forebay.engines.build import EngineConfig
-from forebay.engines.local.row_attention import ROW_ATTENTION
 from forebay.models import (
     ModelConfig,
     TinyConfig,
@@ -173,7 +172,7 @@ def test_engines_refuse_a_kernel_that_they_cannot_use(engine, says):
 def test_an_engine_computes_with_the_kernel_of_its_key(tmp_path: Path):
     model = ModelConfig(source="tiny", tiny=TinyConfig(hidden_size=8, num_layers=1, num_heads=2))
     folder = resolve_model(model, cache_dir=tmp_path)
-    for wanted, kernel in (("auto", ROW_ATTENTION), ("eager", "eager")):
+    for wanted, kernel in (("auto", "sdpa"), ("eager", "eager")):
         surroundings = EngineSurroundings(
             model_folder=folder,
             model=model,

@@ -16,11 +16,11 @@ from forebay.config import ConfigError, parse_config
 from forebay.models import (
     ModelConfig,
     TinyConfig,
-    default_cache_dir,
     load_model,
     load_tokenizer,
     resolve_model,
 )
+from forebay.models.loading import default_cache_dir
 
 SMALL = TinyConfig(hidden_size=16, num_layers=2, num_heads=2, alphabet="0123456789+= \n")
 

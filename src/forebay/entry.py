@@ -86,7 +86,7 @@ async def run_async(
         ConfigError: something does not fit.
         ProductionError, StallError, FloatingPointError, PartLost, DiskError: as `forebay.runs.launch.launch`.
     """
-    from forebay.plan import check_memory, with_server_share
+    from forebay.plan import fit_memory
     from forebay.runs.launch import launch
 
     # The folder may have been moved.
@@ -110,9 +110,9 @@ async def run_async(
             )
         if folder is not None:
             read = read.model_copy(update={"output": folder.parent, "name": folder.name})
-        if warning := await asyncio.to_thread(check_memory, read):
+        read, warning = await asyncio.to_thread(fit_memory, read)
+        if warning is not None:
             logger.warning("%s", warning)
-        read = await asyncio.to_thread(with_server_share, read)
         summary, interrupted = await launch(read, resume=folder, overwrite=overwrite)
     lines = (read.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     model = read.folder / "model"

@@ -103,7 +103,9 @@ class RolloutState:
     """uint8, R: 1 on tokens that the policy generated, 0 on tool and environment tokens."""
     response_model_steps: IntArray = _array(np.int32, fill=UNLABELED, wiped=True)
     """int32, R: the model step whose weights made each token; -1 where not labeled yet."""
-    routed_experts: Any = _column("value", wiped=True, large=True)
+    routed_experts: NDArray[Any] | None = _column("value", wiped=True, large=True)
+    """int8 or int16, up to P + R - 1 x layers x k: of a mixture of experts, those that the engine sent each
+    token of prompt and response to. None: unknown; so are tokens beyond its end, and what is -1."""
     tool_calls: list[dict[str, Any]] | None = _column("value", wiped=True)
     finish_reason: str | None = _column("text", wiped=True)
     # Outcome
@@ -311,6 +313,20 @@ def fill_token_fields(state: RolloutState) -> None:
                 f"give one per response token, or none"
             )
         ROLLOUT_SLOTS[name].__set__(state, _constant(length, FIELDS[name].fill, FIELDS[name].dtype))
+
+
+def joined_experts(
+    known: NDArray[Any] | None, later: NDArray[Any] | None, num_tokens: int | None = None
+) -> NDArray[Any] | None:
+    """`known`, with what `later` has besides: both count from a rollout's first token; at most `num_tokens`.
+
+    Those known stand: a token's log probability came from a pass with these. A later pass over the same
+    tokens, by newer weights perhaps, may have chosen others.
+    """
+    if later is not None and known is not None:
+        later = np.concatenate([known, later[len(known) :]])
+    joined = known if later is None else later
+    return None if joined is None else joined[:num_tokens]
 
 
 def _constant(length: int, value: Any, dtype: Any) -> NDArray[Any]:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from test_ray_run import run_config
 
-from forebay.cluster.engines import EngineActor, EngineSpec, _build, engine_on
-from forebay.config import Component, ConfigError
+from forebay.cluster.engines import EngineActor, EngineSpec, engine_on
+from forebay.config import Component
 from forebay.engines import EngineLost, GenerateRequest, ScriptedEngine
 from forebay.engines.process.host import NotBuilt
 from forebay.io.shared import lay_out, write
@@ -60,7 +60,6 @@ def spec_of(config, **changes):
             "search_path": tuple(sys.path),
             "device": "cpu",
             "serves_at_once": False,
-            "sleeps": False,
             **changes,
         }
     )
@@ -158,24 +157,6 @@ async def test_a_running_server_in_the_process(tmp_path, start_fake):
     assert (await actor.health()).ok
     await actor.close()
     assert (config.folder / "engines" / "0").is_dir()
-
-
-async def test_an_engine_that_sleeps_while_paused_goes_on_as_before(tmp_path):
-    actor = EngineActor()
-    await actor.start(spec_of(run_config(tmp_path), sleeps=True, serves_at_once=True))
-    (before,) = await answers(actor, ask("a"))
-    await actor.pause()
-    await actor.pause()
-    await actor.resume()
-    (after,) = await answers(actor, ask("a"))
-    assert after.response_ids.tolist() == before.response_ids.tolist()
-    await actor.close()
-
-
-def test_who_shares_the_trainers_gpu_has_to_give_it_back(tmp_path):
-    (tmp_path / "marker").touch()
-    with pytest.raises(ConfigError, match=r"cannot give its GPU to the trainer.*no sleep and wake \(Frail\)"):
-        _build(spec_of(frail_config(tmp_path), sleeps=True))
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def run(batch: DecodeBatch, queue: list[Row], bound: int) -> tuple[dict[Row, Any
         began |= dict.fromkeys(fitting)
         ended |= dict(news)
         queue = sorted(batch.take_given_up(), key=lambda row: row.turn) + queue[len(fitting) :]
-        assert batch.size <= 1 or batch.num_cache_tokens <= bound
+        assert batch.size <= 1 or batch._cache.num_tokens <= bound
     return ended, list(began)
 
 
@@ -127,7 +127,7 @@ def test_whatever_memory_there_is_each_request_gets_its_tokens(model, numbers, b
             assert (count, completion.finish_reason) == (len(expected.response_ids), expected.finish_reason)
     assert batch.budget.num_shortages == memory.num_shortages
     batch.release()
-    assert batch.num_cache_tokens == 0
+    assert batch._cache.num_tokens == 0
     assert all(layer.keys is None for layer in batch._cache.layers)
 
 
@@ -232,7 +232,7 @@ async def test_an_abort_gives_back_the_tokens_of_a_request_that_waits_again(llam
         count = len(completion.response_ids)
         assert count >= 10
         assert completion.response_ids.tolist() == whole.response_ids[:count].tolist()
-    assert engine._batch.num_cache_tokens == 0
+    assert engine._batch._cache.num_tokens == 0
     await engine.close()
 
 

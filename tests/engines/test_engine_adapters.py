@@ -118,17 +118,6 @@ async def test_whole_weights_are_the_new_starting_weights(engine: Any, llama: An
     assert_holds(llama, on_other.weights())
 
 
-async def test_the_engine_may_sleep_between_two_syncs(engine: Any, llama: Any) -> None:
-    source = Source(llama)
-    await engine.load_adapters(source.adapters(), 1, config=source.adapter_config)
-    await engine.pause()
-    await engine.sleep()
-    source.step(1)
-    await engine.load_adapters(source.adapters(), 2, config=source.adapter_config)
-    await engine.wake()
-    assert_holds(llama, source.weights())
-
-
 @pytest.mark.parametrize("seed", range(200 if os.environ.get("FOREBAY_SOAK") == "1" else 4))
 def test_in_any_order_of_hand_overs_the_model_holds_what_was_given_last(make_model: Any, seed: int) -> None:
     random = np.random.default_rng(seed)

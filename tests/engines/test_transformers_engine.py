@@ -379,21 +379,3 @@ def test_an_event_loop_that_ends_early_does_not_break_the_next(llama, make_reque
         return completion.response_ids.tolist()
 
     assert asyncio.run(again()) == expected
-
-
-async def test_a_sleeping_engine_takes_weights_and_wakes_with_them(engine, make_request):
-    first = await engine.generate(make_request(PROMPT))
-    await engine.pause()
-    await engine.sleep()
-    weights = {name: value.detach() * 0.5 for name, value in engine._model.named_parameters()}
-    await engine.load_weights(weights.items(), 4)
-    await engine.wake()
-    await engine.resume()
-    second = await engine.generate(make_request(PROMPT))
-    assert second.response_ids.tolist() != first.response_ids.tolist()
-    assert set(second.model_steps.tolist()) == {4}
-
-
-async def test_an_engine_that_generates_cannot_sleep(engine):
-    with pytest.raises(AssertionError, match="pause it first"):
-        await engine.sleep()

@@ -72,6 +72,10 @@ CASES = [
 ]
 
 
+def total(step) -> int:
+    return sum(step.parts.values())
+
+
 def batch() -> TrainBatch:
     """Two micro-batches of 1024 tokens."""
     return TrainBatch.from_examples(([group] * 32, [1] * 96) for group in range(4) for _ in range(4))
@@ -101,7 +105,7 @@ def measured_bytes(model_config: Any, config: TrainConfig) -> int:
 def test_a_plan_is_within_a_tenth_of_the_allocations(kind: str, settings: dict[str, Any]) -> None:
     config = TrainConfig(token_budget=1024, **settings)
     planned = step_memory(MODELS[kind], config, batch())
-    assert planned.total == pytest.approx(measured_bytes(MODELS[kind], config), rel=0.1)
+    assert total(planned) == pytest.approx(measured_bytes(MODELS[kind], config), rel=0.1)
 
 
 def test_parts_are_exact_where_they_follow_from_the_sizes() -> None:
@@ -122,7 +126,7 @@ def test_moments_elsewhere_or_shorter_are_planned(kind: Any) -> None:
     planned = step_memory(MODELS["qwen3"], TrainConfig(token_budget=1024, moments=kind), batch())
     share = 0 if kind == "cpu" else (1 + 4 / 256) / 4
     assert planned.parts.get("moments", 0) == pytest.approx(share * full.parts["moments"], rel=0.05)
-    assert planned.total == pytest.approx(full.total - (1 - share) * full.parts["moments"], rel=0.01)
+    assert total(planned) == pytest.approx(total(full) - (1 - share) * full.parts["moments"], rel=0.01)
 
 
 def test_a_planned_model_has_no_content() -> None:
@@ -136,7 +140,7 @@ def test_a_planned_model_has_no_content() -> None:
     )
     planned = step_memory(huge, TrainConfig(token_budget=1024, dtype="bfloat16"), batch())
     # More than the machines that run this test have.
-    assert planned.total > 45e9
+    assert total(planned) > 45e9
 
 
 def test_the_peak_counts_what_is_there_at_the_same_time() -> None:

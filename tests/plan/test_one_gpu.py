@@ -17,6 +17,7 @@ SIZES = {
     # Qwen2.5-0.5B, Qwen2.5-1.5B and Qwen3-8B: kind, hidden, MLP, layers, heads, heads of keys, tied.
     "0.5b": ("qwen2", 896, 4864, 24, 14, 2, True),
     "1.5b": ("qwen2", 1536, 8960, 28, 12, 2, True),
+    "1.5b_vllm": ("qwen2", 1536, 8960, 28, 12, 2, True),
     "8b_lora": ("qwen3", 4096, 12288, 36, 32, 8, False),
 }
 ON_SMALL = "train.lora_rank=32 train.lr=1e-5 train.gradient_checkpointing=true train.token_budget=4096"
@@ -24,8 +25,9 @@ PLANS = [
     ("0.5b", "H100-80GB", "", 10),
     ("0.5b", "L4-24GB", "", 10),
     ("1.5b", "H100-80GB", "", 49),
-    ("1.5b", "L4-24GB", ON_SMALL, 18),
-    ("8b_lora", "H100-80GB", "", 59),
+    ("1.5b", "L4-24GB", ON_SMALL, 15),
+    ("1.5b_vllm", "H100-80GB", "", 47),
+    ("8b_lora", "H100-80GB", "", 44),
 ]
 PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 
@@ -63,9 +65,12 @@ def test_a_run_file_can_be_planned(name: str, tmp_path: Path) -> None:
     found = plan(name, "H100-80GB", "", tmp_path, num_layers=1)
     assert found.fits
     assert found.step_s is not None
-    assert {"training", "generating"} == found.turns.keys()
-    assert {"trainer: weights", "engine: weights"} <= found.turns["training"].keys()
-    assert found.turns["generating"]["engine: key/value cache"] > 0
+    assert {"training", "generating"} <= found.turns.keys()
+    assert "trainer: weights" in found.turns["training"]
+    # A server beside the trainer sleeps while that trains.
+    beside = name == "1.5b_vllm"
+    assert ("engine: weights" in found.turns["training"]) is not beside
+    assert found.turns["generating"]["server: key/value cache" if beside else "engine: key/value cache"] > 0
 
 
 @pytest.mark.soak

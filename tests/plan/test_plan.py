@@ -16,8 +16,7 @@ from forebay.cli.commands import app
 from forebay.config import ConfigError, parse_config
 from forebay.models.config import TinyConfig
 from forebay.models.tiny import write_tiny
-from forebay.plan import check_memory, make_plan, parse_devices, verdict, with_server_share
-from forebay.plan.estimate import _surely_fits
+from forebay.plan import fit_memory, make_plan, parse_devices, verdict
 from forebay.plan.hardware import GIB, Device
 from forebay.plan.memory import _no_moves
 from forebay.plan.report import sentences
@@ -179,27 +178,20 @@ def whole_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_is_refused_above_its_memory_and_warned_near_it(whole_model: Path) -> None:
     config = run_config(whole_model, train={"token_budget": 2048})
     needed = make_plan(config, device(10 * GIB, is_gpu=False)).total
-    assert check_memory(config, device(needed * 100, is_gpu=False)) is None
-    assert check_memory(config, device(needed * 2, is_gpu=False)) is None
-    said = check_memory(config, device(needed, is_gpu=False))
+    assert fit_memory(config, device(needed * 100, is_gpu=False))[1] is None
+    assert fit_memory(config, device(needed * 2, is_gpu=False))[1] is None
+    _, said = fit_memory(config, device(needed, is_gpu=False))
     assert said is not None
     assert said.startswith("It may not fit: ")
     with pytest.raises(ConfigError, match=r"It does not fit: .* check_memory = false starts the run anyway"):
-        check_memory(config, device(int(needed / 1.2), is_gpu=False))
+        fit_memory(config, device(int(needed / 1.2), is_gpu=False))
     unchecked = config.model_copy(update={"check_memory": False})
-    assert check_memory(unchecked, device(needed // 2, is_gpu=False)) is None
-
-
-def test_the_quick_bound_is_above_the_plan(model: Path, whole_model: Path) -> None:
-    for folder, changes in ((model, {}), (whole_model, {"train": {"token_budget": 8192}})):
-        config = run_config(folder, **changes)
-        plan = make_plan(config, device(10 * GIB, is_gpu=False), prompt_tokens=32)
-        assert not _surely_fits(config, device(plan.total, is_gpu=False))
+    assert fit_memory(unchecked, device(needed // 2, is_gpu=False))[1] is None
 
 
 def test_what_no_plan_knows_does_not_stop_a_run(tmp_path: Path) -> None:
     MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2).save_pretrained(tmp_path)
-    assert check_memory(run_config(tmp_path), device(10 * GIB)) is None
+    assert fit_memory(run_config(tmp_path), device(10 * GIB))[1] is None
 
 
 def test_mini_batches_are_planned_full(model: Path) -> None:
@@ -298,7 +290,7 @@ def test_a_server_beside_the_trainer_gets_what_that_leaves(
     def share(device: Device = device, mode: str = "colocated", **arguments: Any) -> float | None:
         engine = {"name": "vllm", "arguments": {**server["arguments"], **arguments}}
         config = run_config(model, engine=engine, produce={"mode": mode})
-        found: float | None = with_server_share(config, device).engine.arguments.get("memory_share")
+        found: float | None = fit_memory(config, device)[0].engine.arguments.get("memory_share")
         return found
 
     shares = [share(offload=offload) for offload in ("none", "moments", "all")]
@@ -315,5 +307,5 @@ def test_a_server_beside_the_trainer_gets_what_that_leaves(
     assert share(parse_devices("2xL4-24GB")) is None
     assert share(parse_devices("2xL4-24GB"), shares_gpu=True) is not None
     tiny = Device(name="small", memory_bytes=5 * 2**28)
-    with pytest.raises(ConfigError, match="of the GPU to the server"):
+    with pytest.raises(ConfigError, match=r"It does not fit: .* engine\.arguments\.offload=all"):
         share(tiny)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from forebay.io.messages import Alive
 from forebay.io.shared import MemoryFile, lay_out, views
@@ -96,6 +96,30 @@ def test_two_ranks_train_as_one(make_model, make_groups, ranks, tmp_path, settin
             if values is not None:
                 np.testing.assert_allclose(getattr(got, name), values, atol=1e-4)
         assert_equal_states(state(one, tmp_path / f"one{step}"), state(two, tmp_path / f"two{step}"))
+
+
+def test_two_ranks_take_the_experts_that_the_engine_chose(make_groups, ranks):
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "initializer_range": 0.3}
+    experts = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
+
+    def trainer(ranks=None):
+        torch.manual_seed(0)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts))
+        return trainer_for(model, ranks, layout="packed", mini_batches=2, correction="token_tis")
+
+    found = []
+    for replayed in (False, True):
+        groups, random = make_groups(), np.random.default_rng(0)
+        for rollout in (rollout for group in groups for rollout in group):
+            if replayed:
+                length = len(rollout.prompt_ids) + len(rollout.response_ids) - 1
+                first = random.integers(0, 4, (length, 2, 1))
+                rollout.routed_experts = np.concatenate([first, (first + 1) % 4], axis=-1).astype(np.int8)
+        expected, got = trainer().fit(groups), trainer(ranks).fit(groups)
+        assert numbers(got) == pytest.approx(numbers(expected) | got_padding(got), rel=1e-3, abs=1e-5)
+        found.append(expected.old_logprobs)
+    assert np.nanmax(np.abs(found[0] - found[1])) > 0.01
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])

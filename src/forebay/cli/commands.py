@@ -177,12 +177,12 @@ def _train(
             plan_cli.show_plan_here(config, Console(stderr=True))
         return
     if isinstance(config, RunConfig):
-        from forebay.plan import check_memory, with_server_share
+        from forebay.plan import fit_memory
         from forebay.runs.launch import launch
 
-        if warning := check_memory(config):
+        config, warning = fit_memory(config)
+        if warning is not None:
             say(f"warning: {warning}")
-        config = with_server_share(config)
         last_line, interrupted = asyncio.run(launch(config, resume=resume, overwrite=overwrite))
         if last_line:
             typer.echo(last_line)

@@ -28,7 +28,7 @@ from typing import Any
 from forebay.cluster.calls import ActorLost, asked
 from forebay.cluster.library import PartSpec, Published, find_modules_in, import_ray, why
 from forebay.cluster.supervisor import START_LIMIT_S, Supervised
-from forebay.config import Component, ConfigError
+from forebay.config import Component
 from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.pool import LOAD_LIMIT_S, EnginePool
 from forebay.engines.process.host import EngineHost
@@ -56,7 +56,6 @@ class EngineActor(EngineHost):
         self._serving = asyncio.Event()
         self._lost_because = ""
         self._is_lost = asyncio.Event()
-        self._sleeps = self._asleep = False
 
     async def start(self, spec: EngineSpec) -> int:
         """Build the engines, if this process has not yet; the id of the process.
@@ -68,7 +67,6 @@ class EngineActor(EngineHost):
             if self._pool is None:
                 find_modules_in(spec.search_path)
                 self._pool = EnginePool(await asyncio.to_thread(_build, spec))
-                self._sleeps = spec.sleeps
                 if spec.serves_at_once:
                     self._serving.set()
         return os.getpid()
@@ -102,19 +100,11 @@ class EngineActor(EngineHost):
             return Completion(finish_reason="error", error_msg=str(error), lost=True)
 
     async def pause(self) -> None:
-        """End every request and take no new one; asleep, the weights leave the device."""
+        """End every request and take no new one."""
         await self.pool.pause()
-        if self._sleeps and not self._asleep:
-            self._asleep = True
-            for engine in self.pool.engines:
-                await engine.sleep()  # type: ignore[attr-defined]  # looked for as it was built
 
     async def resume(self) -> None:
         """Take requests again."""
-        if self._asleep:
-            for engine in self.pool.engines:
-                await engine.wake()  # type: ignore[attr-defined]
-            self._asleep = False
         await self.pool.resume()
 
     async def load_weights(self, weights: tuple[Layout, ByteArray], model_step: int) -> None:
@@ -163,8 +153,6 @@ class EngineSpec(PartSpec):
     """``cuda`` where the cluster gave it one."""
     serves_at_once: bool
     """With the weights in the model folder: it will be given no others."""
-    sleeps: bool
-    """Give the device's memory to the trainer while paused."""
 
 
 TOLD_LOAD_LIMIT_S = LOAD_LIMIT_S + 60.0
@@ -345,20 +333,12 @@ def _build(spec: EngineSpec) -> list[Engine]:
 
     config = spec.config
     torch.set_num_threads(config.threads)
-    engines = build_run_engines(
+    return build_run_engines(
         config.model_copy(update={"engine": engine_on(spec.device, config.engine)}),
         spec.model_folder,
         load_tokenizer(spec.model_folder),
         scratch=config.folder / "engines" / str(spec.number),
     )
-    for built in engines:
-        if spec.sleeps and not (hasattr(built, "sleep") and hasattr(built, "wake")):
-            raise ConfigError(
-                f"engine {config.engine.name!r} cannot give its GPU to the trainer between steps: it has no "
-                f"sleep and wake ({type(built).__name__}); use engine 'transformers', give it a GPU of its "
-                f"own with produce.mode = 'separate', or shares with gpus_per_engine and gpus_per_trainer"
-            )
-    return engines
 
 
 def engine_on(device: str, engine: Component) -> Component:

@@ -44,7 +44,7 @@ from forebay.cluster.workers import (
 from forebay.config import ConfigError, parse_config
 from forebay.engines import RolloutController
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import Listener, PartLost, RetryListener
+from forebay.runs.placement import SERVERS, Listener, PartLost, RetryListener
 from forebay.watching.activity import Activities
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
@@ -81,12 +81,14 @@ class RayCluster:
         self._config = config.model_copy(update={"output": config.output.resolve()})
         self._settings = settings
         self._given = Given.find(settings.address)
-        self._sleeps = (
+        self._shares_gpu = (
             config.produce.mode == "colocated"
+            and config.engine.name not in SERVERS
             and settings.gpus_per_trainer == settings.gpus_per_engine == 1
             and config.train.ranks == 1
         )
-        """Whether the first engine shares the trainer's GPU, and gives it back while it is paused."""
+        """Whether the first engine is on the trainer's GPU, with its weights alone while the trainer trains.
+        Servers have one of their own."""
         self._plan = Plan()
         self._trains = True
         self._restarts = Restarts()
@@ -119,7 +121,7 @@ class RayCluster:
             self._plan = plan_parts(
                 settings,
                 cpus=settings.cpus or (1.0 if joins else 0.25),
-                shares_gpu=self._sleeps,
+                shares_gpu=self._shares_gpu,
                 num_ranks=self._config.train.ranks if trains else 0,
             )
             num_cpus = max(math.ceil(self._plan.num_cpus), os.cpu_count() or 1)
@@ -153,8 +155,6 @@ class RayCluster:
                         number=number,
                         device=room.device,
                         serves_at_once=not self._trains,
-                        # The first is the one that shares.
-                        sleeps=self._sleeps and number == 0,
                     ),
                     self._restarts.note,
                 )

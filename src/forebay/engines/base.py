@@ -11,8 +11,7 @@ An engine takes token ids and returns token ids: it never sees chat messages and
 Contract:
 
 * An engine that lives elsewhere (a server) can be lost. Its requests then end with ``"error"`` and ``lost``,
-  with the tokens known so far, and its other calls raise `EngineLost`. It has one method more, ``bring_up``:
-  see `Remote`.
+  with the tokens known so far, and its other calls raise `EngineLost`. Its ``async bring_up()`` starts it.
 * `generate` may be called concurrently without bound; the engine decides how many run together and the rest
   wait. It returns a `Completion` for everything that happens to a request, also for an engine error
   (``finish_reason="error"``); it raises `ValueError` only for a request that can never run (too long, say).
@@ -28,7 +27,7 @@ Contract:
   made of the earlier tokens. So a rollout may hold tokens of several model steps, each with the log
   probability that it was drawn with. (An aborted request that is continued later is computed anew, all of it
   by the weights of then.)
-* An engine that `takes_adapters` has one method more: see `TakesAdapters`.
+* An engine that ``takes_adapters`` has `EnginePool.load_adapters`.
 * The same request (ids, parameters, seed) over the same weights draws the same random numbers, whatever runs
   beside it. The numbers are counted over the whole rollout: a continuation goes on where the earlier calls
   stopped, so that an interrupted rollout draws what an uninterrupted one would have. An engine that can only
@@ -41,12 +40,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forebay.models import AttentionKey, ModelConfig, Precision
-from forebay.models.starting_weights import AdapterConfig, Weights
+from forebay.models.starting_weights import Weights
 from forebay.types import FloatArray, IntArray, SampleParams
 
 DEFAULT_MAX_BATCH = 256
@@ -125,6 +125,10 @@ class Completion:
     """float32, R."""
     model_steps: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     """int32, R."""
+    routed_experts: NDArray[Any] | None = None
+    """int8 or int16, T x layers x k: of a mixture of experts, those that each token was sent to, from the
+    first token of the input on. T is one less than input and new tokens together, since the last one has
+    not been computed with, or less where the engine does not know more; None: it knows of none."""
     finish_reason: str
     """``stop``, ``length``, ``tool_calls``, ``abort`` or ``error``."""
     error_msg: str | None = None
@@ -212,42 +216,4 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """End everything and free the weights; `generate` afterwards returns an error completion."""
-        ...
-
-
-@runtime_checkable
-class Remote(Protocol):
-    """An engine that can be lost and come back has this besides `Engine`."""
-
-    async def bring_up(self) -> None:
-        """Return once it serves, with the weights that it was given last: start it, restart it, or wait.
-
-        It is called before the first request too, and again whenever the engine was lost. It takes minutes
-        where a large model is loaded, and limits itself.
-
-        Raises:
-            EngineLost: it does not come; the message says what was tried.
-        """
-        ...
-
-
-class TakesAdapters(Protocol):
-    """An engine that puts LoRA adapters on its starting weights has this besides `Engine`."""
-
-    @property
-    def takes_adapters(self) -> bool:
-        """Whether it does; an engine without this property does not."""
-        ...
-
-    async def load_adapters(self, adapters: Weights, model_step: int, *, config: AdapterConfig) -> None:
-        """As `Engine.load_weights`, with the weights that the starting weights and these adapters make.
-
-        The starting weights are those that the engine began with, or was last given whole. `adapters` and
-        `config` are what peft writes to ``adapter_model.safetensors`` and ``adapter_config.json``.
-
-        Raises:
-            BaseDiffersError: `config` names other starting weights (`forebay.models.starting_weights`).
-            AdaptersRefusedError: adapters of a kind that the engine cannot use exactly.
-            ValueError: they do not fit the model. In all three cases nothing has changed.
-        """
         ...

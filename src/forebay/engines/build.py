@@ -14,12 +14,12 @@ from forebay.engines.servers.build import HTTPArguments, http_engines
 from forebay.models import (
     DEVICE_PATTERN,
     AttentionKey,
-    PrecisionKey,
     attention_choices,
     find_device,
     load_model,
     spread_devices,
 )
+from forebay.models.config import PrecisionKey
 
 
 class EngineConfig(Component):
@@ -158,16 +158,10 @@ def find_engine(config: Component) -> Callable[..., list[Engine]]:
     # One that is not named here is called with the surroundings first, by whatever name it has for them.
     model: Any = ENGINE_ARGUMENTS.get(name) or partial(factory, None)
     if model is ProcessArguments:
-        if "checksum" in arguments:
-            raise ConfigError(
-                f"engine {name!r}: the argument 'checksum' was removed; leave it out. verify_weights = true "
-                f"proves after every hand-over that engines hold the weights"
-            )
-        own = {key: value for key, value in arguments.items() if key in model.model_fields}
-        inside = ENGINE_ARGUMENTS.get(own.get("engine", "transformers"))
+        inside = ENGINE_ARGUMENTS.get(arguments.get("engine", "transformers"))
         if inside is None:
             # The other arguments are those of an engine that is not known here.
-            arguments = own
+            arguments = {key: value for key, value in arguments.items() if key in model.model_fields}
         elif inside is not model:
             # One model, so that a misspelled argument is compared with those of both.
             model = create_model(name, __base__=(model, inside))

@@ -22,6 +22,7 @@ from forebay.types import (
     RolloutState,
     SampleParams,
     fill_token_fields,
+    joined_experts,
     status_from_finish_reason,
 )
 from forebay.watching.activity import Activity
@@ -123,6 +124,9 @@ class RolloutController:
                 finally:
                     self._at_engine.pop(name, None)
         state.append(completion.response_ids, logprobs=completion.logprobs, model_step=completion.model_steps)
+        state.routed_experts = joined_experts(
+            state.routed_experts, completion.routed_experts, len(state.tokens) - 1
+        )
         state.finish_reason = completion.finish_reason
         state.status = status_from_finish_reason(completion.finish_reason)
         state.error_msg = None

@@ -22,6 +22,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -33,11 +34,10 @@ from forebay.engines.base import (
     EngineHealth,
     EngineLost,
     GenerateRequest,
-    Remote,
-    TakesAdapters,
 )
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdapterConfig, Weights
+from forebay.types import joined_experts
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class EnginePool:
 
     Invariants: a request is at one engine at a time; tokens that a lost engine made are kept, and the
     next engine gets them as input; an engine gets requests only with the latest weights; every wait ends, at
-    the latest with the limits of `Remote.bring_up`. Engines that are not `Remote` are always up.
+    the latest with the limits of ``bring_up``. Engines without ``bring_up`` are always up.
 
     >>> pool = EnginePool([ScriptedEngine({(1,): [7, 8]}), ScriptedEngine({(1,): [7, 8]})])
     >>> request = GenerateRequest(request_id="a", input_ids=np.array([1], np.int32), params=SampleParams(),
@@ -262,16 +262,20 @@ class EnginePool:
     async def load_adapters(self, adapters: Weights, model_step: int, *, config: AdapterConfig) -> None:
         """As `load_weights`, with adapters on the engines' starting weights; for engines that take them.
 
+        Those are the weights that an engine began with, or was last given whole. `adapters` and `config` are
+        what peft writes to ``adapter_model.safetensors`` and ``adapter_config.json``.
+
         Raises:
-            AdaptersRefusedError: an engine cannot use them; others may have done so.
+            BaseDiffersError: `config` names other starting weights; nothing has changed.
+            AdaptersRefusedError: an engine cannot use them exactly; others may have done so.
             StallError, EngineLost: as for `load_weights`.
         """
         shared = list(adapters)
 
-        def load(member: _Member) -> Awaitable[None]:
-            return cast("TakesAdapters", member.engine).load_adapters(shared, model_step, config=config)
-
-        await self._load(model_step, load)
+        await self._load(
+            model_step,
+            lambda member: cast("Any", member.engine).load_adapters(shared, model_step, config=config),
+        )
 
     async def _load(self, model_step: int, load: Callable[[_Member], Awaitable[None]]) -> None:
         self._given_step = model_step
@@ -367,7 +371,7 @@ class EnginePool:
                 while self._asleep:
                     await self._changes.wait(self._changes.version)
                 member.is_starting = True
-                await cast("Remote", member.engine).bring_up()
+                await cast("Any", member.engine).bring_up()
                 try:
                     await self._rest_as_others_do(member)
                     break
@@ -490,4 +494,5 @@ class _Call:
             response_ids=np.concatenate([part.response_ids for part in parts]),
             logprobs=np.concatenate([part.logprobs for part in parts]),
             model_steps=np.concatenate([part.model_steps for part in parts]),
+            routed_experts=reduce(joined_experts, [part.routed_experts for part in parts]),
         )

@@ -10,27 +10,22 @@ Everything ends as a folder in Hugging Face format, so the rest of the program k
 from forebay.models.attention import attention_choices
 from forebay.models.config import (
     DEVICE_PATTERN,
-    Attention,
     AttentionKey,
     ModelConfig,
     Precision,
-    PrecisionKey,
     TinyConfig,
 )
 from forebay.models.devices import find_device, precision_on, spread_devices
-from forebay.models.loading import context_of, default_cache_dir, load_model, load_tokenizer, resolve_model
+from forebay.models.loading import context_of, load_model, load_tokenizer, resolve_model
 
 __all__ = [
     "DEVICE_PATTERN",
-    "Attention",
     "AttentionKey",
     "ModelConfig",
     "Precision",
-    "PrecisionKey",
     "TinyConfig",
     "attention_choices",
     "context_of",
-    "default_cache_dir",
     "find_device",
     "load_model",
     "load_tokenizer",

@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from pydantic import ValidationError
-from transformers import AutoModelForCausalLM
 
 from forebay.agents import prompt_tools
 from forebay.config import ConfigError
@@ -28,11 +26,8 @@ from forebay.models.loading import model_config
 from forebay.plan.hardware import GIB, Device, this_machine
 from forebay.plan.memory import StepMemory, step_memory
 from forebay.plan.turns import (
-    CONTEXT_BYTES,
     cache_bytes_per_token,
     engine_itemsize,
-    engines_by_place,
-    in_flight,
     is_server_beside,
     memory_by_turn,
     num_engines,
@@ -41,12 +36,12 @@ from forebay.plan.turns import (
 )
 from forebay.produce.prompts.dataset import num_prompt_tokens
 from forebay.runs.config import RunConfig
+from forebay.runs.placement import base_precision
 from forebay.runs.rollouts import load_data, task_agent, with_alphabet, with_precisions
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
 from forebay.simulation.prediction import simulate
 from forebay.train import TrainConfig
 from forebay.train.batch import TrainBatch
-from forebay.train.model.forward import CHUNK_ELEMENTS
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +56,8 @@ class Plan:
     num_parameters: int
     longest: int
     """Tokens of the longest prompt and response."""
+    host_bytes: int = 0
+    """Of a GPU machine's pinned memory, for what the trainer keeps there or moves there."""
     advice: Sequence[str] = ()
     """Overrides, each added to those before, until the run fits; empty if it does."""
     advised_bytes: int | None = None
@@ -131,31 +128,36 @@ def make_plan(config: RunConfig, device: Device, *, prompt_tokens: int | None = 
     return _plan(config, device, hugging_face, prompt_tokens, longest)
 
 
-def check_memory(config: RunConfig, device: Device | None = None) -> str | None:
-    """A warning if `config` may not fit `device`; None if it fits, or if that cannot be said beforehand.
+def fit_memory(config: RunConfig, device: Device | None = None) -> tuple[RunConfig, str | None]:
+    """`config` as it can be started on `device`, and a warning if it may not fit; both from one plan.
 
-    Without a `device` it is the run's own, on this machine.
+    A server beside the trainer gets the share of the GPU's memory that it may take, if it has none. In a
+    colocated run that is what the trainer leaves free while the server generates; in a separate one, where
+    both work at the same time, what it leaves free at its peak.
 
-    A plan takes seconds, so none is made for models that are far too small to need one. Parts of a run on a
-    cluster lie elsewhere.
+    Without a `device` it is the run's own, on this machine. A plan takes seconds, so none is made for tiny
+    models made here. Parts of a run on a cluster lie elsewhere. Where no plan can be made
+    there is no warning, and the server takes its own default.
 
     Raises:
         ConfigError: it does not fit.
     """
-    if not config.check_memory or config.cluster is not None:
-        return None
+    if config.cluster is not None:
+        return config, None
     device = device or this_machine(config.device)
+    lacks_share = is_server_beside(config, device) and config.engine.arguments.get("memory_share") is None
     try:
-        if _surely_fits(config, device):
-            return None
+        if not lacks_share and (not config.check_memory or config.model.source == TINY):
+            return config, None
         plan = make_plan(config, device)
     except NO_PLAN as error:
         # The run says what is wrong with its model or data, if anything is.
-        logger.info("no plan of the memory: %s: %s", type(error).__name__, error)
-        return None
-    if not plan.fits:
+        logger.log(logging.WARNING if lacks_share else logging.INFO, "no memory plan: %s", error)
+        return config, None
+    if config.check_memory and not plan.fits:
         raise ConfigError(f"{verdict(plan)} check_memory = false starts the run anyway.")
-    return None if plan.share <= WARN_SHARE else verdict(plan)
+    warning = verdict(plan) if config.check_memory and plan.share > WARN_SHARE else None
+    return _with_server_share(config, plan) if lacks_share else config, warning
 
 
 NO_PLAN = (ConfigError, RuntimeError, ValueError, AttributeError, TypeError, KeyError)
@@ -174,28 +176,6 @@ def verdict(plan: Plan) -> str:
     if plan.advised_bytes is None:
         return f"{says}: {sizes}; nor with {changes}. Take a smaller model or a larger device."
     return f"{says}: {sizes}. With {changes}: {plan.advised_bytes / GIB:.3g} GiB, which fits."
-
-
-def _surely_fits(config: RunConfig, device: Device) -> bool:
-    """By a bound that is several times too high: copies of all weights, and activations that are all kept."""
-    sizes = model_config(config.model, seed=config.seed).get_text_config()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(sizes)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    own_context = getattr(sizes, "max_position_embeddings", None) or config.train.token_budget
-    context = config.model.max_context or int(own_context)
-    cached = (
-        in_flight(config) * context * cache_bytes_per_token(config, sizes)
-        if engines_by_place(config, device)[0]
-        else 0
-    )
-    activations = config.train.token_budget * sizes.num_hidden_layers * sizes.hidden_size * _KEPT_BYTES
-    activations *= config.train.ranks
-    return bool(40 * num_parameters + cached + activations + 8 * CHUNK_ELEMENTS * 4 < device.memory_bytes)
-
-
-_KEPT_BYTES = 400
-"""Of activations, for each token, layer and number of its hidden state: plans have found 60 to 120."""
 
 
 def _settled(config: RunConfig, device: Device) -> RunConfig:
@@ -240,50 +220,60 @@ def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: i
         turns=turns,
         num_parameters=step.num_parameters,
         longest=longest,
+        host_bytes=step.host_bytes if device.is_gpu else 0,
         **_times(config, device, hugging_face, step, longest),
     )
     if plan.share <= WARN_SHARE:
         return plan
-    advice: list[str] = []
     changes: dict[str, Any] = {}
-    for key, value in _remedies(config.train, longest, device):
+    advised, total = config, plan.total
+    for key, value in _remedies(config, plan):
+        table, _, name = key.rpartition(".")
         try:
-            train = TrainConfig.model_validate(
-                {
-                    **config.train.model_dump(exclude_unset=True),
-                    "dtype": config.train.dtype,
-                    **changes,
-                    key: value,
-                }
-            )
+            if table == "train":
+                given = {**advised.train.model_dump(exclude_unset=True), "dtype": advised.train.dtype}
+                part: dict[str, Any] = {"train": TrainConfig.model_validate({**given, name: value})}
+            else:
+                arguments = {**advised.engine.arguments, name: value}
+                part = {"engine": advised.engine.model_copy(update={"arguments": arguments})}
         except (ConfigError, ValidationError):
             # It does not go with the other settings.
             continue
-        changes[key] = value
         # A smaller budget takes the place of the one before.
-        advice = [f"train.{name}={str(chosen).lower()}" for name, chosen in changes.items()]
-        changed = config.model_copy(update={"train": train})
-        _, turns = _memory(changed, device, hugging_face, prompt_tokens, longest)
+        changes[key], advised = value, advised.model_copy(update=part)
+        _, turns = _memory(advised, device, hugging_face, prompt_tokens, longest)
         total = max(sum(parts.values()) for parts in turns.values())
         if total <= WARN_SHARE * device.memory_bytes:
-            return replace(plan, advice=advice, advised_bytes=total)
-    return replace(plan, advice=advice)
+            break
+    advice = [f"{key}={str(value).lower()}" for key, value in changes.items()]
+    fits = total <= WARN_SHARE * device.memory_bytes
+    return replace(plan, advice=advice, advised_bytes=total if fits else None)
 
 
-def _remedies(train: TrainConfig, longest: int, device: Device) -> list[tuple[str, Any]]:
+def _remedies(config: RunConfig, plan: Plan) -> list[tuple[str, Any]]:
     """Settings that need less memory, the cheapest first."""
     found: list[tuple[str, Any]] = []
+    train, running = config.train, num_running(config)
     if train.dtype == "float32":
-        found.append(("dtype", "bfloat16"))
+        found.append(("train.dtype", "bfloat16"))
     if train.gradient_checkpointing not in (True, 1):
-        found.append(("gradient_checkpointing", True))
+        found.append(("train.gradient_checkpointing", True))
     budget = train.token_budget
-    while (budget := budget // 2) >= longest:
-        found.append(("token_budget", budget))
-    if train.moments == "float32" and device.is_gpu:
-        found.append(("moments", "cpu"))
+    while (budget := budget // 2) >= plan.longest:
+        found.append(("train.token_budget", budget))
+    if train.moments == "float32" and plan.device.is_gpu:
+        found.append(("train.moments", "cpu"))
     if train.lora_rank == 0:
-        found.append(("lora_rank", 32))
+        found.append(("train.lora_rank", 32))
+    if is_server_beside(config, plan.device) and config.produce.mode == "colocated":
+        found.insert(0, ("engine.arguments.offload", "all"))
+    # Fewer requests at once, so that the fullest turn with a cache fits: first, if no train step is in it.
+    cached = [parts for parts in plan.turns.values() if "engine: key/value cache" in parts]
+    fullest = max(cached, key=lambda parts: sum(parts.values()), default={})
+    over = sum(fullest.values()) - WARN_SHARE * plan.device.memory_bytes
+    if over > 0 and (fewer := int(running * (1 - over / fullest["engine: key/value cache"]))) > 0:
+        place = len(found) if "trainer: gradients" in fullest else 0
+        found.insert(place, ("engine.arguments.max_batch", fewer))
     return found
 
 
@@ -305,7 +295,8 @@ def _memory(
         packed=train.layout == "packed",
     )
     try:
-        step = step_memory(hugging_face, config.train, batch, attention=kernel)
+        held = base_precision(config)
+        step = step_memory(hugging_face, config.train, batch, attention=kernel, held=held)
     except (RuntimeError, ValueError) as error:
         kind = hugging_face.model_type
         raise ConfigError(f"a train step of a model of type {kind!r} cannot be planned: {error}") from error
@@ -325,41 +316,11 @@ def _largest_batch(config: RunConfig, prompt_tokens: int, longest: int) -> Train
     )
 
 
-def with_server_share(config: RunConfig, device: Device | None = None) -> RunConfig:
-    """`config` with the share of the GPU's memory that a server beside the trainer may take, if it has none.
-
-    In a colocated run that is what the trainer leaves free while the server generates; in a separate one,
-    where both work at the same time, what it leaves free at its peak. Where no plan can be made, the server
-    takes its own default.
-
-    Raises:
-        ConfigError: the model and one sequence do not fit into that.
-    """
-    if config.engine.arguments.get("memory_share") is not None:
-        return config
-    device = device or this_machine(config.device)
-    if config.cluster is not None or not is_server_beside(config, device):
-        return config
-    try:
-        plan = make_plan(config, device)
-    except NO_PLAN as error:
-        logger.warning("no plan for the server's memory: %s: %s", type(error).__name__, error)
-        return config
-    settled = _settled(config, device)
+def _with_server_share(config: RunConfig, plan: Plan) -> RunConfig:
     training = plan.turns["training"].items()
     trainer = {name: size for name, size in training if name.startswith("trainer: ")}
-    share = server_share(config, device, trainer)
-    sizes = model_config(config.model, seed=config.seed)
-    needed = plan.num_parameters * engine_itemsize(settled) + plan.longest * cache_bytes_per_token(
-        settled, sizes
-    )
-    if share * device.memory_bytes < needed + CONTEXT_BYTES:
-        raise ConfigError(
-            f"the trainer leaves {share * device.memory_bytes / GIB:.3g} GiB of the GPU to the server, whose "
-            f"weights and one sequence take {needed / GIB:.3g}: set engine.arguments.offload = 'all', or "
-            f"train.lora_rank, or take a larger GPU"
-        )
-    arguments = {**config.engine.arguments, "memory_share": round(share, 3)}
+    share = round(server_share(config, plan.device, trainer), 3)
+    arguments = {**config.engine.arguments, "memory_share": share}
     return config.model_copy(update={"engine": config.engine.model_copy(update={"arguments": arguments})})
 
 

@@ -30,7 +30,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from forebay.models import Attention
+from forebay.models import Precision
+from forebay.models.config import Attention
 from forebay.train import TrainConfig
 from forebay.train.batch import TrainBatch
 from forebay.train.learner import Learner
@@ -48,8 +49,10 @@ class MemoryPeak(TorchDispatchMode):
     def __init__(self, vocabulary: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._vocabulary = vocabulary
-        self._kinds: dict[int, str] = {}
+        self._counted: dict[int, tuple[str, int]] = {}
         self._now: Counter[str] = Counter()
+        self.host_peak = 0
+        """The most bytes of kind `HOST`."""
         self.reset()
 
     def reset(self) -> None:
@@ -64,30 +67,29 @@ class MemoryPeak(TorchDispatchMode):
         """Count the storages of these tensors, known or not, as `kind`."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            self._add(storage, kind)
-            self._now[self._kinds[storage._cdata]] -= storage.nbytes()
-            self._now[kind] += storage.nbytes()
-            self._kinds[storage._cdata] = kind
+            if (key := storage._cdata) not in self._counted:
+                weakref.finalize(storage, self._remove, key)
+            else:
+                self._remove(key)
+            # torch pins memory of the host in blocks of powers of two.
+            size = storage.nbytes()
+            size = 1 << (size - 1).bit_length() if kind == HOST else size
+            self._counted[key] = kind, size
+            self._now[kind] += size
+        self.host_peak = max(self.host_peak, self._now[HOST])
 
-    def _add(self, storage: torch.UntypedStorage, kind: str) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._kinds:
-            return
-        self._kinds[key] = kind
-        self._now[kind] += size
-        weakref.finalize(storage, self._remove, key, size)
-
-    def _remove(self, key: int, size: int) -> None:
-        self._now[self._kinds.pop(key)] -= size
+    def _remove(self, key: int) -> None:
+        kind, size = self._counted.pop(key)
+        self._now[kind] -= size
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._counted:
                 is_logits = tensor.ndim > 1 and tensor.shape[-1] == self._vocabulary
-                self._add(tensor.untyped_storage(), LOGITS if is_logits else ACTIVATIONS)
+                self.assign([tensor], LOGITS if is_logits else ACTIVATIONS)
         if self._total() > self._peak_total:
             self.reset()
         return result
@@ -107,11 +109,8 @@ class StepMemory:
     """Of all trained weights, whatever is there at the peak."""
     num_parameters: int
     """Of the policy, adapters included."""
-
-    @property
-    def total(self) -> int:
-        """Bytes at the peak."""
-        return sum(self.parts.values())
+    host_bytes: int
+    """Of the host's pinned memory, where moments or activations are kept there."""
 
 
 LOGITS, ACTIVATIONS, HOST = "logits", "activations", "host"
@@ -119,13 +118,18 @@ KINDS = ("weights", "reference", "gradients", "moments", LOGITS, ACTIVATIONS)
 
 
 def step_memory(
-    model_config: Any, config: TrainConfig, batch: TrainBatch, *, attention: Attention = "sdpa"
+    model_config: Any,
+    config: TrainConfig,
+    batch: TrainBatch,
+    *,
+    attention: Attention = "sdpa",
+    held: Precision = "float32",
 ) -> StepMemory:
     """The peak of one optimizer step on one device and rank, whose part of a mini-batch is `batch`.
 
     `model_config` is transformers' config of the model. Two micro-batches are passed, if there are as many:
     the second finds the gradients of the first. Importance weights are taken as computed before. `attention`
-    is the kernel (`planned_attention`), whatever the config's.
+    is the kernel (`planned_attention`), whatever the config's. The policy's weights are `held` so.
 
     Raises:
         ValueError: the model cannot be trained so, or `batch` does not fit the token budget.
@@ -146,7 +150,7 @@ def step_memory(
         # Fake tensors cannot be copied, so models that the learner would copy are made once more.
         has_reference = config.uses_reference and config.lora_rank == 0
         learner = Learner(
-            _model(model_config),
+            _model(model_config, held),
             config,
             pad_token_id=0,
             total_steps=1,
@@ -179,13 +183,14 @@ def step_memory(
         tokens=int(batch.lengths[packs[0]].sum()),
         gradient_bytes=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
         num_parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
+        host_bytes=memory.host_peak,
     )
 
 
-def _model(model_config: Any) -> Any:
+def _model(model_config: Any, held: Precision = "float32") -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(model_config, dtype=getattr(torch, held))
 
 
 def _critic(model: Any) -> Critic:

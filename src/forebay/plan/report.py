@@ -33,6 +33,8 @@ def show_plan(plan: Plan, console: Console) -> None:
 def sentences(plan: Plan) -> Iterator[str]:
     """Whether it fits, what to change if not, and the times."""
     yield verdict(plan)
+    if plan.host_bytes:
+        yield f"Beside it, pinned memory of the host: {plan.host_bytes / GIB:.3g} GiB."
     if plan.step_s is not None and plan.train_s is not None and plan.generation_s is not None:
         yield (
             f"A step, if all responses are as long as they may be ({plan.longest} tokens with the prompt): "

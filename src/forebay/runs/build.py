@@ -39,7 +39,7 @@ from forebay.produce.strategies.rules import name_group
 from forebay.replay import StorageBackend
 from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.folder import publish
-from forebay.runs.placement import Cluster, Trainer, device_fact, takes_turns
+from forebay.runs.placement import Cluster, Trainer, base_precision, device_fact, takes_turns
 from forebay.runs.record.events import observe_buffer
 from forebay.runs.record.history import History
 from forebay.runs.record.journal import Recorder
@@ -290,7 +290,7 @@ def build_trainer(
     Raises:
         ConfigError: the model or the training's settings do not fit.
     """
-    model: Any = ModelFolder(folder=model_folder)
+    model: Any = ModelFolder(folder=model_folder, dtype=base_precision(with_precisions(config)))
     if device is None and config.cluster is None:
         device = _trainer_device(config)
     try:

@@ -20,7 +20,7 @@ import torch
 
 from forebay.config import ConfigError, look_up
 from forebay.engines import RolloutController
-from forebay.models import attention_choices, find_device, precision_on, spread_devices
+from forebay.models import Precision, attention_choices, find_device, precision_on, spread_devices
 from forebay.models.loading import model_config
 from forebay.produce.strategies.context import GroupGenerator
 from forebay.runs.config import CLUSTERS, RunConfig, check_cluster
@@ -217,6 +217,15 @@ def takes_turns(config: RunConfig) -> bool:
         ConfigError: as for `shares_gpu`.
     """
     return config.produce.mode == "colocated" and shares_gpu(config)
+
+
+def base_precision(config: RunConfig) -> Precision:
+    """In which the trainer holds its weights: float32, but for those below adapters that are cast anyway.
+
+    They are where passes and engines compute in bfloat16; `config` says so (`with_precisions`).
+    """
+    adapted = config.train.lora_rank > 0 and config.train.ranks == 1
+    return "bfloat16" if adapted and config.train.dtype == config.engine.dtype == "bfloat16" else "float32"
 
 
 def device_fact(config: RunConfig) -> str:

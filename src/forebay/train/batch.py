@@ -82,6 +82,9 @@ class TrainBatch:
     token_rewards: NDArray[np.float64]
     """R: the scores where they were earned: at the ends of turns, the rest at the last generated token."""
 
+    routed_experts: NDArray[Any] | None = None
+    """int8 or int16, T x layers x k: those that the engine sent each token to; -1 where that is unknown.
+    None: it is for all."""
     mini_batches: list[Pack] = field(default_factory=list)
     """The sequences of each optimizer step; empty until packed."""
     packs: list[list[list[Pack]]] = field(default_factory=list)
@@ -154,6 +157,7 @@ class TrainBatch:
             attempt_first=_attempt_first(ordered),
             temperatures=np.array(temperatures, np.float32),
             token_rewards=np.concatenate(list(map(_token_rewards, states, masks, scores))),
+            routed_experts=_routed_experts(states),
         )
         if not isinstance(overlong, str):
             batch.metrics["train/overlong_penalty"] = float(penalties.mean())
@@ -303,6 +307,20 @@ def _attempt_first(groups: Iterable[Sequence[RolloutState]]) -> NDArray[np.int64
             # Where the first is missing, the next one takes its place.
             firsts.append(number if mark is None else numbers.setdefault(mark, number))
     return np.array(firsts, np.int64)
+
+
+def _routed_experts(states: Sequence[RolloutState]) -> NDArray[Any] | None:
+    """Those of all tokens, one sequence after the other; ValueError where they are of several models."""
+    known = [state.routed_experts for state in states if state.routed_experts is not None]
+    if not known:
+        return None
+    lengths = [len(state.prompt_ids) + len(state.response_ids) for state in states]
+    shape, dtype = (sum(lengths), *known[0].shape[1:]), np.result_type(*(each.dtype for each in known))
+    all_experts = np.full(shape, -1, dtype)
+    for state, end, length in zip(states, np.cumsum(lengths), lengths, strict=True):
+        if (experts := state.routed_experts) is not None:
+            all_experts[end - length : end][: len(experts)] = experts[:length]
+    return all_experts
 
 
 def _threshold(thresholds: int | Mapping[str, int], task_name: str | None) -> int:

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from forebay.models.routing import OWN_CHOICE
 from forebay.train.batch import Pack, TrainBatch
 
 Ints = NDArray[np.int64]
@@ -49,6 +50,8 @@ class SharedPrompts:
     """int64, N1: the cell of Q x P whose output predicts each trained first token of a response."""
     rows: torch.Tensor
     """int64, B: the prompt of each row of the second pass."""
+    routed_experts: torch.Tensor | None
+    """int8 or int16, Q P x layers x k, as of `MicroBatch`."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,6 +75,9 @@ class MicroBatch:
     """The same as that mask, or as the restarts of `position_ids`, for kernels without a mask: the arguments
     of `forebay.models.varlen.varlen_attention`, by the names that transformers has for them. Empty where rows
     are sequences, and where they were not asked for."""
+    routed_experts: torch.Tensor | None
+    """int8 or int16, B L x layers x k: the experts that the engine chose for each cell's token; -1 where that
+    is unknown. None: it is for all of the batch."""
     targets: torch.Tensor
     """int64, N: the trained tokens."""
     inverse_temperature: torch.Tensor | None
@@ -99,6 +105,17 @@ def collate(
     def place(array: NDArray[Any]) -> torch.Tensor:
         return to_device(array, device)
 
+    def ids_at(tokens_BL: Ints) -> torch.Tensor:
+        return place(np.where(tokens_BL < 0, pad_token_id, batch.input_ids[tokens_BL]).astype(np.int64))
+
+    def experts_at(tokens_BL: Ints) -> torch.Tensor | None:
+        if batch.routed_experts is None:
+            return None
+        cells = tokens_BL.reshape(-1)
+        experts = batch.routed_experts[cells]
+        experts[cells < 0] = OWN_CHOICE
+        return place(experts)
+
     lengths = batch.response_lengths[pack]
     tokens = ranges(batch.response_starts[pack], lengths)
     # Of each trained token: its place in the batch, its row in the pack, and its distance from the first
@@ -110,12 +127,12 @@ def collate(
     prompts = attention_mask = position_ids = None
     borders: dict[str, Any] = {}
     if batch.layout == "padded":
-        ids_BL = _pad(batch, batch.token_starts[pack], _input_widths(batch, pack), pad_token_id)
-        cells = rows * ids_BL.shape[1] + offsets - 1
+        tokens_BL = _pad(batch.token_starts[pack], _input_widths(batch, pack))
+        cells = rows * tokens_BL.shape[1] + offsets - 1
     elif batch.layout == "packed":
-        ids_BL, position_ids, firsts = _concatenate(batch, pack, pad_token_id)
+        tokens_BL, position_ids, firsts = _concatenate(batch, pack)
         cells = firsts[rows] + offsets - 1
-        widths = np.diff(firsts, append=ids_BL.shape[1])
+        widths = np.diff(firsts, append=tokens_BL.shape[1])
         if with_borders:
             borders = _borders(widths, widths)
     else:
@@ -125,20 +142,23 @@ def collate(
         order = np.argsort(~is_first, kind="stable")
         tokens, rows, offsets = tokens[order], rows[order], offsets[order]
         num_first = int(is_first.sum())
-        prompt_ids, prompt_rows = _distinct_prompts(batch, pack, pad_token_id)
-        prompt_cells = prompt_rows[rows] * prompt_ids.shape[1] + offsets - 1
+        tokens_QP, prompt_rows = _distinct_prompts(batch, pack)
+        prompt_cells = prompt_rows[rows] * tokens_QP.shape[1] + offsets - 1
         prompts = SharedPrompts(
-            input_ids=place(prompt_ids), positions=place(prompt_cells[:num_first]), rows=place(prompt_rows)
+            input_ids=ids_at(tokens_QP),
+            positions=place(prompt_cells[:num_first]),
+            rows=place(prompt_rows),
+            routed_experts=experts_at(tokens_QP),
         )
-        ids_BL, position_ids, attention_mask = _responses(batch, pack, prompt_ids.shape[1], pad_token_id)
-        cells = (rows * ids_BL.shape[1] + offsets - ends[rows] - 1)[num_first:]
+        tokens_BL, position_ids, attention_mask = _responses(batch, pack, tokens_QP.shape[1])
+        cells = (rows * tokens_BL.shape[1] + offsets - ends[rows] - 1)[num_first:]
         if with_borders and attention_mask is not None:
-            borders = _borders(np.full_like(ends, ids_BL.shape[1]), ends + ids_BL.shape[1])
+            borders = _borders(np.full_like(ends, tokens_BL.shape[1]), ends + tokens_BL.shape[1])
             borders["key_cells"] = np.flatnonzero(attention_mask)
     temperatures = batch.temperatures[pack]
     targets = batch.input_ids[batch.token_starts[pack][rows] + offsets]
     return MicroBatch(
-        input_ids=place(ids_BL),
+        input_ids=ids_at(tokens_BL),
         position_ids=None if position_ids is None else place(position_ids),
         positions=place(cells),
         prompts=prompts,
@@ -146,6 +166,7 @@ def collate(
         borders={
             name: place(value) if isinstance(value, np.ndarray) else value for name, value in borders.items()
         },
+        routed_experts=experts_at(tokens_BL),
         targets=place(targets.astype(np.int64)),
         inverse_temperature=None if np.all(temperatures == 1) else place(1 / temperatures[rows]),
         sequence_index=place(rows),
@@ -170,48 +191,48 @@ def _input_widths(batch: TrainBatch, pack: Pack) -> Ints:
     return np.maximum(batch.lengths[pack] - 1, 0)
 
 
-def _pad(batch: TrainBatch, starts: Ints, widths: Ints, pad_token_id: int) -> Ints:
-    """Rows of `widths` tokens from `starts`, padded on the right to the longest; at least one cell."""
+_PAD = np.full((1, 1), -1, np.int64)
+"""The cells of a pass without tokens."""
+
+
+def _pad(starts: Ints, widths: Ints) -> Ints:
+    """Rows of `widths` tokens from `starts`, padded with -1 to the longest; at least one cell."""
     if len(starts) == 0:
-        return np.full((1, 1), pad_token_id, np.int64)
+        return _PAD
     columns = np.arange(max(1, widths.max()))
-    cells = np.minimum(starts[:, None] + columns, batch.num_tokens - 1)
-    return np.where(columns < widths[:, None], batch.input_ids[cells], pad_token_id).astype(np.int64)
+    return np.where(columns < widths[:, None], starts[:, None] + columns, -1)
 
 
-def _concatenate(batch: TrainBatch, pack: Pack, pad_token_id: int) -> tuple[Ints, Ints, Ints]:
-    """One row with all sequences, its position ids, and the cell at which each sequence begins."""
+def _concatenate(batch: TrainBatch, pack: Pack) -> tuple[Ints, Ints, Ints]:
+    """One row with all sequences' tokens, its position ids, and the cell at which each sequence begins."""
     widths = _input_widths(batch, pack)
     firsts = np.cumsum(widths) - widths
     if not widths.any():
-        return np.full((1, 1), pad_token_id, np.int64), np.zeros((1, 1), np.int64), firsts
-    ids = batch.input_ids[ranges(batch.token_starts[pack], widths)].astype(np.int64)
-    return ids[None], ranges(np.zeros_like(widths), widths)[None], firsts
+        return _PAD, np.zeros((1, 1), np.int64), firsts
+    return ranges(batch.token_starts[pack], widths)[None], ranges(np.zeros_like(widths), widths)[None], firsts
 
 
-def _distinct_prompts(batch: TrainBatch, pack: Pack, pad_token_id: int) -> tuple[Ints, Ints]:
-    """The distinct prompts of a pack (Q x P), and which of them each sequence has (B)."""
+def _distinct_prompts(batch: TrainBatch, pack: Pack) -> tuple[Ints, Ints]:
+    """The tokens of the distinct prompts of a pack (Q x P), and which of them each sequence has (B)."""
     if len(pack) == 0:
-        return np.full((1, 1), pad_token_id, np.int64), np.zeros(1, np.int64)
+        return _PAD, np.zeros(1, np.int64)
     _, members, rows = np.unique(batch.prompt_index[pack], return_index=True, return_inverse=True)
     chosen = pack[members]
-    return _pad(batch, batch.token_starts[chosen], batch.prompt_lengths[chosen], pad_token_id), rows
+    return _pad(batch.token_starts[chosen], batch.prompt_lengths[chosen]), rows
 
 
-def _responses(
-    batch: TrainBatch, pack: Pack, longest_prompt: int, pad_token_id: int
-) -> tuple[Ints, Ints, Ints | None]:
-    """The rows of responses, their position ids, and the mask of prompt pads if there are any."""
+def _responses(batch: TrainBatch, pack: Pack, longest_prompt: int) -> tuple[Ints, Ints, Ints | None]:
+    """The tokens of responses in rows, their position ids, and the mask of prompt pads if there are any."""
     if len(pack) == 0:
-        return np.full((1, 1), pad_token_id, np.int64), np.ones((1, 1), np.int64), None
+        return _PAD, np.ones((1, 1), np.int64), None
     ends = batch.prompt_lengths[pack]
     widths = np.maximum(batch.response_lengths[pack] - 1, 0)
-    ids_BL = _pad(batch, batch.token_starts[pack] + ends, widths, pad_token_id)
-    columns = np.arange(ids_BL.shape[1])
+    tokens_BL = _pad(batch.token_starts[pack] + ends, widths)
+    columns = np.arange(tokens_BL.shape[1])
     if (ends == longest_prompt).all():
-        return ids_BL, ends[:, None] + columns, None
+        return tokens_BL, ends[:, None] + columns, None
     mask_BP = (np.arange(longest_prompt) < ends[:, None]).astype(np.int64)
-    return ids_BL, ends[:, None] + columns, np.concatenate([mask_BP, np.ones_like(ids_BL)], axis=1)
+    return tokens_BL, ends[:, None] + columns, np.concatenate([mask_BP, np.ones_like(tokens_BL)], axis=1)
 
 
 def ranges(starts: Ints, lengths: Ints) -> Ints:

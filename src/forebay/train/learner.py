@@ -1,7 +1,7 @@
 """`Learner`: the model of one rank, its critic, reference and optimizers, and the passes through them.
 
-It knows batches as packs and token weights, and neither groups nor advantages nor metrics: whatever needs the
-whole batch is worked out before (`TrainController`) and arrives as arrays by response token.
+It knows batches as packs and token weights, and no groups, advantages or metrics: `TrainController` works out
+all that needs the whole batch, and it arrives as arrays by response token.
 
 ::
 
@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from forebay.config import look_up
-from forebay.models import Precision, attention, precision_on
+from forebay.models import Precision, attention, precision_on, routing
 from forebay.models.live_weights import cast
 from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
 from forebay.train import checkpoint
@@ -39,7 +39,7 @@ from forebay.train.config import TrainConfig, WarmupConfig
 from forebay.train.measures import Columns, TokenRecords
 from forebay.train.model import lora
 from forebay.train.model.critic import Critic
-from forebay.train.model.forward import output_head, response_logprobs
+from forebay.train.model.forward import Entropy, output_head, response_logprobs
 from forebay.train.model.layers import checkpoint_activations, compile_layers
 from forebay.train.model.trial import settle_attention
 from forebay.train.objective.corrections import Corrector
@@ -116,6 +116,7 @@ class Learner:
             if part is not None:
                 _place(part, self.device, mesh)
         model.eval()
+        self._routing = routing.Routing(lora.without_adapters(model))
         kernel = self._settle_attention(lora.without_adapters(model), has_content)
         for part in (lora.without_adapters(model), self.ref_model, self.critic) if config.compile else ():
             if part is not None:
@@ -177,11 +178,17 @@ class Learner:
             if not lora.is_lora(self.model):
                 raise ValueError("there is no reference model: kl_coef is 0; set it, or give a ref_model")
             model, adapters = self.model, lora.adapters_off(self.model)
+        # The reference's own experts, also where it is the policy without its adapters.
+        self._routing.replay(None)
+        chosen = self._routing if name == "old_logprobs" else None
         tokens, parts = [], []
         with torch.no_grad(), self._autocast(), adapters:
             for pack in [pack for ranks in batch.packs for pack in ranks[self._rank]]:
                 micro = self._collate(batch, pack)
-                values_N = model(micro) if name == "values" else response_logprobs(model, micro).logprobs
+                if name == "values":
+                    values_N = model(micro)
+                else:
+                    values_N = response_logprobs(model, micro, routing=chosen).logprobs
                 tokens.append(micro.token_index)
                 parts.append(values_N)
         results_R = np.zeros(batch.num_response_tokens, np.float32)
@@ -279,9 +286,8 @@ class Learner:
         """N: each token's loss with its correction and penalties."""
         config = self.config
         with self._autocast():
-            output = response_logprobs(
-                self.model, micro, entropy="train" if config.uses_entropy else "measure"
-            )
+            entropy: Entropy = "train" if config.uses_entropy else "measure"
+            output = response_logprobs(self.model, micro, entropy=entropy, routing=self._routing)
         assert output.entropy is not None
         assert batch.advantages is not None
         # The ratio's denominator. Without old logprobs there is one optimizer step, taken by the old policy.

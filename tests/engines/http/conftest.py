@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import io
 import itertools
 import json
 import re
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 from forebay.engines import GenerateRequest
-from forebay.engines.servers.dialects import VLLM, Dialect, SGLang
+from forebay.engines.servers.dialects import Dialect, SGLang
 from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.weights.files import WeightFiles
 from forebay.types import SampleParams
@@ -337,17 +339,25 @@ def _write(writer: asyncio.StreamWriter, status: int, text: str, kind: str = "ap
     )
 
 
+def _as_text(experts: Any) -> str:
+    file = io.BytesIO()
+    np.save(file, experts)
+    return base64.b64encode(file.getvalue()).decode()
+
+
 class FakeVLLM(FakeServer):
-    dialect: Dialect = VLLM()
+    dialect: Dialect = Dialect()
     guarded = "/v1"
+    experts: Callable[[Job], Any] | None = None
+    """Those that it says it sent a request's tokens to."""
 
     @property
     def generate_path(self) -> str:
         return self.dialect.generate_path
 
     def job(self, body: dict[str, Any]) -> Job:
-        if self.dialect.keeps:
-            assert body["cache_salt"]
+        if self.dialect.by_token:
+            assert bool(body.get("cache_salt")) is self.dialect.keeps
             body = {**body, **body["sampling_params"], "prompt": body["token_ids"]}
         certain = body["top_p"] < 0.01 and self.processed_logprobs
         return Job(
@@ -361,7 +371,7 @@ class FakeVLLM(FakeServer):
 
     def event(self, job: Job, start: int) -> dict[str, Any]:
         new = job.made[start:]
-        if self.dialect.keeps:
+        if self.dialect.by_token:
             content = [{"token_id": token, "logprob": job.logprob} for token in new]
             choice = {
                 "index": 0,
@@ -369,6 +379,8 @@ class FakeVLLM(FakeServer):
                 "finish_reason": job.end,
                 "logprobs": {"content": content},
             }
+            if job.end and self.experts is not None:
+                choice["routed_experts"] = _as_text(self.experts(job))
             return {"choices": [{**choice, "weight_versions": self._spans(job) if job.end else None}]}
         logprobs = {"token_logprobs": [job.logprob] * len(new), "tokens": ["?"] * len(new)}
         choice = {"index": 0, "text": "?", "token_ids": new, "finish_reason": job.end, "logprobs": logprobs}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from forebay.engines import RolloutController
 from forebay.engines.base import EngineLost
-from forebay.engines.servers.dialects import VLLM, SGLang
+from forebay.engines.servers.dialects import Dialect, SGLang
 from forebay.engines.weights import buckets as bucket_module
 from forebay.engines.weights.buckets import buckets
 from forebay.models.live_weights import LiveWeights
@@ -211,7 +211,7 @@ async def test_held_requests_go_on_with_their_cache_and_say_which_weights_made_w
 
 
 async def test_a_held_request_that_is_cut_counts_as_of_the_oldest_weights(vllm, connect, ask):
-    vllm.dialect = VLLM(keeps=True)
+    vllm.dialect = Dialect(keeps=True)
     vllm.auto = False
     engine = connect(vllm, dialect=vllm.dialect)
     await engine.bring_up()

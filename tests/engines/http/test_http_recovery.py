@@ -14,7 +14,7 @@ from forebay.config import ConfigError
 from forebay.engines import RolloutController
 from forebay.engines.base import EngineLost
 from forebay.engines.pool import EnginePool
-from forebay.engines.servers.dialects import TOKENS_PER_PIECE, VLLM, SGLang
+from forebay.engines.servers.dialects import TOKENS_PER_PIECE, Dialect, SGLang
 from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import LocalServer
 from forebay.engines.weights.files import WeightFiles
@@ -81,7 +81,7 @@ async def test_a_healthy_server_whose_model_hangs_is_lost(server, connect, ask, 
 
 async def test_a_server_may_be_silent_while_it_loads_under_held_requests(vllm, connect, ask, monkeypatch):
     monkeypatch.setattr("forebay.engines.servers.link._SILENCE_S", 0.05)
-    vllm.dialect, vllm.auto = VLLM(keeps=True), False
+    vllm.dialect, vllm.auto = Dialect(keeps=True), False
     engine = connect(vllm, dialect=vllm.dialect)
     await engine.bring_up()
     running = asyncio.create_task(engine.generate(ask()))

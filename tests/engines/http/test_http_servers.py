@@ -21,7 +21,7 @@ from forebay.engines.base import EngineLost
 from forebay.engines.servers import build as build_module
 from forebay.engines.servers import guard as server_guard
 from forebay.engines.servers.client import HTTPError, request
-from forebay.engines.servers.dialects import VLLM, SGLang
+from forebay.engines.servers.dialects import RETURN_EXPERTS, Dialect, SGLang
 from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import LocalServer
 from forebay.engines.weights.files import WeightFiles, shared_weights, write_untied
@@ -254,6 +254,14 @@ def build(tiny: Path, scratch: Path, name: str = "vllm", around: Any = None, **a
     )
 
 
+def test_an_option_has_requests_go_where_experts_are_stated(tiny, tmp_path):
+    (plain,) = build(tiny, tmp_path, servers=1)
+    (stating,) = build(tiny, tmp_path, servers=1, options=[RETURN_EXPERTS])
+    assert not plain._dialect.by_token
+    assert stating._dialect.generate_path == "/inference/v1/generate"
+    assert {RETURN_EXPERTS, "--enable-scale-out"} <= set(stating._server._command(1))
+
+
 def test_only_a_server_that_takes_turns_is_started_to_sleep(tiny, tmp_path):
     commands = []
     for turns in (True, False):
@@ -337,7 +345,7 @@ async def test_a_server_that_takes_too_little_is_refused(tiny, tmp_path, start_f
 
 
 def test_command_lines_state_what_the_contract_needs():
-    command = VLLM().command("/models/m", 8123, 4096, "float32")
+    command = Dialect().command("/models/m", 8123, 4096, "float32")
     assert command[:2] == ["-m", "vllm.entrypoints.openai.api_server"]
     for option, value in {
         "--model": "/models/m",
@@ -348,7 +356,7 @@ def test_command_lines_state_what_the_contract_needs():
         "--logprobs-mode": "processed_logprobs",
     }.items():
         assert command[command.index(option) + 1] == value
-    assert VLLM().environment["VLLM_SERVER_DEV_MODE"] == "1"
+    assert Dialect().environment["VLLM_SERVER_DEV_MODE"] == "1"
     other = SGLang().command("/models/m", 8123, 4096, "bfloat16")
     assert other[other.index("--context-length") + 1] == "4096"
 

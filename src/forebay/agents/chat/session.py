@@ -373,7 +373,8 @@ class ChatSession:
         if further and len(further) == len(states):
             # The rollout itself has nothing left; a further trajectory becomes it.
             source = further.pop(0)
-            for name in ("prompt_ids", "tokens", "response", "finish_reason", *TOKEN_FIELDS):
+            others = ("prompt_ids", "tokens", "response", "finish_reason", "routed_experts")
+            for name in (*others, *TOKEN_FIELDS):
                 setattr(self.state, name, getattr(source, name))
             self.state.extra_fields[RECORD_KEY] = source.extra_fields[RECORD_KEY]
         return [self.state, *further]

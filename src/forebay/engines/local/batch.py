@@ -42,7 +42,8 @@ from forebay.engines.local.kv_cache import RowCache, round_up_columns
 from forebay.engines.local.rows import ROW_FIELDS, TOKEN_FIELDS, Ended, Row, grown
 from forebay.engines.local.step_graphs import Record, StepGraphs, graph_size
 from forebay.engines.local.stopping import StopTexts
-from forebay.types import IntArray
+from forebay.models.routing import Routing
+from forebay.types import IntArray, joined_experts
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,8 @@ class DecodeBatch:
         self._stop_texts = None if tokenizer is None else StopTexts(tokenizer)
         self._device = next(model.parameters()).device
         self._min_rows = MIN_ROWS if self._device.type == "cpu" else 1
-        self._cache = RowCache(model.config.get_text_config().num_hidden_layers, self._device)
+        num_layers = model.config.get_text_config().num_hidden_layers
+        self._cache = RowCache(num_layers, self._device, Routing(model))
         self._graphs = StepGraphs(self._forward, recorder)
         self._requests: list[Row] = []
         self._given_up: set[Row] = set()
@@ -92,11 +94,6 @@ class DecodeBatch:
         """How many rows run."""
         return len(self._requests)
 
-    @property
-    def num_cache_tokens(self) -> int:
-        """Tokens for which the cache holds memory now."""
-        return self._cache.num_tokens
-
     def num_made(self, request_id: str) -> int:
         """Tokens of a running request, else 0; from another thread it may be a step behind."""
         for place, row in enumerate(list(self._requests)):
@@ -107,15 +104,11 @@ class DecodeBatch:
     def release(self) -> None:
         """Free the cache's memory; no row may run."""
         assert not self._requests, f"{self.size} rows run"
-        self.forget_addresses()
-        self._cache.release()
-        if self._graphs.used:
-            # Torch gives the memory of graphs to nobody else.
-            torch.cuda.empty_cache()
-
-    def forget_addresses(self) -> None:
-        """The weights or the cache go elsewhere: forwards that were recorded are no longer right."""
         self._graphs.clear()
+        self._cache.release()
+        if self._device.type == "cuda":
+            # Torch keeps it for this process, and a trainer may be in another.
+            torch.cuda.empty_cache()
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -189,7 +182,7 @@ class DecodeBatch:
         wanted = (more_rows, more_columns), (max(rows, held_rows), max(columns, held_columns))
         fits = (size for size in wanted if size[0] * size[1] <= self.budget.tokens)
         rows, columns = next(fits, (rows, columns))
-        self.forget_addresses()
+        self._graphs.clear()
         self._cache.resize(rows, columns)
         self._fed_here = torch.zeros(rows, 3, dtype=torch.long, pin_memory=self._device.type == "cuda")
         self._fed = self._fed_here.to(self._device)
@@ -212,8 +205,6 @@ class DecodeBatch:
         longest = max(len(row.token_ids) for row in rows)
         asked_for = max(self._cache.num_tokens, self._num_tokens(len(rows), longest))
         self.release()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
         self.budget.fell_short(asked_for)
         advice = "set cache_tokens, prefill_tokens or max_batch in [engine.arguments] lower"
         if len(rows) == 1:
@@ -392,6 +383,7 @@ class DecodeBatch:
             past_key_values=self._cache,
             use_cache=True,
         )
+        self._cache.note_experts()
         logits: torch.Tensor = output.logits[:, -1]
         return logits
 
@@ -442,6 +434,8 @@ class DecodeBatch:
         """The row there, with what it has made."""
         row = self._requests[place]
         row.made = self._made[place, : self._rows["num_made"][place]].copy()
+        computed = self._cache.experts(place, int(self._rows["position"][place]))
+        row.experts = joined_experts(row.experts, computed)
         return row
 
     def _close_holes(self, gone: list[int]) -> list[Ended]:

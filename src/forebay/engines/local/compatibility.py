@@ -17,13 +17,12 @@ import torch
 
 from forebay.engines.base import GenerateRequest
 from forebay.engines.local.batch import DecodeBatch
-from forebay.engines.local.row_attention import ROW_ATTENTION
 from forebay.engines.local.rows import Ended, Row
 from forebay.types import SampleParams
 
 _PLAIN_LAYERS = {"full_attention"}
 _WINDOW_LAYERS = {"sliding_attention", "chunked_attention"}
-_MASKABLE_ATTENTION = {"sdpa", "eager", ROW_ATTENTION}
+_MASKABLE_ATTENTION = {"sdpa", "eager"}
 
 _FLOAT32_TOLERANCE = 1e-3
 """Of a log probability; rounding stays below 1e-4, a wrong mask or position is above 1e-2."""

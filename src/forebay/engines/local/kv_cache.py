@@ -24,7 +24,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+from forebay.models.routing import Routing
 
 COLUMN_STEP = 16
 """Columns are handed out in multiples of this: one AVX-512 register of float32, so that a sum over a row
@@ -48,7 +51,11 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     (4, 64)
     """
 
-    def __init__(self, num_layers: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, num_layers: int, device: torch.device | str = "cpu", routing: Routing | None = None
+    ) -> None:
+        self._routing = routing if routing is not None and routing.num_layers else None
+        self._experts = RowLayer(self)
         self.num_rows = 0
         self.num_columns = 0
         self.width = 0
@@ -64,14 +71,19 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     @property
     def bytes_per_token(self) -> int:
-        """Of keys and values of all layers together; 0 before the first use."""
-        return sum(layer.bytes_per_token for layer in self.layers)
+        """Of keys, values and experts of all layers together; 0 before the first use."""
+        return sum(layer.bytes_per_token for layer in self._all)
+
+    @property
+    def _all(self) -> list[RowLayer]:
+        """The layers, and the experts that all of them together sent tokens to, which lie as keys do."""
+        return [*self.layers, self._experts]
 
     def resize(self, num_rows: int, num_columns: int) -> None:
         """Have room for this many rows and columns, no more; what the rows hold within is kept."""
         self.num_rows, self.num_columns = num_rows, round_up_columns(num_columns)
         self.row_index = torch.arange(num_rows, device=self._device)
-        for layer in self.layers:
+        for layer in self._all:
             if layer.is_initialized:
                 old_keys, old_values = layer.keys, layer.values
                 layer.lazy_initialization(old_keys, old_values)
@@ -87,13 +99,32 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def store(self, prefilled: Cache, sources: torch.Tensor, rows: torch.Tensor) -> None:
         """Make rows `sources` of a prefill's cache the content of `rows`, zero beyond it."""
-        for own, new in zip(self.layers, prefilled.layers, strict=True):
+        states = [(layer.keys, layer.values) for layer in prefilled.layers]
+        if self._routing is not None:
+            experts = self._routing.taken().flatten(1)
+            experts = experts.view(len(states[0][0]), 1, -1, experts.shape[1])
+            states.append((experts, experts[..., :0]))
+        for own, (keys, values) in zip(self._all, states, strict=False):
             if not own.is_initialized:
-                own.lazy_initialization(new.keys, new.values)
-            for held, given in ((own.keys, new.keys), (own.values, new.values)):
+                own.lazy_initialization(keys, values)
+            for held, given in ((own.keys, keys), (own.values, values)):
                 length = given.shape[2]
                 held[rows, :, :length] = given[sources]
                 held[rows, :, length:] = 0
+
+    def note_experts(self) -> None:
+        """A decode forward has run: keep the experts that its tokens were sent to."""
+        if self._routing is not None:
+            experts = self._routing.taken().flatten(1)[:, None, None]
+            self._experts.update(experts, experts[..., :0])
+
+    def experts(self, row: int, count: int) -> NDArray[Any] | None:
+        """[count, layers, k]: those that its first tokens were sent to; None without any."""
+        if self._routing is None or not self._experts.is_initialized:
+            return None
+        # A copy also on a CPU, where the next request in this row writes over it.
+        flat: NDArray[Any] = self._experts.keys[row, 0, :count].cpu().numpy().copy()
+        return flat.reshape(count, self._routing.num_layers, self._routing.num_chosen)
 
     def clear(self, rows: torch.Tensor) -> None:
         """Make these rows empty."""
@@ -107,14 +138,14 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def _held(self) -> Iterator[torch.Tensor]:
         """Keys and values of every layer; none before the first use."""
-        for layer in self.layers:
+        for layer in self._all:
             if layer.is_initialized:
                 yield from (layer.keys, layer.values)
 
     def release(self) -> None:
         """Free the memory; only when no row is in use."""
         self.num_rows = self.num_columns = self.width = 0
-        for layer in self.layers:
+        for layer in self._all:
             layer.release()
 
 

@@ -21,6 +21,8 @@ class Row:
     request: GenerateRequest
     made: NDArray[Any] = field(default_factory=lambda: np.empty(0, TOKEN_FIELDS), kw_only=True)
     """Its tokens, once it has left the batch; where it enters again, it goes on after them."""
+    experts: NDArray[Any] | None = field(default=None, kw_only=True)
+    """Those that its tokens were sent to (`Completion.routed_experts`), likewise."""
     turn: int = field(default=-1, kw_only=True)
     """The how-manieth it entered first."""
 
@@ -36,6 +38,7 @@ class Row:
             response_ids=self.made["id"].copy(),
             logprobs=self.made["logprob"].copy(),
             model_steps=self.made["model_step"].copy(),
+            routed_experts=self.experts,
             finish_reason=finish_reason,
             error_msg=error_msg,
         )

@@ -37,7 +37,6 @@ from forebay.engines.base import DEFAULT_MAX_BATCH, Completion, EngineHealth, Ge
 from forebay.engines.local.batch import DecodeBatch
 from forebay.engines.local.cache_budget import CacheBudget, CacheTokens
 from forebay.engines.local.compatibility import check_config, probe
-from forebay.engines.local.row_attention import fold_shared_heads
 from forebay.engines.local.rows import Ended, Row
 from forebay.engines.local.step_graphs import cuda_recorder
 from forebay.engines.weights.takeover import AdaptedWeights, copy_weights
@@ -105,7 +104,6 @@ class TransformersEngine:
         self._has_tokenizer = tokenizer is not None
         self.max_context_tokens = check_config(model, max_context_tokens)
         """The most tokens, prompt and response together, one request may reach."""
-        fold_shared_heads(model)
         place = torch.device(self._device)
         graphs = cuda_graphs and place.type == "cuda"
         self._batch = DecodeBatch(
@@ -206,19 +204,10 @@ class TransformersEngine:
         """Merge these adapters into the starting weights between two forward passes, as `load_weights` does.
 
         Raises:
-            BaseDiffersError, AdaptersRefusedError, ValueError: see `TakesAdapters`; nothing has changed.
+            BaseDiffersError, AdaptersRefusedError, ValueError: see `forebay.engines.base`.
             RuntimeError: the engine is closed.
         """
         await self._update(adapters, model_step, config)
-
-    async def sleep(self) -> None:
-        """Give the device to somebody else: weights to the CPU, caches freed. `pause` comes first."""
-        assert self._paused, "an engine that generates cannot sleep; pause it first"
-        await self._in_thread(self._move, "cpu")
-
-    async def wake(self) -> None:
-        """Take the device again; `resume` may follow."""
-        await self._in_thread(self._move, self._device)
 
     async def health(self) -> EngineHealth:
         """Whether it can serve, and how busy it is."""
@@ -250,15 +239,13 @@ class TransformersEngine:
     def _end(self, calls: Iterable[_Call], time_limit_s: float | None = None) -> None:
         """Abort calls: those that wait at once, those that run before their next token."""
         for call in calls:
+            if time_limit_s is not None:
+                call.overdue = f"aborted after its time limit of {time_limit_s} s"
             if call in self._running:
-                if time_limit_s is not None:
-                    call.overdue = f"aborted after its time limit of {time_limit_s} s"
                 self._aborting.add(call)
                 self._news.set()
             elif call in self._waiting:
                 del self._waiting[call]
-                if time_limit_s is not None:
-                    call.overdue = f"aborted after its time limit of {time_limit_s} s"
                 self._deliver([(call, call.completion("abort"))])
 
     async def _end_and_wait(self, calls: Sequence[_Call]) -> None:
@@ -389,14 +376,6 @@ class TransformersEngine:
             self._adapted.load(weights, adapters)
         # Here, so that no token of the new weights gets the old label.
         self.model_step = model_step
-
-    def _move(self, device: str) -> None:
-        self._batch.forget_addresses()
-        self._model.to(device)
-        if self._adapted is not None:
-            self._adapted.to(device)
-        if torch.device(self._device).type == "cuda":
-            torch.cuda.empty_cache()
 
     def _release(self) -> None:
         if self._batch.size == 0:

@@ -126,8 +126,10 @@ class ProcessEngine:
             ended, arrays = await self._ask("generate", message, [ids.tobytes()])
         except EngineLost as error:
             return Completion(finish_reason="error", error_msg=str(error), lost=True)
+        experts = ended.pop("routed_experts")
         return Completion(
             **ended,
+            routed_experts=None if experts is None else arrays[3].view(experts[0]).reshape(experts[1]),
             response_ids=arrays[0].view(np.int32),
             logprobs=arrays[1].view(np.float32),
             model_steps=arrays[2].view(np.int32),
@@ -154,7 +156,7 @@ class ProcessEngine:
         await self._load(weights, model_step)
 
     async def load_adapters(self, adapters: Weights, model_step: int, *, config: AdapterConfig) -> None:
-        """As `load_weights`, with adapters on the starting weights: see `TakesAdapters`."""
+        """As `load_weights`, with adapters on the starting weights: see `forebay.engines.base`."""
         await self._load(adapters, model_step, config)
 
     async def _load(self, weights: Weights, model_step: int, adapters: AdapterConfig | None = None) -> None:

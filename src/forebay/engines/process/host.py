@@ -80,7 +80,11 @@ class HostSession(Session):
             np.asarray(array, kind).tobytes()
             for array, kind in zip(arrays, (np.int32, np.float32, np.int32), strict=True)
         ]
-        return {"finish_reason": completion.finish_reason, "error_msg": completion.error_msg}, buffers
+        ended: dict[str, Any] = {name: getattr(completion, name) for name in ("finish_reason", "error_msg")}
+        if (experts := completion.routed_experts) is not None:
+            buffers.append(experts.tobytes())
+        ended["routed_experts"] = None if experts is None else (experts.dtype.str, experts.shape)
+        return ended, buffers
 
     def _report(self) -> None:
         made = self._host.num_made("parent")

@@ -26,13 +26,13 @@ from pydantic import Field, model_validator
 
 from forebay.config import ConfigError, StrictModel
 from forebay.engines.base import Engine, EngineSurroundings
-from forebay.engines.servers.dialects import MODEL_NAME, VLLM, Dialect, SGLang
+from forebay.engines.servers.dialects import MODEL_NAME, Dialect, SGLang
 from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
 from forebay.engines.weights.files import WeightFiles, shared_weights, write_untied
 from forebay.models import context_of, find_device
 
-DIALECTS: dict[str, type[Dialect]] = {"vllm": VLLM, "sglang": SGLang}
+DIALECTS: dict[str, type[Dialect]] = {"vllm": Dialect, "sglang": SGLang}
 
 _ASK_LIMIT_S = 10.0
 
@@ -118,7 +118,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
         ConfigError: a server is not there, or serves less than the run's context.
     """
     settings = HTTPArguments(**arguments)
-    dialect = DIALECTS[kind](keeps=settings.in_flight == "keep")
+    dialect = DIALECTS[kind](keeps=settings.in_flight == "keep", options=settings.options)
     scratch, model_folder = surroundings.scratch, surroundings.model_folder
     # Only a server that is started here is known to be set up for adapters.
     takes_adapters = settings.servers if settings.takes_adapters is None else settings.takes_adapters
@@ -163,7 +163,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
 
     def command(options: list[str], port: int) -> list[str]:
         own = dialect.command(str(served.resolve()), port, context, surroundings.dtype, lora_rank)
-        own += dialect.keep_options.split() if dialect.keeps else []
+        own += dialect.tokens_options.split() if dialect.by_token else []
         own += dialect.sleep_options.split() if surroundings.takes_turns else []
         own += dialect.transfer_options if reads_trainer else ()
         if settings.memory_share is not None:
@@ -172,7 +172,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
 
     # A server that cannot be started is an error now.
     command([], 0)
-    environment = {**dialect.environment, **(dialect.lora_environment if lora_rank else {})}
+    environment = dict(dialect.environment)
     if device is not None:
         # As the trainer's own process counts them.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -14,10 +14,14 @@ delivered, and a server that dies costs the few since the last piece.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+import base64
+import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from forebay.engines.base import GenerateRequest, request_seed
 from forebay.types import SampleParams
@@ -36,6 +40,9 @@ TOKENS_PER_PIECE = 16
 
 WEIGHTS, CACHE = "weights", "kv_cache"
 """The parts of a server's memory, as both servers call them: what sleeps, and wakes up one by one."""
+
+RETURN_EXPERTS = "--enable-return-routed-experts"
+"""vLLM's option for a mixture of experts; among ``options`` it also says so of servers that others run."""
 
 SGLANG_SEED_BITS = 31
 """SGLang keeps seeds in 32-bit integers."""
@@ -61,6 +68,8 @@ class Piece:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    routed_experts: NDArray[Any] | None = None
+    """With the end of an answer: those of all its tokens, from the first of the prompt on."""
     versions: tuple[tuple[str, int, int], ...] = ()
     """With the end of an answer that was held while weights changed: the version that made its tokens from
     the first number up to the second, for each."""
@@ -74,67 +83,96 @@ class ErrorEvent(BadAnswer):
     """A server sent an error in the middle of a stream."""
 
 
-class Dialect(ABC):
-    """One kind of server; `VLLM` and `SGLang` fill in the table.
+class Dialect:
+    """One kind of server: vLLM, but for what another kind, as `SGLang`, has in place of it.
 
-    With `keeps`, requests are held while weights change and go on with what was cached of them; each then
-    says which weights made which token. New requests never meet the cache of older weights.
+    Tokens come from vLLM's completions endpoint, control goes to its development endpoints. With `keeps`,
+    requests are held while weights change and go on with what was cached of them; each then says which
+    weights made which token. New requests never meet the cache of older weights. With the option
+    `RETURN_EXPERTS` requests of a mixture of experts say where it sent their tokens. Only vLLM's endpoint for
+    tokens says either.
     """
 
-    generate_path: str
-    health: Call
-    """Whether there is a server; answered while it is paused, too."""
-    ready: Call
+    generate_path = "/v1/completions"
+    health = Call("GET", "/health")
+    """Whether there is a server; answered while it is paused, too. vLLM's knows of its own process only: it
+    is fine while the model's hangs."""
+    ready = health
     """Whether a server that was just started has come to its end of starting."""
-    alive: Call
+    alive = Call("GET", "/is_paused")
     """Answered by the process that runs the model, between two steps: not by one that stands still."""
     models = Call("GET", "/v1/models")
     """The models that it serves, and how many tokens of each."""
-    version: Call
+    version = Call("GET", "/weight_info")
     """Answered with the ``weight_version`` that the server was last told."""
-    pause: tuple[Call, ...]
+    pause: tuple[Call, ...] = (Call("POST", "/pause", params={"mode": "abort"}),)
     """End all requests as aborted, and run none until `release`."""
-    hold: tuple[Call, ...]
+    hold: tuple[Call, ...] = (Call("POST", "/pause", params={"mode": "keep"}),)
     """Stop between two tokens and keep the requests, with what is cached of them, until `release`."""
-    release: tuple[Call, ...]
-    begin: tuple[Call, ...]
+    release: tuple[Call, ...] = (Call("POST", "/resume"),)
+    begin: tuple[Call, ...] = (
+        Call("POST", "/init_weight_transfer_engine", {"init_info": {"packed": True}}),
+        Call("POST", "/start_weight_update"),
+    )
     """Be ready for weights that come in buckets (`bucket`), until `end`."""
-    abandon: tuple[Call, ...] = ()
+    abandon: tuple[Call, ...] = (Call("POST", "/finish_weight_update", may_refuse=True),)
     """End an update of which not all buckets came, so that another can begin."""
-    keep_options: str = ""
-    """Arguments of a server whose requests are to say which weights made them."""
-    sleep_options: str
+    tokens_options = "--enable-scale-out"
+    """Arguments of a server whose requests are to say which weights made them, or where they were sent."""
+    sleep_options = "--enable-sleep-mode"
     """Arguments of a server that is to `sleep`."""
-    transfer_options: tuple[str, ...] = ()
+    transfer_options: tuple[str, ...] = ("--weight-transfer-config", '{"backend": "ipc"}')
     """Arguments of a server that is to take weights in buckets."""
-    memory_option: str
+    memory_option = "--gpu-memory-utilization"
     """Name of the argument for the share of the device's memory that the server may take."""
-    probe: SampleParams
+    # Not top-k of 1: of tokens that are equally likely it would keep all.
+    probe = SampleParams(max_tokens=1, top_p=1e-6)
     """How to draw one token to see whether the server answers as it should."""
-    probe_is_certain: bool
+    probe_is_certain = True
     """Whether that token has probability 1 if the server reports the distribution that it draws from."""
-    command_line: str
+    command_line = (
+        "-m vllm.entrypoints.openai.api_server --model {folder} --served-model-name {name} --host 127.0.0.1 "
+        "--port {port} --max-model-len {context} --dtype {dtype} --logprobs-mode processed_logprobs"
+    )
     """Arguments of a Python interpreter that start a server of this kind on the loopback interface."""
-    lora_options: str
+    lora_options = "--enable-lora --max-loras 1 --max-lora-rank {rank}"
     """Further ones for a server that is to take adapters."""
-    environment: ClassVar[Mapping[str, str | None]]
+    environment: ClassVar[Mapping[str, str | None]] = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        # Of some other server; this one is on the loopback interface.
+        "VLLM_API_KEY": None,
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # Its name for handles of GPU memory that come by HTTP; only this machine's processes can send any.
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    }
     """Variables for a server that is started here; None: not to be inherited."""
-    lora_environment: ClassVar[Mapping[str, str | None]] = {}
-    """Further ones for a server that is to take adapters."""
-    help: str
-    """How a server must be started, for errors."""
-    lora_ranks: tuple[int, ...] = ()
+    lora_ranks: tuple[int, ...] = (1, 8, 16, 32, 64, 128, 256, 320, 512)
     """The ranks that it may be started with, in ascending order; (): any."""
-    lora_help: str
+    help = (
+        "vLLM must be started with --logprobs-mode processed_logprobs and the environment variable "
+        "VLLM_SERVER_DEV_MODE=1"
+    )
+    """How a server must be started, for errors."""
+    lora_help = (
+        "for adapters vLLM must be started with --enable-lora --max-loras 1 --max-lora-rank RANK and the "
+        "environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and know LoRA for all layers that have "
+        "one; else set takes_adapters = false among the engine's arguments"
+    )
     """How it must be started to take adapters, for errors."""
 
-    def __init__(self, *, keeps: bool = False) -> None:
+    def __init__(self, *, keeps: bool = False, options: Sequence[str] = ()) -> None:
+        """`options` are those that the server is started with."""
         self.keeps = keeps
+        self.by_token = keeps or RETURN_EXPERTS in options
+        """Whether requests go to vLLM's endpoint for tokens."""
+        if self.by_token and self.generate_path == Dialect.generate_path:
+            self.generate_path = "/inference/v1/generate"
 
-    def check(self, request: GenerateRequest) -> None:  # noqa: B027 - not every server has limits.
+    def check(self, request: GenerateRequest) -> None:
         """Raise ValueError where the server cannot report the distribution that `request` is drawn from."""
 
-    @abstractmethod
     def body(
         self, request: GenerateRequest, model: str, max_tokens: int, *, adapters: str | None, version: str
     ) -> dict[str, Any]:
@@ -142,45 +180,98 @@ class Dialect(ABC):
 
         `version` is that of all weights of now, where requests are kept over several.
         """
+        params, ids = request.params, request.input_ids.tolist()
+        sampling = {
+            **_sampling(params),
+            "max_tokens": max_tokens,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "seed": request_seed(request.seed, request.num_earlier),
+            "logprobs": 0,
+        }
+        name = {"model": model if adapters is None else ADAPTER_NAME, "stream": True}
+        if self.by_token:
+            salt = {"cache_salt": version or "start"} if self.keeps else {}
+            return {**name, "token_ids": ids, "sampling_params": sampling, **salt}
+        return {**name, **sampling, "prompt": ids, "return_token_ids": True}
 
-    @abstractmethod
     def read(self, event: dict[str, Any], num_made: int) -> Piece:
-        """One event of a stream of which `num_made` tokens are known.
+        """New tokens, or none, of one event of a stream of which `num_made` tokens are known.
 
         Raises:
             BadAnswer: the event tells of an error, or is not what this server sends.
         """
+        _check_no_error(event)
+        try:
+            if not event["choices"]:
+                return Piece()
+            choice = event["choices"][0]
+            ids, reason = choice["token_ids"] or [], choice["finish_reason"]
+            logprobs: list[float] = []
+            if ids and self.by_token:
+                logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+            elif ids:
+                logprobs = choice["logprobs"]["token_logprobs"]
+            versions, experts = _versions(choice), choice.get("routed_experts")
+        except (KeyError, TypeError) as error:
+            raise BadAnswer(f"no token ids and log probabilities in {event}: {error!r}") from error
+        if len(ids) != len(logprobs):
+            raise BadAnswer(f"{len(ids)} token ids but {len(logprobs)} log probabilities in {event}")
+        routed = None if experts is None else _routed_experts(experts)
+        return Piece(
+            ids=ids, logprobs=logprobs, finish_reason=reason, versions=versions, routed_experts=routed
+        )
 
-    @abstractmethod
     def load(self, folder: str, version: str) -> tuple[Call, ...]:
         """Take over the weights in `folder` while paused, and forget what the old ones computed."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        return (Call("POST", "/collective_rpc", body), *self._loaded(version))
 
-    @abstractmethod
     def load_adapters(self, folder: str, version: str) -> tuple[Call, ...]:
         """Take over the adapters in `folder` while paused, and forget what the old ones computed.
 
-        The first call is the one that loads them; a server that refuses it is as it was.
+        The first call is the one that loads them; a server that refuses it is as it was. vLLM's one adapter
+        is replaced in place, so that there is nothing to drop afterwards.
         """
+        body = {"lora_name": ADAPTER_NAME, "lora_path": folder, "load_inplace": True}
+        return (Call("POST", "/v1/load_lora_adapter", body, may_refuse=True), *self._loaded(version))
 
     def drop_adapters(self, version: str) -> tuple[Call, ...]:
         """Free what adapters occupy that no request uses any more."""
         return ()
 
-    @abstractmethod
     def bucket(self, bucket: Bucket) -> Call:
-        """Take over these weights between `begin` and `end`; they may change once it is answered."""
+        """Take over these weights between `begin` and `end`; they may change once it is answered.
 
-    @abstractmethod
+        By a handle of the memory that they lie in, one after another.
+        """
+        info = {
+            "names": bucket.names,
+            "dtype_names": bucket.dtypes,
+            "shapes": bucket.shapes,
+            "tensor_sizes": bucket.sizes,
+            **bucket.handle,
+        }
+        return Call("POST", "/update_weights", {"update_info": info})
+
     def end(self, version: str) -> tuple[Call, ...]:
-        """All buckets have come; call the weights `version`."""
+        """All buckets have come: call the weights `version`, and forget what the old ones computed."""
+        return (Call("POST", "/finish_weight_update"), *self._loaded(version))
 
-    @abstractmethod
     def sleep(self, *, keep_weights: bool) -> tuple[Call, ...]:
         """Give the memory of weights and cache back while paused; the weights are lost if not kept."""
+        # Level 1 copies them to the CPU, level 2 drops them.
+        return (Call("POST", "/sleep", params={"level": "1" if keep_weights else "2"}),)
 
-    @abstractmethod
     def wake(self, part: str) -> Call:
-        """Take the memory of `WEIGHTS` or `CACHE` again; the cache last."""
+        """Take the memory of `WEIGHTS` or `CACHE` again; the cache last, which also takes requests again."""
+        return Call("POST", "/wake_up", params={"tags": part})
+
+    def _loaded(self, version: str) -> tuple[Call, ...]:
+        # It fails while blocks are held, and those of aborted requests may be for a moment. Those of kept
+        # requests are, and no request of newer weights asks for them.
+        reset = () if self.keeps else (Call("POST", "/reset_prefix_cache", tries=5),)
+        return (*reset, Call("POST", "/update_weight_version", {"new_version": version}))
 
     def command(self, folder: str, port: int, context: int, dtype: str, lora_rank: int = 0) -> list[str]:
         """`command_line` for the model in `folder`; `lora_rank`: of the adapters it is to take, 0: none.
@@ -203,140 +294,6 @@ class Dialect(ABC):
         return [part.format(**values) for part in line]
 
 
-class VLLM(Dialect):
-    """vLLM's completions endpoint, with its development endpoints for control.
-
-    Only its endpoint for tokens says which weights made which of them, so that is used where it `keeps`.
-    """
-
-    # Of its own process only: it is fine while the model's hangs.
-    health = ready = Call("GET", "/health")
-    alive = Call("GET", "/is_paused")
-    version = Call("GET", "/weight_info")
-    pause = (Call("POST", "/pause", params={"mode": "abort"}),)
-    hold = (Call("POST", "/pause", params={"mode": "keep"}),)
-    release = (Call("POST", "/resume"),)
-    begin = (
-        Call("POST", "/init_weight_transfer_engine", {"init_info": {"packed": True}}),
-        Call("POST", "/start_weight_update"),
-    )
-    abandon = (Call("POST", "/finish_weight_update", may_refuse=True),)
-    keep_options = "--enable-scale-out"
-    sleep_options = "--enable-sleep-mode"
-    transfer_options = ("--weight-transfer-config", '{"backend": "ipc"}')
-    memory_option = "--gpu-memory-utilization"
-    # Not top-k of 1: of tokens that are equally likely it would keep all.
-    probe = SampleParams(max_tokens=1, top_p=1e-6)
-    probe_is_certain = True
-    command_line = (
-        "-m vllm.entrypoints.openai.api_server --model {folder} --served-model-name {name} --host 127.0.0.1 "
-        "--port {port} --max-model-len {context} --dtype {dtype} --logprobs-mode processed_logprobs"
-    )
-    lora_options = "--enable-lora --max-loras 1 --max-lora-rank {rank}"
-    environment: ClassVar[Mapping[str, str | None]] = {
-        "VLLM_SERVER_DEV_MODE": "1",
-        # Of some other server; this one is on the loopback interface.
-        "VLLM_API_KEY": None,
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        # Its name for handles of GPU memory that come by HTTP; only this machine's processes can send any.
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
-    }
-    lora_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-    lora_environment: ClassVar[Mapping[str, str | None]] = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    help = (
-        "vLLM must be started with --logprobs-mode processed_logprobs and the environment variable "
-        "VLLM_SERVER_DEV_MODE=1"
-    )
-    lora_help = (
-        "for adapters vLLM must be started with --enable-lora --max-loras 1 --max-lora-rank RANK and the "
-        "environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and know LoRA for all layers that have "
-        "one; else set takes_adapters = false among the engine's arguments"
-    )
-
-    @property
-    def generate_path(self) -> str:  # type: ignore[override]
-        """Where tokens are made."""
-        return "/inference/v1/generate" if self.keeps else "/v1/completions"
-
-    def body(
-        self, request: GenerateRequest, model: str, max_tokens: int, *, adapters: str | None, version: str
-    ) -> dict[str, Any]:
-        """The completion of token ids, with ids and log probabilities in the answer."""
-        params, ids = request.params, request.input_ids.tolist()
-        sampling = {
-            **_sampling(params),
-            "max_tokens": max_tokens,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "seed": request_seed(request.seed, request.num_earlier),
-            "logprobs": 0,
-        }
-        name = {"model": model if adapters is None else ADAPTER_NAME, "stream": True}
-        if self.keeps:
-            return {**name, "token_ids": ids, "sampling_params": sampling, "cache_salt": version or "start"}
-        return {**name, **sampling, "prompt": ids, "return_token_ids": True}
-
-    def read(self, event: dict[str, Any], num_made: int) -> Piece:
-        """New tokens of one event; an event may have none."""
-        _check_no_error(event)
-        try:
-            if not event["choices"]:
-                return Piece()
-            choice = event["choices"][0]
-            ids, reason = choice["token_ids"] or [], choice["finish_reason"]
-            logprobs: list[float] = []
-            if ids and self.keeps:
-                logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
-            elif ids:
-                logprobs = choice["logprobs"]["token_logprobs"]
-            versions = _versions(choice)
-        except (KeyError, TypeError) as error:
-            raise BadAnswer(f"no token ids and log probabilities in {event}: {error!r}") from error
-        if len(ids) != len(logprobs):
-            raise BadAnswer(f"{len(ids)} token ids but {len(logprobs)} log probabilities in {event}")
-        return Piece(ids=ids, logprobs=logprobs, finish_reason=reason, versions=versions)
-
-    def load(self, folder: str, version: str) -> tuple[Call, ...]:
-        """Reload the weights of the running model from `folder`."""
-        body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-        return (Call("POST", "/collective_rpc", body), *self._loaded(version))
-
-    def load_adapters(self, folder: str, version: str) -> tuple[Call, ...]:
-        """Replace the one adapter in place, so that there is nothing to drop afterwards."""
-        body = {"lora_name": ADAPTER_NAME, "lora_path": folder, "load_inplace": True}
-        return (Call("POST", "/v1/load_lora_adapter", body, may_refuse=True), *self._loaded(version))
-
-    def bucket(self, bucket: Bucket) -> Call:
-        """By a handle of the memory that they lie in, one after another."""
-        info = {
-            "names": bucket.names,
-            "dtype_names": bucket.dtypes,
-            "shapes": bucket.shapes,
-            "tensor_sizes": bucket.sizes,
-            **bucket.handle,
-        }
-        return Call("POST", "/update_weights", {"update_info": info})
-
-    def end(self, version: str) -> tuple[Call, ...]:
-        """Finish, and forget what the old weights computed."""
-        return (Call("POST", "/finish_weight_update"), *self._loaded(version))
-
-    def sleep(self, *, keep_weights: bool) -> tuple[Call, ...]:
-        """Level 1 copies the weights to the CPU, level 2 drops them."""
-        return (Call("POST", "/sleep", params={"level": "1" if keep_weights else "2"}),)
-
-    def wake(self, part: str) -> Call:
-        """With the last part it also takes requests again."""
-        return Call("POST", "/wake_up", params={"tags": part})
-
-    def _loaded(self, version: str) -> tuple[Call, ...]:
-        # It fails while blocks are held, and those of aborted requests may be for a moment. Those of kept
-        # requests are, and no request of newer weights asks for them.
-        reset = () if self.keeps else (Call("POST", "/reset_prefix_cache", tries=5),)
-        return (*reset, Call("POST", "/update_weight_version", {"new_version": version}))
-
-
 class SGLang(Dialect):
     """SGLang's own generate endpoint.
 
@@ -352,7 +309,8 @@ class SGLang(Dialect):
     pause = (Call("POST", "/pause_generation", {"mode": "abort"}),)
     hold = (Call("POST", "/pause_generation", {"mode": "in_place"}),)
     release = (Call("POST", "/continue_generation", {}),)
-    begin = ()
+    begin = abandon = transfer_options = ()
+    tokens_options = ""
     sleep_options = "--enable-memory-saver --enable-weights-cpu-backup"
     memory_option = "--mem-fraction-static"
     probe = SampleParams(max_tokens=1)
@@ -372,6 +330,7 @@ class SGLang(Dialect):
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false, or what else asks for its health takes it for dead "
         "while it is paused"
     )
+    lora_ranks = ()
     lora_help = (
         "for adapters SGLang must be started with --enable-lora --max-lora-rank RANK --lora-target-modules "
         "all; else set takes_adapters = false among the engine's arguments"
@@ -463,6 +422,15 @@ class SGLang(Dialect):
     def wake(self, part: str) -> Call:
         """One part after the other."""
         return Call("POST", "/resume_memory_occupation", {"tags": [part]})
+
+
+def _routed_experts(text: str) -> NDArray[Any]:
+    """vLLM's: an array as numpy writes it to files, in base64; here in the fewest bytes that hold all ids."""
+    try:
+        experts = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
+    except ValueError as error:
+        raise BadAnswer(f"routed_experts is no array: {error}") from error
+    return np.asarray(experts, np.int8 if experts.max(initial=0) < 128 else np.int16)
 
 
 def _versions(answer: Mapping[str, Any]) -> tuple[tuple[str, int, int], ...]:

@@ -42,7 +42,7 @@ from typing import Any
 from forebay.aio.time_limits import timeout
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.local.stopping import StopTexts
-from forebay.engines.servers.dialects import CACHE, VLLM, WEIGHTS, BadAnswer, Dialect
+from forebay.engines.servers.dialects import CACHE, WEIGHTS, BadAnswer, Dialect
 from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
 from forebay.engines.servers.link import Busy, Refused, ServerFailed, ServerLink, Watch
 from forebay.engines.servers.stream import Stream
@@ -89,7 +89,7 @@ class HTTPEngine:
         self.max_context_tokens = max_context_tokens
         """The most tokens, prompt and response together, one request may reach."""
         self._server = server if isinstance(server, LocalServer) else None
-        self._dialect = dialect or VLLM()
+        self._dialect = dialect or Dialect()
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._link = ServerLink(self._dialect, server, headers)
         self._model = model
@@ -244,7 +244,7 @@ class HTTPEngine:
         return self._weights.takes_adapters
 
     async def load_adapters(self, adapters: Weights, model_step: int, *, config: AdapterConfig) -> None:
-        """As `load_weights`, with adapters on the starting weights: see `forebay.engines.base.TakesAdapters`.
+        """As `load_weights`, with adapters on the starting weights: see `forebay.engines.base`.
 
         The server computes with them beside its weights, so log probabilities are those of merged weights but
         for rounding.

@@ -60,7 +60,7 @@ class ServerLink:
 
     Raises only `EngineLost`, `ServerFailed`, `Refused` and `BadAnswer`, never the client's own errors.
 
-    >>> link = ServerLink(VLLM(), "http://127.0.0.1:8000")                          # doctest: +SKIP
+    >>> link = ServerLink(Dialect(), "http://127.0.0.1:8000")                          # doctest: +SKIP
     >>> await link.do(link.dialect.pause)                                          # doctest: +SKIP
     """
 

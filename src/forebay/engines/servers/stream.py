@@ -18,13 +18,16 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forebay.aio.time_limits import timeout
 from forebay.engines.base import Completion, GenerateRequest
 from forebay.engines.local.stopping import StopTexts
 from forebay.engines.servers.dialects import Piece
+from forebay.types import joined_experts
 
 
 class Stream:
@@ -54,6 +57,7 @@ class Stream:
         self.ids: list[int] = []
         self._logprobs: list[float] = []
         self._steps: list[int] = []
+        self._experts: NDArray[Any] | None = None
         self._stop_texts = stop_texts
         self._leg_start = 0
         self._step = 0
@@ -115,6 +119,7 @@ class Stream:
         self.ids += piece.ids
         self._logprobs += piece.logprobs
         self._steps += [self._step] * len(piece.ids)
+        self._experts = joined_experts(self._experts, piece.routed_experts)
         for version, begin, end in piece.versions:
             begin, end = self._leg_start + begin, min(self._leg_start + end, len(self.ids))
             self._steps[begin:end] = [self._steps_of.get(version, self._step)] * max(0, end - begin)
@@ -167,6 +172,7 @@ class Stream:
             response_ids=np.array(self.ids, np.int32),
             logprobs=np.array(self._logprobs, np.float32),
             model_steps=np.array(self._steps, np.int32),
+            routed_experts=self._experts,
         )
 
     def _stop_reading(self) -> None:

@@ -80,17 +80,13 @@ class ServerWeights:
         """Raise unless servers compute what adapters of this kind mean.
 
         Raises:
-            AdaptersRefusedError: they do not, or the rank is too high.
+            AdaptersRefusedError: they do not.
             ValueError: the config lacks rank or alpha.
         """
         # It needs torch, which a server's client has no other use for.
         from forebay.engines.weights.takeover import scale_of
 
         scale_of(config)
-        if config["r"] > self._lora_rank:
-            raise AdaptersRefusedError(
-                f"adapters of rank {config['r']}, but {self._link} takes them up to {self._lora_rank}"
-            )
 
     async def has(self, written: WrittenWeights) -> bool:
         """Whether the server says that it has these; if not, `take` gives it what it lacks.

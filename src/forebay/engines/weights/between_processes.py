@@ -26,7 +26,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from forebay.engines.base import Engine, EngineLost, TakesAdapters
+from forebay.engines.base import Engine, EngineLost
 from forebay.io.shared import MemoryFile, lay_out, mapped, views, write
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError
@@ -177,7 +177,7 @@ class WeightInbox:
             if (adapters := message["adapters"]) is None:
                 await self._engine.load_weights(weights, step)
             else:
-                await cast("TakesAdapters", self._engine).load_adapters(weights, step, config=adapters)
+                await cast("Any", self._engine).load_adapters(weights, step, config=adapters)
 
 
 class _Written:

@@ -57,10 +57,6 @@ class AdaptedWeights:
         self._starting.clear()
         self._fingerprint = None
 
-    def to(self, device: str) -> None:
-        """Keep the copy there from now on."""
-        self._starting = {name: weight.to(device) for name, weight in self._starting.items()}
-
     def load(self, adapters: Weights, config: AdapterConfig) -> None:
         """Put these adapters, and no others, on the starting weights.
 

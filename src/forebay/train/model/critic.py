@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from forebay.train.collate import MicroBatch
-from forebay.train.model.forward import run_passes
+from forebay.train.model.forward import Cells, run_passes
 
 
 class Critic(nn.Module):
@@ -42,9 +42,9 @@ class Critic(nn.Module):
     def forward(self, micro: MicroBatch) -> torch.Tensor:
         """Values of the N trained tokens, float32."""
 
-        def states_at(place: slice, positions_N: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, Any]:
-            output = self.body(**inputs)
-            states_NH = output.last_hidden_state.flatten(0, 1).index_select(0, positions_N)
+        def states_at(_: slice, cells: Cells, **inputs: Any) -> tuple[torch.Tensor, Any]:
+            output = self.body(cells.input_ids, **inputs)
+            states_NH = output.last_hidden_state.flatten(0, 1).index_select(0, cells.positions)
             return states_NH, output.get("past_key_values")
 
         # The body of several ranks may compute in bfloat16, without autocast.

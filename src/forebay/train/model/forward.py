@@ -25,7 +25,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from forebay.train.collate import MicroBatch
+from forebay.models.routing import Routing
+from forebay.train.collate import MicroBatch, SharedPrompts
 from forebay.train.model.borders import told_borders
 from forebay.train.model.head import Tail, chunked_logits
 from forebay.train.model.lora import without_adapters
@@ -35,6 +36,8 @@ CHUNK_ELEMENTS = 1 << 25
 computed by chunks, and once more in the backward pass, which is a third more work for the head."""
 
 Entropy = Literal["none", "measure", "train"]
+Cells = MicroBatch | SharedPrompts
+"""The tokens of one pass."""
 
 
 class TokenOutputs(NamedTuple):
@@ -46,8 +49,12 @@ class TokenOutputs(NamedTuple):
     """float32, N, of the whole distribution, in nats; without gradient unless asked for."""
 
 
-def response_logprobs(model: nn.Module, micro: MicroBatch, *, entropy: Entropy = "none") -> TokenOutputs:
+def response_logprobs(
+    model: nn.Module, micro: MicroBatch, *, entropy: Entropy = "none", routing: Routing | None = None
+) -> TokenOutputs:
     """Log-probabilities of the trained tokens and, if asked for, the entropy at their positions.
+
+    With `routing`, which is the model's, tokens go to the experts that they went to in the engine.
 
     Raises:
         ValueError: the model has no output head that its forward pass calls.
@@ -62,7 +69,10 @@ def response_logprobs(model: nn.Module, micro: MicroBatch, *, entropy: Entropy =
             logits_nV, targets_N[part], None if scale_N is None else scale_N[part], entropy
         )
 
-    def outputs_at(place: slice, positions_N: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, Any]:
+    def outputs_at(place: slice, cells: Cells, **inputs: Any) -> tuple[torch.Tensor, Any]:
+        if routing is not None:
+            routing.replay(cells.routed_experts)
+        positions_N = cells.positions
         tail, num_tokens = tail_at(place), len(positions_N)
         # A model without a body of its own cannot be asked for its logits chunk by chunk.
         rows = num_tokens
@@ -70,7 +80,7 @@ def response_logprobs(model: nn.Module, micro: MicroBatch, *, entropy: Entropy =
             rows = max(1, CHUNK_ELEMENTS // int(plain.config.get_text_config().vocab_size))
         if num_tokens > rows:
             with chunked_logits(plain, head, positions_N, tail, rows):
-                output = model(**inputs)
+                output = model(cells.input_ids, **inputs)
             return output.logits, output.get("past_key_values")
 
         def select(module: nn.Module, states: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -78,7 +88,7 @@ def response_logprobs(model: nn.Module, micro: MicroBatch, *, entropy: Entropy =
             return (hidden_BLH.flatten(0, 1).index_select(0, positions_N)[None], *others)
 
         with head.register_forward_pre_hook(select):
-            output = model(**inputs)
+            output = model(cells.input_ids, **inputs)
         if output.logits.shape[1] != num_tokens:
             raise ValueError(f"{type(plain).__name__} computes its logits without its output embeddings")
         return tail(output.logits.squeeze(0), slice(None)), output.get("past_key_values")
@@ -141,8 +151,8 @@ class _LogProbabilities(torch.autograd.Function):
 def run_passes(call: Callable[..., tuple[torch.Tensor, Any]], micro: MicroBatch) -> torch.Tensor:
     """The results (N x anything) for the trained tokens of a micro-batch, in one pass or in two.
 
-    ``call(place, positions, **inputs)`` runs a model and returns the results at `positions`, which are those
-    of the trained tokens at `place`, and the model's cache.
+    ``call(place, cells, **inputs)`` runs a model over the tokens of `cells` and returns the results at its
+    positions, which are those of the trained tokens at `place`, and the model's cache.
 
     Raises:
         ValueError: the layout is ``shared_prompt`` and the model's cache is not plain keys and values.
@@ -151,17 +161,14 @@ def run_passes(call: Callable[..., tuple[torch.Tensor, Any]], micro: MicroBatch)
         with told_borders(packed=micro.position_ids is not None and micro.num_sequences > 1):
             results, _ = call(
                 slice(None),
-                micro.positions,
-                input_ids=micro.input_ids,
+                micro,
                 position_ids=micro.position_ids,
                 use_cache=False,
                 **micro.borders,
             )
         return results
     num_first = len(micro.prompts.positions)
-    first, cache = call(
-        slice(num_first), micro.prompts.positions, input_ids=micro.prompts.input_ids, use_cache=True
-    )
+    first, cache = call(slice(num_first), micro.prompts, use_cache=True)
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
@@ -173,8 +180,7 @@ def run_passes(call: Callable[..., tuple[torch.Tensor, Any]], micro: MicroBatch)
     cache.batch_select_indices(micro.prompts.rows)
     rest, _ = call(
         slice(num_first, None),
-        micro.positions,
-        input_ids=micro.input_ids,
+        micro,
         position_ids=micro.position_ids,
         attention_mask=micro.attention_mask,
         past_key_values=cache,

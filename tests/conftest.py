@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
+
+from warm_python import warm_python
 
 # Read by torch, tokenizers and the hub client when a test module first imports them.
 os.environ.update(
@@ -31,6 +34,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not SOAK:
         for item in items:
@@ -43,3 +50,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in on_gpu:
                 item.add_marker(pytest.mark.skip(reason=f"torch {torch.__version__} sees no CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[None]:
+    """Python programs that the tests of a module start have torch and transformers imported already."""
+    with warm_python():
+        yield

@@ -60,6 +60,7 @@ def test_there_are_programs() -> None:
     assert len(programs()) >= 10
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("page", programs())
 def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     if _uses_ray(page):

@@ -23,6 +23,7 @@ SMALL_RUN = [
 ]
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("command", "promised"),
     [

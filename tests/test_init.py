@@ -27,6 +27,7 @@ def test_everything_to_start_from_is_listed_with_a_sentence() -> None:
     assert all(len(sentence) > 20 for sentence in names.values())
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_task_of_ones_own_trains_from_any_folder(tmp_path: Path) -> None:
     runner = CliRunner()
     said = runner.invoke(app, ["init", "own_task", str(tmp_path / "mine")])

@@ -322,6 +322,7 @@ sample = {{ max_tokens = 4 }}
 """
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_run_that_is_going_on_says_its_address_and_is_seen(tmp_path, open_page):
     run_file = tmp_path / "seen.toml"
     run_file.write_text(RUN.format(output=str(tmp_path)))

@@ -31,7 +31,7 @@ from forebay.models import ModelConfig, TinyConfig, load_model, load_tokenizer, 
 from forebay.models.starting_weights import BASE_FINGERPRINT, AdaptersRefusedError, BaseDiffersError
 from forebay.types import SampleParams
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("warm")]
 
 TINY = ModelConfig(source="tiny", tiny=TinyConfig(hidden_size=32, num_layers=2, num_heads=2))
 

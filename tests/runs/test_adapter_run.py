@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from test_colocated_run import config
 
@@ -94,6 +95,7 @@ def test_without_them_the_same_run_draws_the_same(tmp_path: Path) -> None:
     assert rows[0] == rows[1]
 
 
+@pytest.mark.usefixtures("warm")
 def test_engines_in_processes_are_given_adapters_too(tmp_path: Path) -> None:
     run = lora_run(tmp_path, engine={"name": "process"})
     asyncio.run(launch(run))

@@ -83,6 +83,7 @@ def check_rounds(tmp_path, seeds):
         assert balance.trained == STEPS * BATCH_SIZE
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
     check_rounds(tmp_path, seeds=[0])
 

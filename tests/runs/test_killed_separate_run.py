@@ -105,7 +105,7 @@ class Nursery:
 
 
 @pytest.fixture(scope="module")
-def nursery():
+def nursery(warm):
     with Nursery() as nursery:
         yield nursery
 

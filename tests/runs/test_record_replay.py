@@ -259,6 +259,7 @@ def test_a_resumed_run_is_replayed_along_the_segments_that_stand(tmp_path):
     assert steps[4].again["train/lr"] == 5e-4
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_killed_run_is_replayed_as_far_as_it_came_and_after_it_went_on(tmp_path):
     run_file = tmp_path / "run.toml"
     run_file.write_text(to_toml(config(tmp_path, steps=50, checkpoint_every=2)))

@@ -67,6 +67,7 @@ def test_an_engine_that_is_lost_is_not_checked_and_ends_nothing(tmp_path: Path) 
     assert all(row["sync/logprob_difference"] < LEAST_LIMIT for row in rows)
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("engine", ["transformers", "process"])
 def test_a_sound_run_passes_after_every_hand_over(tmp_path: Path, engine: str) -> None:
     run = config(tmp_path, engine=engine, verify_weights=True, train={"lr": 1e-2, "token_budget": 512})

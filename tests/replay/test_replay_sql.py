@@ -309,6 +309,16 @@ def test_nothing_is_created_unless_asked(tmp_path, request, kind):
     SQLStorage(url, create=False).close()
 
 
+def test_a_url_says_whether_sqlite_waits_for_the_disk_at_each_commit(tmp_path):
+    for ending, level in (("", 1), ("?synchronous=normal", 1), ("?synchronous=full", 2)):
+        store = SQLStorage(f"sqlite:///{tmp_path / 'buffer.db'}{ending}")
+        with store._engine.connect() as connection:
+            assert connection.exec_driver_sql("PRAGMA synchronous").scalar() == level
+        store.close()
+    with pytest.raises(ValueError, match=r"synchronous=OFF in .*normal or full"):
+        SQLStorage(f"sqlite:///{tmp_path / 'buffer.db'}?synchronous=off")
+
+
 def test_other_databases_are_refused(tmp_path):
     with pytest.raises(ValueError, match="mysql"):
         SQLStorage("mysql://host/db")

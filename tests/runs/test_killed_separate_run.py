@@ -83,13 +83,19 @@ class Nursery:
         pid = int(self.read_to("@pid")[-1].split()[1])
         lines = [] if until is None else self.read_to(until, "@end")
         time.sleep(after_s)
-        os.kill(pid, signal.SIGKILL)
+        self.end(pid)
         self.tell("reap")
         lines += self.read_to("@exit")
         endings = [line for line in lines if line.startswith("@end")]
-        assert endings in ([], ["@end 0\n"]), "".join(lines)
+        assert not endings or self.may_end(endings), "".join(lines)
         self.num_kills += not endings
         return bool(endings)
+
+    def end(self, pid):
+        os.kill(pid, signal.SIGKILL)
+
+    def may_end(self, endings):
+        return endings == ["@end 0\n"]
 
     def tell(self, line):
         print(line, file=self.process.stdin, flush=True)

@@ -25,6 +25,7 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,10 @@ def make_engine(url: str | os.PathLike[str], *, create: bool) -> sa.Engine:
         return postgres_engine(parsed.set(drivername="postgresql+psycopg"))
     if kind != "sqlite":
         raise ValueError(f"a SQL store is a path, sqlite:///path or postgresql://..., got {kind!r}")
+    synchronous = str(parsed.query.get("synchronous", "normal")).upper()
+    if synchronous not in ("NORMAL", "FULL"):
+        raise ValueError(f"synchronous={synchronous} in {url!r}: SQLite is opened with normal or full")
+    parsed = parsed.difference_update_query(["synchronous"])
     if is_in_memory(parsed):
         # A name of its own, by which all connections of this engine find it.
         database = f"file:/forebay-{next(_in_memory)}"
@@ -263,7 +268,7 @@ def make_engine(url: str | os.PathLike[str], *, create: bool) -> sa.Engine:
     elif not Path(str(parsed.database)).exists():
         raise FileNotFoundError(f"there is no file {parsed.database!r}")
     engine = sa.create_engine(parsed, connect_args={"timeout": BUSY_S})
-    event.listen(engine, "connect", _prepare_sqlite)
+    event.listen(engine, "connect", partial(_prepare_sqlite, synchronous))
     event.listen(engine, "begin", _begin_sqlite)
     return engine
 
@@ -280,7 +285,7 @@ def shown(engine: sa.Engine) -> str:
     return engine.url.difference_update_query(["password"]).render_as_string(hide_password=True)
 
 
-def _prepare_sqlite(connection: Any, _: object) -> None:
+def _prepare_sqlite(synchronous: str, connection: Any, _: object) -> None:
     # Python's driver begins transactions on its own unless told not to; `_begin_sqlite` does.
     connection.isolation_level = None
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
@@ -291,7 +296,7 @@ def _prepare_sqlite(connection: Any, _: object) -> None:
     for pragma in (
         f"page_size={PAGE_BYTES}",
         "journal_mode=WAL",
-        "synchronous=NORMAL",
+        f"synchronous={synchronous}",
         f"wal_autocheckpoint={CHECKPOINT_BYTES // PAGE_BYTES}",
         # While a save reads, the log cannot be cut; it need not keep that size for ever.
         f"journal_size_limit={CHECKPOINT_BYTES}",

@@ -71,7 +71,8 @@ class SQLStorage(StorageBackend):
     """Rows and payloads in a SQLite file or a PostgreSQL database, shared by any number of processes.
 
     Every method but the plain ones (``len()``, `num_evicted`, `state_dict`, `load_state_dict`, `close`)
-    leaves the event loop free; the plain ones wait for the database. A call returns after its commit.
+    leaves the event loop free; the plain ones wait for the database. A call returns after its commit. A power
+    cut may undo the last commits of a SQLite file; of ``sqlite:///PATH?synchronous=full`` it undoes none.
     """
 
     keeps_receipts = True

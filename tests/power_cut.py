@@ -1,0 +1,114 @@
+"""A disk whose power can be cut: a file system on a loop file, shut down without its unsynced writes.
+
+::
+
+    tmpfs (as large as the image may grow) / image --loop device--> ext4 --mounted at--> Disk.folder
+    cut:     the file system stops at once: what was not synced is gone, every later call fails
+    restore: unmounted, mounted again: its journal is replayed, as after a power cut
+    starve:  the device has no room for new blocks: writes that reach it, and `fsync`, fail
+
+How much of what was not synced had reached the disk differs by mount options, which `Disk` draws: without
+delayed allocation and with data written back after its names, a file may have its length and no content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import shutil
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_SHUTDOWN = 0x8004587D
+"""``EXT4_IOC_SHUTDOWN``, XFS's ``GOINGDOWN``."""
+_WITH_JOURNAL, _WITHOUT = 1, 2
+"""Whether the names and lengths that wait in memory are written first; content never is."""
+
+OPTIONS = ("data=ordered", "data=writeback", "data=writeback,nodelalloc", "data=ordered,nodelalloc")
+
+
+class Disk:
+    """An ext4 of 256 MiB; `folder` is where it is mounted."""
+
+    def __init__(self, place: Path, rng: random.Random) -> None:
+        self._rng, self._host = rng, place / "host"
+        self.folder = place / "disk"
+        self.options = f"noatime,noauto_da_alloc,commit=1,{rng.choice(OPTIONS)}"
+        self.num_cuts = 0
+        for folder in (self._host, self.folder):
+            folder.mkdir()
+        _run("mount", "-t", "tmpfs", "-o", "size=320m", "tmpfs", self._host)
+        self._image = self._host / "image"
+        with self._image.open("wb") as file:
+            file.truncate(256 << 20)
+        _run("mkfs.ext4", "-q", "-E", "lazy_itable_init=0,lazy_journal_init=0", "-J", "size=8", self._image)
+        self._mount()
+
+    def _mount(self) -> None:
+        _run("mount", "-o", f"loop,{self.options}", self._image, self.folder)
+
+    def cut(self) -> None:
+        """Cut the power."""
+        handle = os.open(self.folder, os.O_RDONLY)
+        try:
+            how = self._rng.choice((_WITH_JOURNAL, _WITHOUT))
+            fcntl.ioctl(handle, _SHUTDOWN, struct.pack("I", how))
+        finally:
+            os.close(handle)
+        self.num_cuts += 1
+
+    def restore(self) -> None:
+        """The machine starts again; nobody has a file of the disk open."""
+        _unmount(self.folder)
+        (self._host / "filler").unlink(missing_ok=True)
+        self._mount()
+
+    def starve(self) -> None:
+        """Leave the device no room for blocks that it has not."""
+        with contextlib.suppress(OSError), (self._host / "filler").open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 20))
+
+    def close(self) -> None:
+        """Give back devices and memory."""
+        for folder in (self.folder, self._host):
+            _unmount(folder)
+
+
+def _unmount(folder: Path) -> None:
+    # A process that was killed may hold it for an instant yet.
+    for _ in range(100):
+        if subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode == 0:
+            return
+        time.sleep(0.05)
+    _run("umount", folder)
+
+
+def _run(*command: object) -> None:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"{command[0]}: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def disk(place: Path, rng: random.Random) -> Iterator[Disk]:
+    """A new disk; the test that asks is skipped where none can be mounted."""
+    if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None or not Path("/dev/loop-control").exists():
+        pytest.skip("needs root, loop devices and mkfs.ext4")
+    try:
+        made = Disk(place, rng)
+    except OSError as error:
+        for folder in ("disk", "host"):
+            subprocess.run(["umount", str(place / folder)], capture_output=True, check=False)
+        pytest.skip(f"no disk can be mounted here: {error}")
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,213 @@
+"""Power cuts and failing disks at any instant: what was said to be safe is there, and what follows is right.
+
+::
+
+    store    processes put, take and commit on SQLite with synchronous=full: no call that returned is undone
+    starved  the same on a disk whose writes and fsyncs begin to fail before the cut
+    files    books that were synced stand, event by event; a published checkpoint is there, whole
+    run      a separate run on a store, cut again and again until it is finished: every group trained once,
+             dropped by name or live, and the books balance
+
+Everything of a round but the instants follows from its seed. ``FOREBAY_POWER_CUTS=40:80`` tries those.
+"""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import scripted_run
+from test_killed_separate_run import Nursery, check_scripted_run, kill_until_finished
+
+from forebay.io.durable import check, sync
+from forebay.ledger import Ledger
+from forebay.replay import SQLStorage
+from forebay.runs.folder import list_checkpoints, step_of
+from power_cut import disk
+from warm_python import warm_python
+
+sys.path.append(str(Path(__file__).parents[1] / "replay"))
+from test_replay_sql_processes import Journal, look
+
+HERE = Path(__file__).parent
+NUM_ROUNDS = 10
+CUTS = 5 if os.environ.get("FOREBAY_SOAK") == "1" else 1
+"""Of a disk, at least; a run is cut until it is finished."""
+FULL = "?synchronous=full"
+
+
+def wanted_seeds():
+    first, _, end = os.environ.get("FOREBAY_POWER_CUTS", f"0:{NUM_ROUNDS}").partition(":")
+    return range(int(first), int(end or int(first) + 1))
+
+
+def lines_until_cut(made, rng, command, *, most, starves=False):
+    """The whole lines of a process whose disk goes after a random number of them."""
+    num_lines = rng.randrange(1, most)
+    starved_at = rng.randrange(num_lines) if starves else None
+    child = subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    # Also if it ends before, of a disk that fails.
+    errors = []
+    reading = threading.Thread(target=lambda: errors.append(child.stderr.read()))
+    reading.start()
+    lines = []
+    with child.stdout, child.stderr:
+        for line in child.stdout:
+            lines.append(line)
+            if starved_at is not None and len(lines) == starved_at + 1:
+                made.starve()
+            if len(lines) == num_lines:
+                # First it stops: a power cut ends the programs too, while a call that is in the kernel when a
+                # file system is shut down may come back as if nothing had been.
+                child.send_signal(signal.SIGSTOP)
+                os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+                made.cut()
+                child.kill()
+        reading.join()
+    code = child.wait()
+
+    assert code == -9 or "I/O error" in errors[0] or "Errno 5" in errors[0] or "Errno 28" in errors[0], errors
+    if len(lines) < num_lines:
+        assert starves, errors
+        made.cut()
+    return [line.split() for line in lines if line.endswith("\n")]
+
+
+class CutJournal(Journal):
+    """What processes are known to have done that lost their disk."""
+
+    def read(self, lines):
+        self.begun, self.took, self.committing, self.restoring = set(), None, None, None
+        for line in lines:
+            self.note(*line)
+
+
+def cut_store(made, rng, *, starves):
+    journal, file = CutJournal(), made.folder / "buffer.db"
+    for round_ in range(CUTS):
+        url = f"sqlite:///{file}{FULL}"
+        child = [HERE.parent / "replay" / "kill_child.py", url, rng.randrange(10**6), round_, journal.step]
+        journal.read(lines_until_cut(made, rng, child, most=250, starves=starves))
+        made.restore()
+        # Before anything was acknowledged there may be no file, or one without tables.
+        journal.compare(*asyncio.run(look(url)))
+
+
+def cut_files(made, rng):
+    books = made.folder / "ledger.jsonl"
+    place, published = None, 0
+    for _ in range(CUTS):
+        child = [HERE / "power_cut_child.py", made.folder, rng.randrange(10**6)]
+        for what, *numbers in lines_until_cut(made, rng, child, most=30):
+            if what == "synced":
+                place = tuple(map(int, numbers))
+            else:
+                published = int(numbers[0])
+        made.restore()
+        if place is not None:
+            num_bytes, num_events = place
+            ledger = Ledger.read(books, num_bytes=num_bytes, num_events=num_events)
+            assert ledger.lost_events == 0
+            assert ledger.balance(ledger.count_live()).ok
+            # What came after may be torn; it is read, and what is missing is counted.
+            Ledger.read(books)
+        checkpoints = list_checkpoints(made.folder)
+        assert published <= (step_of(checkpoints[-1]) if checkpoints else 0)
+        for path in checkpoints:
+            check(path, deep=True)
+        if checkpoints:
+            state = json.loads((checkpoints[-1] / "ledger.json").read_text())
+            ledger = Ledger.read_checkpoint(state, made.folder)
+            assert ledger.lost_events == 0
+            assert ledger.balance(ledger.count_live()).ok
+
+
+class PowerCuts(Nursery):
+    """Starts runs, and cuts the power of their disk."""
+
+    made = None
+
+    def run(self, *arguments, until="@end", after_s=0.0):
+        self.was_cut, self.cuts = False, until != "@end"
+        finished = super().run(*arguments, until=until, after_s=after_s)
+        if self.was_cut:
+            self.made.restore()
+        # What a run had not synced when it ended may be gone: the next start sees to it.
+        return finished and not self.was_cut
+
+    def end(self, pid):
+        if self.cuts:
+            self.made.cut()
+            self.was_cut = True
+        super().end(pid)
+
+    def may_end(self, endings):
+        # Of the disk's errors, or well, an instant before the kill.
+        return super().may_end(endings) or self.was_cut
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    with warm_python():
+        nursery = PowerCuts()
+    with nursery:
+        yield nursery
+
+
+def cut_runs(made, rng, kind, request):
+    nursery, number = request.getfixturevalue("nursery"), 0
+    nursery.made = made
+    while made.num_cuts < CUTS:
+        folder, number = made.folder / f"run{number}", number + 1
+        folder.mkdir()
+        store = "memory" if kind == "memory" else f"sqlite:///{folder / 'buffer.db'}{kind}"
+        if store != "memory":
+            # The disk may go before a run has opened it.
+            SQLStorage(store).close()
+        sync(folder)
+        sync(made.folder)
+        command = ["scripted", folder, store, rng.choice([1, 2, 4])]
+        kill_until_finished(nursery, rng, folder, scripted_run.STEPS, command, command, 0.05, store)
+        check_scripted_run(folder, store)
+
+
+KINDS = {
+    "store": lambda made, rng, request: cut_store(made, rng, starves=False),
+    "starved": lambda made, rng, request: cut_store(made, rng, starves=True),
+    "files": lambda made, rng, request: cut_files(made, rng),
+    "run, memory": lambda made, rng, request: cut_runs(made, rng, "memory", request),
+    "run, sqlite": lambda made, rng, request: cut_runs(made, rng, "", request),
+    "run, sqlite in full": lambda made, rng, request: cut_runs(made, rng, FULL, request),
+}
+
+
+def cut_round(seed, kind, request, place):
+    """The number of cuts."""
+    rng = random.Random(seed)
+    place.mkdir()
+    with disk(place, rng) as made:
+        KINDS[kind](made, rng, request)
+        print(f"FOREBAY_POWER_CUTS={seed}: {kind}, {made.options}: {made.num_cuts} cuts", flush=True)
+        return made.num_cuts
+
+
+def test_what_was_said_to_be_safe_is_there_after_a_power_cut(request, tmp_path):
+    cut_round(3, "files", request, tmp_path / "round")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_the_power_cut_takes(kind, request, tmp_path):
+    assert sum(cut_round(seed, kind, request, tmp_path / str(seed)) for seed in wanted_seeds())

@@ -575,3 +575,24 @@ def test_what_a_full_disk_refused_is_in_no_later_line(tmp_path, monkeypatch):
     assert ledger._journal.num_bytes == path.stat().st_size
     ledger.close()
     assert Ledger.read(path).balance({"math": 2}).ok
+
+
+def test_lines_that_a_power_cut_damaged_after_the_checkpoint_take_none_before_it(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    for number in range(10):
+        ledger.record(f"g{number}", "sums", "produced", num_tokens=1)
+    state = ledger.checkpoint(tmp_path)
+    for number in range(4):
+        ledger.record(f"late{number}", "sums", "produced", num_tokens=1)
+    ledger.close()
+    # As stale blocks of the disk: they look like lines, and their checksums are wrong.
+    whole = path.read_bytes()
+    path.write_bytes(whole[: state["num_bytes"]] + whole[state["num_bytes"] :].replace(b"late", b"tale"))
+    ledger = Ledger(path)
+    ledger.restore(state, tmp_path)
+    ledger.record("g10", "sums", "produced", num_tokens=1)
+    ledger.close()
+    read = Ledger.read(path)
+    assert read.lost_events == 0
+    assert read.balance({"sums": 11}).ok

@@ -35,6 +35,7 @@ from forebay.io.durable import sync
 RESTARTED = "restarted"
 _APART = f'{{"event": "{RESTARTED}"'.encode()
 
+_REWOUND = b'"event": "rewound"'
 _NUMBER = re.compile(rb'\{"number": (\d{1,18}),')
 _CHECKSUM = re.compile(rb', "crc32": (\d{1,10})\}\n$')
 
@@ -136,6 +137,9 @@ def _lines_that_stand(path: Path, num_bytes: int | None) -> tuple[array[int], st
                 what = "not a ledger's" if found is None else f"event {number}, but they are numbered from 1"
                 problem = problem or f"{str(path)!r} line {place + 1} is {what}: {line[:60]!r}"
                 continue
+            if _REWOUND in line:
+                # What is damaged before it came after the place it goes back to, and was never synced.
+                num_damaged = 0
             # The damaged lines just before had the numbers below: if the run had gone back, older lines with
             # those numbers stand for something that was undone.
             while numbers and numbers[-1] >= number - num_damaged:

@@ -138,7 +138,7 @@ def _lines_that_stand(path: Path, num_bytes: int | None) -> tuple[array[int], st
                 problem = problem or f"{str(path)!r} line {place + 1} is {what}: {line[:60]!r}"
                 continue
             if _REWOUND in line:
-                # What is damaged before it came after the place it goes back to, and was never synced.
+                # Damage before it is of lines after the place it goes back to, which were never synced.
                 num_damaged = 0
             # The damaged lines just before had the numbers below: if the run had gone back, older lines with
             # those numbers stand for something that was undone.

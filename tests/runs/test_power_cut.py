@@ -72,21 +72,23 @@ def lines_until_cut(made, rng, command, *, most, starves=False):
     reading.start()
     lines = []
     with child.stdout, child.stderr:
-        for line in child.stdout:
-            lines.append(line)
-            if starved_at is not None and len(lines) == starved_at + 1:
-                made.starve()
-            if len(lines) == num_lines:
-                # First it stops: a power cut ends the programs too, while a call that is in the kernel when a
-                # file system is shut down may come back as if nothing had been.
-                child.send_signal(signal.SIGSTOP)
-                while state_of(child.pid) not in "TZX":
-                    time.sleep(0.001)
-                made.cut()
-                child.kill()
+        try:
+            for line in child.stdout:
+                lines.append(line)
+                if starved_at is not None and len(lines) == starved_at + 1:
+                    made.starve()
+                if len(lines) == num_lines:
+                    # First it stops: a power cut ends the programs too, while a call that is in the kernel
+                    # when a file system is shut down may come back as if nothing had been.
+                    child.send_signal(signal.SIGSTOP)
+                    while state_of(child.pid) not in "TZX":
+                        time.sleep(0.001)
+                    made.cut()
+                    child.kill()
+        finally:
+            child.kill()
         reading.join()
     code = child.wait()
-
     assert code == -9 or "I/O error" in errors[0] or "Errno 5" in errors[0] or "Errno 28" in errors[0], errors
     if len(lines) < num_lines:
         assert starves, errors

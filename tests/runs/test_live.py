@@ -17,7 +17,7 @@ from rich.text import Text
 
 from forebay.aio.virtual_time import run
 from forebay.runs.show.live import MAX_TASKS, MIN_PERIOD_S, TICK_S, LiveView, panel
-from forebay.runs.show.status import MAX_AGE, Now, Oldest, StepNow, TaskNow
+from forebay.runs.show.status import MAX_AGE, Doing, Now, StepNow, TaskNow
 from forebay.types import Status
 
 
@@ -46,7 +46,8 @@ def now(**changes: object) -> Now:
     fields: dict[str, object] = {
         "tasks": {"sorting": TASK},
         "stages": {"generate": 380, "judge": 1},
-        "oldest": Oldest(stage="generate", name="sorting/0/0/183/4", age_s=75.0, note="412 tokens"),
+        "oldest": [Doing(stage="generate", name="sorting/0/0/183/4", age_s=75.0, note="412 tokens")],
+        "doing": [],
         "busy": {"producer": 0.98, "trainer": 0.634},
         "model_step": 11,
         "stall": "",
@@ -80,7 +81,7 @@ def test_while_a_run_is_built_there_is_one_line() -> None:
 
 
 def test_what_is_not_there_does_not_change_the_height() -> None:
-    idle = now(stages={}, oldest=None, tasks={"sorting": TaskNow(batch=16)})
+    idle = now(stages={}, oldest=[], tasks={"sorting": TaskNow(batch=16)})
     assert len(lines(idle)) == len(lines(now()))
     assert lines(idle)[3].endswith("nothing in flight")
 
@@ -128,7 +129,7 @@ def test_any_name_is_shown_as_text_within_the_width(text: str, width: int, count
     odd = now(
         tasks={text: task, "other": TASK},
         stall=text,
-        oldest=Oldest(stage="put", name=text, age_s=1e6, note=text),
+        oldest=[Doing(stage="put", name=text, age_s=1e6, note=text)],
     )
     shown = lines(odd, width, phase=text, step=10**9, total=10**9)
     assert len(shown) in (8, 9), "a line was broken"

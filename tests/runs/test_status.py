@@ -77,11 +77,12 @@ def test_what_is_in_flight_is_counted_by_stage_and_the_oldest_of_production_is_n
                 await asyncio.sleep(2)
                 now = status.now()
                 assert now.stages == {GENERATE: 2, JUDGE: 1}
-                assert (now.oldest.name, now.oldest.age_s, now.oldest.note) == ("a", 2.0, "about a")
+                assert now.oldest[0][:4] == (GENERATE, "a", 2.0, "about a")
+                assert [one.name for one in now.doing] == ["step 1", "the batch"]
                 assert now.model_step == 3
         now = status.now()
         assert now.stages == {}
-        assert now.oldest is None
+        assert now.oldest == []
         assert now.tasks["math"].batch == 8
 
     run(main())

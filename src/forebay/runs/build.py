@@ -266,7 +266,7 @@ def _begin_history(run: Run, resume_step: int | None) -> None:
 
     run.manager.on_drop = drop
     run.activities.listen(lambda _: None, history.ended)
-    values = partial(live_values, run.status, run.manager, run.activities, run.controller)
+    values = partial(live_values, run.status, run.manager)
     run.live_file = LiveFile(run.folder, run.place, values, run.status.count_buffer)
     run.display.on_note = run.live_file.note
 

@@ -67,11 +67,13 @@ def batch_numbers(groups: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
     }
 
 
-async def group_counts(run: Run) -> dict[str, dict[str, int]]:
-    """Counts of the groups of each task: trained, live, dropped by reason."""
-    balance = run.manager.ledger.balance(await run.manager.count_live())
-    return {
-        name: {
+async def totals(run: Run) -> dict[str, str]:
+    """The lines of the summary about the whole run, by name."""
+    trained = [row["samples"] for row in run.history]
+    tokens = sum(row["samples"] * row["response_tokens"] for row in run.history)
+    facts = {"rollouts": f"{sum(trained):,.0f} with {tokens:,.0f} tokens trained"}
+    for task, part in run.manager.ledger.balance(await run.manager.count_live()).by_task.items():
+        counts = {
             "generated": part.generated,
             "trained": part.trained,
             "live": part.live,
@@ -79,16 +81,6 @@ async def group_counts(run: Run) -> dict[str, dict[str, int]]:
             "retried": part.retried,
             "rollouts left out (failed)": part.left,
         }
-        for name, part in balance.by_task.items()
-    }
-
-
-async def totals(run: Run) -> dict[str, str]:
-    """The lines of the summary about the whole run, by name."""
-    trained = [row["samples"] for row in run.history]
-    tokens = sum(row["samples"] * row["response_tokens"] for row in run.history)
-    facts = {"rollouts": f"{sum(trained):,.0f} with {tokens:,.0f} tokens trained"}
-    for task, counts in (await group_counts(run)).items():
         named = [f"{count:,} {outcome}" for outcome, count in counts.items() if count]
         facts[f"groups {task}"] = ", ".join(named)
     if run.best_checkpoint is not None:

@@ -55,9 +55,6 @@ from forebay.types import RolloutState
 from forebay.watching.activity import Activities
 from forebay.watching.stalls import StallWatch
 
-WARN_AFTER_S = 60.0
-"""Seconds without progress after which a run says what it waits for: longer than a usual generation."""
-
 
 class TaskData(NamedTuple):
     """The prompts of one task."""
@@ -355,6 +352,10 @@ def build_rollouts(
     if eval_controller is not None:
         eval_watch = _watch(config, eval_activities, eval_controller)
     return Rollouts(tokenizer, controller, eval_sets, manager, activities, eval_controller, eval_watch)
+
+
+WARN_AFTER_S = 60.0
+"""Seconds without progress after which a run says what it waits for: longer than a usual generation."""
 
 
 def _watch(config: RunConfig, activities: Activities, controller: RolloutController) -> StallWatch:

@@ -39,7 +39,6 @@ from forebay.runs.evaluation import refuse_failed as refuse_failed
 from forebay.runs.evaluation import sync_weights as sync_weights
 from forebay.runs.folder import publish
 from forebay.runs.record.events import name_groups
-from forebay.runs.reporting import group_counts as group_counts
 from forebay.runs.reporting import report as report
 from forebay.runs.reporting import totals
 from forebay.runs.rollouts import Rollouts

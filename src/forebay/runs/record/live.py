@@ -21,12 +21,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from forebay.engines import RolloutController
 from forebay.io.durable import is_disk_error
 from forebay.ledger import Balance
 from forebay.produce import AgentLoopManager
-from forebay.runs.show.status import PRODUCER_STAGES, RunStatus
-from forebay.watching.activity import SIDES, Activities
+from forebay.runs.show.status import RunStatus
+from forebay.watching.activity import SIDES
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,6 @@ PERIOD_S = 1.0
 MAX_CPU_SHARE = 0.003
 """Of one core: after an expensive look the next is put off."""
 STALE_S = 15.0
-NUM_OLDEST = 10
 
 Values = dict[str, Any]
 _Look = Callable[[], Values]
@@ -96,16 +94,10 @@ class LiveFile:
             await asyncio.sleep(max(PERIOD_S, (time.thread_time() - started_s) / MAX_CPU_SHARE))
 
 
-def live_values(
-    status: RunStatus, manager: AgentLoopManager, activities: Activities, controller: RolloutController
-) -> Values:
+def live_values(status: RunStatus, manager: AgentLoopManager) -> Values:
     """What flows through the run now: groups by place, work in flight by stage, the oldest of it."""
     now = status.now()
     balance = manager.ledger.balance({})
-    # The first are the oldest; those of 16,000 rollouts in flight are not sorted.
-    in_flight = activities.in_flight()
-    producing = [activity for activity in in_flight if activity.stage in PRODUCER_STAGES]
-    others = [activity for activity in in_flight if activity.stage not in PRODUCER_STAGES]
     return {
         "model_step": now.model_step,
         "tasks": {
@@ -118,21 +110,8 @@ def live_values(
             for name, task in now.tasks.items()
         },
         "stages": now.stages,
-        "oldest": [
-            {
-                "stage": activity.stage,
-                "name": str(activity.name),
-                "group": None if activity.group is None else str(activity.group),
-                "task": activity.task,
-                "age_s": activities.age_s(activity),
-                "note": controller.describe(activity),
-            }
-            for activity in producing[:NUM_OLDEST]
-        ],
-        "doing": [
-            {"stage": activity.stage, "name": str(activity.name), "age_s": activities.age_s(activity)}
-            for activity in others[:NUM_OLDEST]
-        ],
+        "oldest": [doing._asdict() for doing in now.oldest],
+        "doing": [doing._asdict() for doing in now.doing],
         "busy": {side: now.busy[side] for side in SIDES},
         "stall": now.stall,
         "books": books_of(balance),

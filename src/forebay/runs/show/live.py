@@ -151,10 +151,11 @@ def _side_lines(step: StepNow, now: Now, width: int) -> Iterator[Text]:
     ]
     # Without one the line stays, empty: it comes and goes too often.
     oldest = ["-"]
-    if now.oldest is not None:
-        stage = STAGES[now.oldest.stage]
-        since = f"{stage.doing} for {age(now.oldest.age_s)}"
-        oldest = [since, f"{stage.what} {clean(now.oldest.name, 48)}", clean(now.oldest.note)]
+    if now.oldest:
+        slow = now.oldest[0]
+        stage = STAGES[slow.stage]
+        since = f"{stage.doing} for {age(slow.age_s)}"
+        oldest = [since, f"{stage.what} {clean(slow.name, 48)}", clean(slow.note)]
     lines = {
         "last step": [f"{name} {value}".strip() for name, value in step.facts.items()],
         "trainer": [

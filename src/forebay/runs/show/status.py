@@ -13,6 +13,7 @@ however many groups there are.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -108,15 +109,15 @@ class RunStatus:
         """The numbers of this moment; those of the buffer are as of the last `count_buffer`."""
         watch = self._manager.stall_watch
         producing = self._producing()
-        oldest = None
-        if producing:
-            first = producing[0]
-            age_s, note = self._activities.age_s(first), self._controller.describe(first)
-            oldest = Oldest(first.stage, str(first.name), age_s, note)
+        others = (
+            activity for activity in self._activities.in_flight() if activity.stage not in PRODUCER_STAGES
+        )
         return Now(
             tasks=self._tasks(),
             stages=Counter(activity.stage for activity in producing),
-            oldest=oldest,
+            # The first are the oldest; those of 16,000 rollouts in flight are not sorted.
+            oldest=[self._told(activity) for activity in producing[:NUM_OLDEST]],
+            doing=[self._told(activity) for activity in itertools.islice(others, NUM_OLDEST)],
             busy={side: self._busy.share(side) for side in SIDES},
             model_step=self._controller.model_step,
             stall=watch.report() if watch is not None and watch.has_warned else "",
@@ -176,6 +177,11 @@ class RunStatus:
         """The producer's work in flight, the oldest first."""
         return [activity for activity in self._activities.in_flight() if activity.stage in PRODUCER_STAGES]
 
+    def _told(self, activity: Activity) -> Doing:
+        group = None if activity.group is None else str(activity.group)
+        age_s, note = self._activities.age_s(activity), self._controller.describe(activity)
+        return Doing(activity.stage, str(activity.name), age_s, note, group, activity.task)
+
     def _dropped_values(self) -> dict[str, float]:
         """Groups dropped so far, by reason, and how much longer than the trained ones those are that aged."""
         ledger = self._manager.ledger
@@ -212,14 +218,19 @@ class TaskNow:
     max_age: int = 0
 
 
-class Oldest(NamedTuple):
-    """The piece of production that has been going on for longest."""
+NUM_OLDEST = 10
+
+
+class Doing(NamedTuple):
+    """One thing that goes on."""
 
     stage: str
     name: str
     age_s: float
     note: str
     """How far it is ("412 tokens"), or empty."""
+    group: str | None = None
+    task: str | int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +240,10 @@ class Now:
     tasks: Mapping[str, TaskNow]
     stages: Mapping[str, int]
     """The producer's work in flight, by stage: rollouts that are generated, groups that are judged."""
-    oldest: Oldest | None
+    oldest: Sequence[Doing]
+    """The producer's work that has been in flight for longest, the oldest first; `NUM_OLDEST` at most."""
+    doing: Sequence[Doing]
+    """All other work in flight, as that of the trainer, the oldest first."""
     busy: Mapping[str, float]
     """Share of the last half minute, by side: "producer", "trainer"."""
     model_step: int

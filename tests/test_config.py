@@ -266,6 +266,9 @@ def test_keys_of_an_earlier_version_are_read_with_one_note_each(caplog: pytest.L
         "model": {"source": "tiny", "dtype": "bfloat16"},
         "train": {"normalisation": "sequence-mean", "dtype": "float32"},
         "tasks": [{"name": "a", "data": {"source": "sorting"}, "judge": {"name": "exact_match"}}],
+        "produce": {"strategy": "async"},
+        # As older versions wrote the default.
+        "replay": {"keep_consumed": False},
     }
     run = parse_config(RunConfig, table)
     assert (run.engine.dtype, run.train.dtype, run.train.normalization) == (
@@ -278,6 +281,8 @@ def test_keys_of_an_earlier_version_are_read_with_one_note_each(caplog: pytest.L
         "model.dtype is now engine.dtype and train.dtype",
         "train.normalisation is now train.normalization",
         "trace was removed, and is left out",
+        "produce.strategy was removed, and is left out",
+        "replay.keep_consumed was removed, and is left out",
     ]
     assert "normalisation" in table["train"], "the table that was given is as it was"
     assert apply_overrides({}, ["trace=true"], RunConfig.old_names) == {}
@@ -319,8 +324,8 @@ _FREE_WORDS = """
     tasks.*.judge.timeout_s tasks.*.judge.shuffle_seed tasks.*.agent.name tasks.*.agent.arguments
     tasks.*.sample.max_tokens tasks.*.sample.temperature tasks.*.sample.top_p tasks.*.sample.top_k
     tasks.*.sample.stop tasks.*.sample.stop_token_ids tasks.*.sample.seed tasks.*.weight
-    tasks.*.overlong_prompts tasks.*.max_staleness replay.limit replay.keep_consumed
-    replay.store replay.path produce.mode
+    tasks.*.overlong_prompts tasks.*.max_staleness replay.limit replay.reuse.times replay.reuse.share
+    replay.reuse.order replay.reuse.max_staleness replay.store replay.path produce.mode
     produce.filter produce.sync_weights_interval produce.max_staleness
     produce.staleness_rule produce.over_sample_threshold produce.enable_partial_rollout
     produce.tail_batch_trigger_size produce.tail_batch_max_tries produce.max_retries

@@ -365,11 +365,8 @@ def test_rollouts_that_left_are_counted_beside_the_place_of_their_group():
     for event in ("admitted", "left", "left", "produced"):
         ledger.record("a", "math", event, reason="failed" if event == "left" else None)
     assert (ledger.life("a", "math").place, ledger.life("a", "math").num_left) == ("live", 2)
-    state = ledger.state_dict()
-    # The state of version 0.1, in which no rollout could leave.
-    del state["tasks"]["math"]["columns"]["num_left"]
-    ledger.load_state_dict(state)
-    assert ledger.life("a", "math").num_left == ledger.balance({}).left == 0
+    ledger.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    assert ledger.life("a", "math").num_left == ledger.balance({}).left == 2
     assert ledger.balance({"math": 1}).ok
 
 
@@ -596,3 +593,16 @@ def test_lines_that_a_power_cut_damaged_after_the_checkpoint_take_none_before_it
     read = Ledger.read(path)
     assert read.lost_events == 0
     assert read.balance({"sums": 11}).ok
+
+
+def test_uses_are_counted_beside_the_place_and_taken_back():
+    ledger = Ledger()
+    for event, step in [("produced", None), ("trained", 3), ("reused", 5), ("reused", 6), ("unused", None)]:
+        ledger.record("a", "math", event, train_step=step)
+    for _ in range(2):
+        life = ledger.life("a", "math")
+        assert (life.place, life.num_reused) == ("trained", 1)
+        balance = ledger.balance({})
+        assert balance.ok
+        assert (balance.generated, balance.trained, balance.reused) == (1, 1, 1)
+        ledger.load_state_dict(json.loads(json.dumps(ledger.state_dict())))

@@ -40,9 +40,8 @@ async def test_producers_and_trainer_find_it_by_name(started):
         groups, _ = await trainer.take_batch({"math": 2}, train_step=3)
         assert names(groups["math"]) == ["a", "b"]
         assert len(trainer) == 1
-        [row] = await trainer.storage.get({"tags.level": 3}, rows_only=True)
-        assert (row.task_name, row.status, row.item, row.oldest_model_step) == ("math", COMPLETED, None, 2)
-        assert await trainer.storage.count({"status": ARCHIVED}) == 2
+        assert await trainer.count("math", COMPLETED, tags={"level": 3}) == 1
+        assert await trainer.count("math", ARCHIVED) == 2
 
 
 async def test_after_a_kill_it_is_back_with_all_it_had(started):
@@ -81,7 +80,7 @@ async def test_a_run_may_have_its_groups_there(ray, tmp_path):
         batches = await train(world, 4, 5)
         assert [len(groups) for groups in batches.values()] == [4] * 5
         await world.check_balance()
-        assert await buffer.storage.count({"status": ARCHIVED}) == 0
+        assert await buffer.count("t", ARCHIVED) == 0
         # More than fit: whoever puts is told what had to go.
         groups = [make_group(f"late/{number}", steps=[9]) for number in range(12)]
         evicted = []

@@ -105,22 +105,14 @@ class Plan:
     def may_stall(self):
         """Whether something hangs that nothing but a pause would end."""
         faults = self.faults
-        limits = [getattr(task.strategy, "group_time_limit_s", None) for task in self.tasks.values()]
-        limited = all(limit is not None for limit in limits)
-        return (faults.engine_hangs > 0 and not (limited or self.time_limit_s is not None)) or (
-            faults.agent_hangs > 0 and not limited
-        )
+        return faults.agent_hangs > 0 or (faults.engine_hangs > 0 and self.time_limit_s is None)
 
     @property
     def may_give_up(self):
         """Whether enough may fail to make production give up."""
         if self.members is not None and self.members.most_tokens < self.longest:
             return True
-        return self.faults.total > 0 or self.time_limit_s is not None or self.any_time_limit
-
-    @property
-    def any_time_limit(self):
-        return any(getattr(t.strategy, "group_time_limit_s", None) for t in self.tasks.values())
+        return self.faults.total > 0 or self.time_limit_s is not None
 
     def chance(self, probability):
         return probability > 0 and self.random.random() < probability
@@ -249,7 +241,6 @@ def _strategy(rng, faults, seed):
         tail_batch_trigger_size=rng.choice([0, 0, 1, 3]),
         tail_batch_max_tries=rng.choice([0, 0, 1, 2]),
         max_retries=rng.choice([0, 1, 3]),
-        group_time_limit_s=rng.choice([None, None, 15.0, 60.0]),
         pause_timeout_s=rng.choice([0.0, 2.0, 60.0]),
         **more,
     )

@@ -506,26 +506,6 @@ async def test_an_engine_that_aborts_everything_is_an_error_not_a_spin():
         await s.produce()
 
 
-@on_virtual_time
-async def test_a_straggler_fails_at_its_time_limit_and_is_retried_as_failures_are():
-    slow = {0: 2}
-
-    def seconds(index):
-        slow[index] = slow.get(index, 0) - 1
-        return 10**9 if slow[index] >= 0 else 1.0
-
-    s = Setting(Loop(seconds), target=2, group_time_limit_s=30.0, max_retries=2)
-    assert await s.produce() is NORMAL
-    assert s.loop.started.count(0) == 3
-    assert await s.count(Status.COMPLETED) == 2
-    s = Setting(Loop(lambda index: 10**9 if index == 0 else 1.0), target=2, group_time_limit_s=30.0)
-    assert await s.produce() is NORMAL
-    s.progress.target_samples["t"] = 3
-    await asyncio.sleep(30)
-    (group,) = await s.groups(Status.FAILED)
-    assert "longer than 30 s" in group[0].error_msg
-
-
 @pytest.mark.parametrize("answer", ["fewer", "more", "others", "mixed"])
 def test_a_group_that_comes_back_with_other_members_fails(answer):
     def outcome(index, states):

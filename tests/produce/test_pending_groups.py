@@ -104,18 +104,6 @@ def test_what_is_stopped_before_it_generates_comes_back_unstarted():
     virtual_time.run(main())
 
 
-def test_a_time_limit_ends_the_straggler_only():
-    async def main():
-        bench = Bench(lambda index: 1.0 if index else 10**9)
-        bench.start(2, time_limit_s=60.0)
-        await bench.pending.changes.wait(bench.pending.changes.version)
-        await bench.pending.changes.wait(bench.pending.changes.version)
-        assert bench.stored == [(1, Ended.RETURNED), (0, Ended.OUT_OF_TIME)]
-        assert asyncio.get_running_loop().time() == 60.0
-
-    virtual_time.run(main())
-
-
 def test_a_cancellation_from_within_fails_the_group():
     async def main():
         bench = Bench()

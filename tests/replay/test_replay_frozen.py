@@ -83,7 +83,7 @@ CALLS = {
     "save": lambda client: client.save("/nowhere"),
     "resume": lambda client: client.resume("/nowhere"),
     "wait_for_change": lambda client: client.wait_for_change(client.version),
-    "rows": lambda client: client.storage.count({}),
+    "rows": lambda client: client.count("math", Status.COMPLETED),
 }
 
 
@@ -120,8 +120,8 @@ async def in_time(work):
 
 
 async def held(client):
-    rows = await client.storage.get({}, rows_only=True)
-    taken, _ = await client.take_batch({"math": len(rows)}, train_step=9)
+    num_held = await client.count("math", Status.COMPLETED)
+    taken, _ = await client.take_batch({"math": num_held}, train_step=9)
     await client.restore(8)
     return names(taken["math"])
 

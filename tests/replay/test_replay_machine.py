@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from forebay.replay import (
     SQLStorage,
     StalenessReplayPolicy,
 )
+from forebay.replay.reuse import Reuse
 from forebay.types import Status
 from postgres_server import empty_place
 
@@ -46,16 +47,21 @@ class Replay(RuleBasedStateMachine):
         self.buffers, self.num_stores = [], 0
         self.runner = asyncio.Runner()
         self.num_put = 0
+        self.uses = {}
         self.gone = Counter()
         self.highest_uid = -1
 
     @initialize(
         policy=st.sampled_from([FIFOReplayPolicy, StalenessReplayPolicy, PrioritizedReplayPolicy]),
         limit=st.none() | st.integers(3, 10),
-        keep_consumed=st.booleans(),
+        times=st.integers(1, 3),
+        threshold=st.integers(1, 5),
+        order=st.sampled_from(["newest", "priority", "success_rate"]),
     )
-    def build(self, policy, limit, keep_consumed):
-        self.policy, self.options = policy, {"limit": limit, "keep_consumed": keep_consumed}
+    def build(self, policy, limit, times, threshold, order):
+        reuse = Reuse(times=times, stale_threshold=threshold, order=order) if times > 1 else None
+        self.policy, self.options = policy, {"limit": limit, "reuse": reuse}
+        self.uses = defaultdict(list)
         self.buffers = [self.new_buffer(kind) for kind in ("naive", self.kinds[0])]
 
     def new_buffer(self, kind):
@@ -84,13 +90,28 @@ class Replay(RuleBasedStateMachine):
         threshold=st.none() | st.integers(1, 4),
         tags=TAGS,
         priority=st.sampled_from([None, 0.0, 2.5]),
+        scores=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=2),
     )
-    def put(self, task, statuses, labels, given_staleness, model_step, train_step, threshold, tags, priority):
+    def put(
+        self,
+        task,
+        statuses,
+        labels,
+        given_staleness,
+        model_step,
+        train_step,
+        threshold,
+        tags,
+        priority,
+        scores,
+    ):
         for buffer in self.buffers:
             group = [
                 make_state(self.num_put, i, status=status, steps=labels[i], seq_staleness=given_staleness)
                 for i, status in enumerate(statuses)
             ]
+            for state, score in zip(group, scores, strict=False):
+                state.reward = {"score": score}
             self.runner.run(
                 buffer.put(
                     group,
@@ -130,15 +151,52 @@ class Replay(RuleBasedStateMachine):
     def update_priorities(self, priorities, by, task):
         self.both(lambda buffer: buffer.update_priorities(priorities, by=by, task_name=task))
 
+    @rule(sizes=st.fixed_dictionaries({task: st.integers(0, 3) for task in TASKS}), train_step=STEPS)
+    def use_again(self, sizes, train_step):
+        numbers = self.both(lambda buffer: buffer.count_usable(TASKS, train_step))
+        consumed_at = {row[0]: row[8] for row in self.archived()}
+        used = self.both(lambda buffer: buffer.use_again(sizes, train_step))
+        if (reuse := self.options["reuse"]) is None:
+            assert used == {}
+            assert numbers == {}
+            return
+        assert {task: len(groups) for task, groups in used.items()} == {
+            task: min(sizes[task], numbers[task]) for task in TASKS
+        }
+        for group in (group for groups in used.values() for group in groups):
+            uses = self.uses[group[0].group_id]
+            assert len(uses) < reuse.times - 1
+            assert train_step > max([*uses, 0])
+            assert max(state.seq_staleness for state in group) < reuse.stale_threshold
+            assert consumed_at[group[0].group_id] < train_step
+            uses.append(train_step)
+            group[0].response = "changed by the trainer"
+            group[0].message.clear()
+
     @rule(train_step=STEPS)
     def commit(self, train_step):
-        before = self.num_archived()
+        before = self.archived()
+        kept = {row[0] for row in before if not self.is_over(row, train_step)}
         self.both(lambda buffer: buffer.commit(train_step))
-        self.gone["committed"] += before - self.num_archived()
+        # No less, because a restore may come, and no more, because memory is bounded.
+        assert {row[0] for row in self.archived()} == kept
+        self.gone["committed"] += len(before) - len(kept)
+
+    def is_over(self, row, train_step):
+        """Whether no step after `train_step` could use the row after a restore of it."""
+        priority, oldest, consumed_at, before = row[6:10]
+        if (reuse := self.options["reuse"]) is None or consumed_at > train_step:
+            return consumed_at <= train_step
+        num_uses = sum(step <= train_step for step in self.uses[row[0]])
+        staleness = None if oldest is None else train_step - oldest
+        is_fresh = staleness is not None and staleness < reuse.stale_threshold
+        return not (before is Status.COMPLETED and priority > 0 and is_fresh and num_uses < reuse.times - 1)
 
     @rule(train_step=STEPS)
     def restore(self, train_step):
         self.both(lambda buffer: buffer.restore(train_step))
+        for steps in self.uses.values():
+            steps[:] = [step for step in steps if step <= train_step]
 
     @rule(
         thresholds=st.dictionaries(st.sampled_from(TASKS), st.integers(1, 4)),
@@ -179,6 +237,19 @@ class Replay(RuleBasedStateMachine):
 
     def num_archived(self):
         return self.both(lambda buffer: buffer.storage.count({"status": "archived"}))
+
+    def archived(self):
+        """The rows, as `light_rows` shows them, with the group's name (that of its put) for the uid."""
+        rows = self.both(lambda buffer: light_rows(buffer.storage, {"status": "archived"}, None))
+        return [(int(row[-2][0].partition("/")[0]), *row[1:]) for row in rows]
+
+    @invariant()
+    def uses_are_noted_on_the_rows(self):
+        if self.num_put and self.options["reuse"] is not None:
+            for row in self.archived():
+                noted = [int(step) for step in row[5]["used_at"].split()]
+                assert noted == self.uses[row[0]]
+                assert (row[5]["uses"], row[5]["last_use"]) == (len(noted), max(noted, default=0))
 
     @invariant()
     def same_rows_in_every_order(self):

@@ -207,7 +207,7 @@ async def test_what_does_the_same_twice_is_done_again(buffer, path):
             (client.restore(1), None),
             (client.refresh_staleness({"math": 9}, 3), {"math": 0}),
             (client.update_priorities({0: 2.0}), 1),
-            (client.storage.count({}), 3),
+            (client.count("math", Status.COMPLETED), 3),
         ):
             for connection in list(server._connections):
                 connection.channel.end()

@@ -52,24 +52,6 @@ def test_a_database_is_filled_from_a_file(postgres_url, tmp_path):
     assert "prompt g3" in run("show", postgres_url, 3).stdout
 
 
-def test_a_database_of_version_01_is_converted(postgres_url):
-    asyncio.run(fill(postgres_url))
-    engine = sa.create_engine(postgres_url.replace("postgresql:", "postgresql+psycopg:"))
-    with engine.begin() as connection:
-        for statement in (
-            "ALTER TABLE forebay_payloads DROP COLUMN checksum",
-            "ALTER TABLE forebay_tasks DROP COLUMN may_fall",
-            "DROP TABLE forebay_receipts",
-            "UPDATE forebay_meta SET value = '1' WHERE name = 'version'",
-        ):
-            connection.execute(sa.text(statement))
-    engine.dispose()
-    assert "forebay migrate postgresql" in run("inspect", postgres_url, exit_code=2).stderr
-    result = CliRunner().invoke(app, ["migrate", postgres_url], catch_exceptions=False)
-    assert "4 groups converted" in result.stdout
-    assert "prompt g2" in run("show", postgres_url, 2).stdout
-
-
 def test_looking_changes_no_database(postgres_url):
     message = run("inspect", postgres_url, exit_code=2).stderr
     assert "holds no replay store" in message

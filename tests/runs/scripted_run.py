@@ -23,13 +23,15 @@ from forebay.engines.scripted import ScriptedEngine
 from forebay.judges.base import Judge
 from forebay.ledger import Ledger
 from forebay.produce import AgentLoopManager, AsyncProduceStrategyConfig, Prompt, Sampler, TaskRunner
-from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, SQLStorage, StalenessReplayPolicy
+from forebay.replay import ReplayBuffer, SQLStorage, StalenessReplayPolicy
+from forebay.replay.reuse import Reuse
 from forebay.runs.folder import list_checkpoints, prune_checkpoints, publish, step_of
 from forebay.types import SampleParams
 
 TASKS = {"a": 1.0, "b": 2.0}
 BATCH_SIZE, GROUP_SIZE, STEPS = 4, 2, 12
 NUM_PROMPTS = 400
+REUSE = Reuse(times=3, share=0.5, stale_threshold=5)
 STALE_FROM = 2
 """Train steps: ``max_staleness = 1`` with a sync after every step."""
 
@@ -156,11 +158,10 @@ class Run:
 
 
 def build_buffer(folder, store):
-    if store == "memory":
-        return AsyncReplayBufferConfig().build()
-    storage = SQLStorage(store)
-    storage.claim_now()
-    return ReplayBuffer(StalenessReplayPolicy(), storage)
+    storage = None if store == "memory" else SQLStorage(store)
+    if storage is not None:
+        storage.claim_now()
+    return ReplayBuffer(StalenessReplayPolicy(), storage, reuse=REUSE)
 
 
 def build_sampler(name, buffer):

@@ -179,17 +179,20 @@ def check_checkpoints(checkpoints):
         json.loads((path / "manager" / "manager.json").read_text())
 
 
-def check_books(folder, samplers, trained, steps, batch_size, store="memory"):
+def check_books(folder, samplers, used, steps, batch_size, store="memory"):
     """Every prompt up to the samplers' places is trained, dropped or live, once; the batches are whole.
 
-    `trained` is what the trainer says: group ids by train step.
+    `used` is what the trainer says: group ids by train step, with those that were used before.
     """
     checkpoint = list_checkpoints(folder)[-1]
     assert step_of(checkpoint) == steps
-    assert {step: len(groups) for step, groups in trained.items()} == dict.fromkeys(
+    assert {step: len(groups) for step, groups in used.items()} == dict.fromkeys(
         range(1, steps + 1), batch_size
     )
+    assert all(len(set(groups)) == batch_size for groups in used.values())
+    trained = first_uses(used)
     ledger = Ledger.read(folder / "ledger.jsonl")
+    assert ledger.balance({}).reused == batch_size * steps - sum(map(len, trained.values()))
     booked = [event["group"] for event in read_events(folder / "ledger.jsonl") if "group" in event]
     handed_out, live = [], asyncio.run(live_groups(checkpoint, store))
     for sampler in samplers:
@@ -215,6 +218,15 @@ def check_books(folder, samplers, trained, steps, batch_size, store="memory"):
     assert set(counts) <= set(handed_out)
     assert len(set(handed_out)) == len(handed_out)
     assert ledger.balance(Counter(group.split("/")[0] for group in live)).ok
+
+
+def first_uses(used):
+    """Of the groups by train step, those that no earlier step had."""
+    seen, first = set(), {}
+    for step in sorted(used):
+        first[step] = [group for group in used[step] if group not in seen]
+        seen.update(used[step])
+    return first
 
 
 async def first_groups(sampler):
@@ -309,14 +321,18 @@ def places():
 
 
 def check_scripted_run(folder, store):
-    trained = scripted_run.read_trained(list_checkpoints(folder)[-1])
-    ages = [age for groups in trained.values() for age in groups.values()]
-    assert all(0 <= age < scripted_run.STALE_FROM for age in ages)
+    used = scripted_run.read_trained(list_checkpoints(folder)[-1])
+    first = first_uses(used)
+    assert all(0 <= used[step][group] < scripted_run.STALE_FROM for step in first for group in first[step])
+    ages = [age for groups in used.values() for age in groups.values()]
+    assert scripted_run.STALE_FROM <= max(ages) < scripted_run.REUSE.stale_threshold
+    counts = Counter(group for groups in used.values() for group in groups)
+    assert max(counts.values()) == scripted_run.REUSE.times
     samplers = [
         scripted_run.build_sampler(name, AsyncReplayBufferConfig().build()) for name in scripted_run.TASKS
     ]
-    trained = {step: list(groups) for step, groups in trained.items()}
-    check_books(folder, samplers, trained, scripted_run.STEPS, scripted_run.BATCH_SIZE, store)
+    used = {step: list(groups) for step, groups in used.items()}
+    check_books(folder, samplers, used, scripted_run.STEPS, scripted_run.BATCH_SIZE, store)
 
 
 def kill_scripted_runs(nursery, make_store, tmp_path, min_kills, seed):

@@ -205,9 +205,6 @@ async def serve(
     max_clients: Annotated[
         int | None, typer.Option(min=1, help="Connections at a time (900); a further client is refused.")
     ] = None,
-    keep_consumed: Annotated[
-        bool, typer.Option("--keep-consumed", help="Keep consumed groups after their checkpoint.")
-    ] = False,
     snapshot: Annotated[
         Path | None, typer.Option(help="Resumed at the start, if there, and saved at the end (memory only).")
     ] = None,

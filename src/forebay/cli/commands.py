@@ -14,7 +14,6 @@
     forebay card  RUN_FOLDER                              the trained model and what is known of it
     forebay push  RUN_FOLDER [OWNER/NAME] [--public]      the same, to the hub
     forebay board [RUN ...] [--port 7331] [--export report.html]
-    forebay migrate PATH                                  a run folder or a database of version 0.1
     forebay keys [PATTERN]
     forebay init [NAME] [FOLDER]
 
@@ -34,7 +33,7 @@ import typer
 from rich.console import Console
 
 from forebay import __version__
-from forebay.cli import board, card, keys, ledger, migrate
+from forebay.cli import board, card, keys, ledger
 from forebay.cli import buffer as buffer_cli
 from forebay.cli import init as init_cli
 from forebay.cli import plan as plan_cli
@@ -134,7 +133,6 @@ app.command(name="ledger")(ledger.show_ledger)
 app.command(name="board")(board.board)
 app.command(name="card")(card.card)
 app.command(name="push")(card.push)
-app.command(name="migrate")(migrate.convert)
 app.command(name="plan")(plan_cli.plan)
 app.command(name="simulate")(simulate_cli.simulate_run)
 app.command(name="replay")(replay_cli.replay)

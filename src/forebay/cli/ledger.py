@@ -139,12 +139,22 @@ def balance_table(balance: Balance) -> Table:
             *(part.dropped.get(reason, 0) for reason in reasons),
             part.live,
             *(Text(number(wrong), "bold red" if wrong else "") for wrong in (part.difference, part.repeated)),
-            part.retried,
+            *(part.retried, part.reused),
             *([part.left] if balance.left else []),
         )
         for name, part in parts.items()
     ]
-    columns = ["task", "generated", "trained", *reasons, "live", "difference", "repeated", "retried"]
+    columns = [
+        "task",
+        "generated",
+        "trained",
+        *reasons,
+        "live",
+        "difference",
+        "repeated",
+        "retried",
+        "reused",
+    ]
     return table(*columns, *(["rollouts left"] if balance.left else []), rows=lines)
 
 

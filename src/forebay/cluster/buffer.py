@@ -117,7 +117,7 @@ def start_buffer(
         settings: `store` ("memory"; or the path of an SQLite file or the URL of a PostgreSQL database, which
             survive the actor's process), `policy` ("fifo", "staleness" or "prioritized"), `limit` (live
             groups at most, beyond which the oldest are evicted), `max_live` (live groups beyond which puts
-            wait), `keep_consumed` (see `ReplayBuffer`).
+            wait).
 
     Raises:
         ValueError: there is an actor of that name, or the options contradict each other.

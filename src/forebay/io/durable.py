@@ -161,8 +161,7 @@ def _read_list(path: Path) -> dict[str, list[int]]:
         data = path.read_bytes()
     except FileNotFoundError:
         raise DamagedError(
-            f"{str(path)!r} is missing: the folder is damaged, or of version 0.1, which wrote no checksums "
-            f"(forebay migrate RUN_FOLDER writes them)"
+            f"{str(path)!r} is missing: the folder is damaged, or of version 0.1 (begin a new run)"
         ) from None
     except OSError as error:
         raise DamagedError(f"{str(path)!r} cannot be read: {error.strerror}") from None

@@ -2,7 +2,7 @@
 
 ::
 
-    admitted --> produced --> live --> trained (train step)
+    admitted --> produced --> live --> trained (train step) <-- reused (by later train steps)
                                ^  \\--> dropped (reason)
                                '------- requeued (brought back: restored, or to be generated again)
 
@@ -110,10 +110,10 @@ class Ledger:
         """Enter an event of a group.
 
         ``admitted`` (taken up for the first time), ``produced`` (generated and stored), ``retried`` (taken up
-        again), ``left`` (one of its rollouts has left it), ``trained``, ``dropped`` (with a reason) or
-        ``requeued``. Of a production, `num_tokens` counts the response tokens of all rollouts that were
-        generated, `latency_s` the seconds it took, `score` is the mean score. `details` are further JSON
-        values; they go into the file only.
+        again), ``left`` (one of its rollouts has left it), ``trained``, ``reused`` (trained on once more),
+        ``unused`` (that step did not happen), ``dropped`` (with a reason) or ``requeued``. Of a production,
+        `num_tokens` counts the response tokens of all rollouts that were generated, `latency_s` the seconds
+        it took, `score` is the mean score. `details` are further JSON values; they go into the file only.
 
         Raises:
             ValueError: another event, no group id, ``dropped`` without a reason, or a number too large.
@@ -188,13 +188,14 @@ class Ledger:
                 dropped={reason: number for (place, _, reason), number in places.items() if place == DROPPED},
                 live=live.get(task, 0),
                 repeated=groups.num_repeated,
-                retried=groups.num_retries,
-                left=groups.num_left,
+                retried=groups.totals["num_retries"],
+                left=groups.totals["num_left"],
+                reused=groups.totals["num_reused"],
             )
         dropped: Counter[str] = Counter()
         for part in tasks.values():
             dropped.update(part.dropped)
-        counted = ("generated", "trained", "live", "repeated", "retried", "left")
+        counted = ("generated", "trained", "live", "repeated", "retried", "left", "reused")
         sums = {name: sum(getattr(part, name) for part in tasks.values()) for name in counted}
         return Balance(**sums, dropped=dict(dropped), lost_events=self.lost_events, by_task=tasks)
 
@@ -333,6 +334,8 @@ class Balance:
     """Events that are missing in the ledger's file; what they said of their groups is not in the numbers."""
     left: int = 0
     """Rollouts that failed and left their group, which went on without them."""
+    reused: int = 0
+    """How often groups were trained on again; each counts once in `trained`, whatever its uses."""
     by_task: dict[str, Balance] = field(default_factory=dict)
 
     @property

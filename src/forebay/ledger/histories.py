@@ -33,9 +33,10 @@ REQUEUED = "requeued"
 TRAINED = "trained"
 DROPPED = "dropped"
 LEFT = "left"
+REUSED, UNUSED = "reused", "unused"
 LIVE = "live"
 
-EVENTS = (ADMITTED, PRODUCED, RETRIED, REQUEUED, LEFT, TRAINED, DROPPED)
+EVENTS = (ADMITTED, PRODUCED, RETRIED, REQUEUED, LEFT, TRAINED, REUSED, UNUSED, DROPPED)
 
 _PLACES = (ADMITTED, LIVE, TRAINED)
 """The places with a code of their own; a group dropped for the i-th reason has the code 3 + i."""
@@ -45,6 +46,7 @@ _COLUMNS: Mapping[str, tuple[str, float]] = {
     "train_step": ("i", -1),
     "num_retries": ("H", 0),
     "num_left": ("H", 0),
+    "num_reused": ("H", 0),
     "first_s": ("d", math.nan),
     "last_s": ("d", math.nan),
     "num_tokens": ("i", -1),
@@ -74,8 +76,8 @@ class Histories:
         # Not one table of numpy's: a number of an array is read and set in half the time.
         self._columns: dict[str, array[Any]] = {name: array(code) for name, (code, _) in _COLUMNS.items()}
         self.counts: Counter[str] = Counter()
-        self.num_retries = 0
-        self.num_left = 0
+        self.totals: Counter[str] = Counter()
+        """Sums of the columns that count events."""
         self.num_repeated = 0
         """Groups produced or trained again after a training that was not taken back."""
 
@@ -104,12 +106,10 @@ class Histories:
             columns["first_s"][row] = event["time_s"]
         columns["last_s"][row] = event["time_s"]
         name = event["event"]
-        if name == RETRIED:
-            self.num_retries += 1
-            columns["num_retries"][row] = min(columns["num_retries"][row] + 1, _MAX_SMALL)
-        if name == LEFT:
-            self.num_left += 1
-            columns["num_left"][row] = min(columns["num_left"][row] + 1, _MAX_SMALL)
+        if name in _COUNTED:
+            counted, change = _COUNTED[name]
+            self.totals[counted] += change
+            columns[counted][row] = min(max(columns[counted][row] + change, 0), _MAX_SMALL)
         for counted in ("train_step", "num_tokens"):
             if (number := event.get(counted)) is not None:
                 columns[counted][row] = number
@@ -167,8 +167,9 @@ class Histories:
         histories = cls()
         histories._rows = {group_id: row for row, group_id in enumerate(state["groups"])}
         histories._reasons = list(state["reasons"])
-        # Version 0.1 did not count rollouts that left: none could.
-        stored = {"num_left": base64.b64encode(bytes(2 * len(histories))), **state["columns"]}
+        # Earlier versions did not count what they did not know.
+        none = base64.b64encode(bytes(2 * len(histories)))
+        stored = {"num_left": none, "num_reused": none, **state["columns"]}
         for name in _COLUMNS:
             column = np.frombuffer(base64.b64decode(stored[name]), _little(name))
             if (found := len(column)) != len(histories):
@@ -177,8 +178,8 @@ class Histories:
         codes, counts = np.unique(histories.column("place"), return_counts=True)
         places = [histories._name(code) for code in codes.tolist()]
         histories.counts = Counter(dict(zip(places, counts.tolist(), strict=True)))
-        histories.num_retries = int(histories.column("num_retries").sum())
-        histories.num_left = int(histories.column("num_left").sum())
+        for name, _ in _COUNTED.values():
+            histories.totals[name] = int(histories.column(name).sum())
         return histories
 
     def _name(self, code: int) -> str:
@@ -216,6 +217,8 @@ class GroupLife:
     """How often it was taken up again to be generated anew or continued."""
     num_left: int
     """Rollouts that failed and left the group, which went on without them."""
+    num_reused: int
+    """Train steps that used it again after the one that consumed it."""
     first_s: float
     """Time of its first event, seconds since the epoch."""
     last_s: float
@@ -239,9 +242,9 @@ def _place_after(event: str, reason: str | None, before: str | None) -> str:
         return f"{DROPPED}:{reason}"
     if event == TRAINED:
         return TRAINED
-    if event in (ADMITTED, RETRIED, LEFT):
-        # Being taken up, or going on with fewer rollouts, changes nothing for a group that has a place: its
-        # outcome is told later.
+    if event in (ADMITTED, RETRIED, LEFT, REUSED, UNUSED):
+        # Being taken up, used again, or going on with fewer rollouts, changes nothing for a group that has a
+        # place: its outcome is told apart.
         return before or (ADMITTED if event == ADMITTED else LIVE)
     return LIVE
 
@@ -250,6 +253,14 @@ def _little(name: str) -> np.dtype[Any]:
     """The type of a column in a state: of the same bytes on every machine."""
     return np.dtype(_COLUMNS[name][0]).newbyteorder("<")
 
+
+_COUNTED = {
+    RETRIED: ("num_retries", 1),
+    LEFT: ("num_left", 1),
+    REUSED: ("num_reused", 1),
+    UNUSED: ("num_reused", -1),
+}
+"""The column that an event changes, and by how much."""
 
 _MAX_SMALL = 2**16 - 1
 """The largest number in the columns of retries and of rollouts that left; larger ones show this number."""

@@ -11,7 +11,8 @@
                                                                newer ones exist: synchronize
                                                                none do: ProductionError
 
-    take (ARCHIVED) --undo--> restore, ledger: requeued
+    take (ARCHIVED) --undo--> restore, ledger: requeued; unused
+      '--> with reuse: past groups fill the share that is theirs, and the places of new ones without a signal
       '--> FILTERED, FAILED, SKIPPED, and EXPIRED without a tail batch: out of the buffer, ledger: dropped
 
 It starts no production; `forebay.produce.background` does.
@@ -23,6 +24,7 @@ import asyncio
 import contextlib
 import logging
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -48,13 +50,6 @@ from forebay.types import (
 logger = logging.getLogger(__name__)
 
 GroupsByTask = dict[str, list[list[RolloutState]]]
-
-START_GRACE_S = 10.0
-"""Time for the task of a producer to start, or for something else to fill the buffer in its place."""
-HUNGRY_BATCHES = 20
-"""Batches in a row without a group of the task: with fewer, small weights take their turns."""
-HELD_UP_S = 60.0
-"""How long a batch waits for some tasks while others are ready, before a warning; then twice as long."""
 
 
 @dataclass(eq=False)
@@ -85,6 +80,9 @@ class Batches:
         self._num_hungry = dict.fromkeys(self.runners, 0)
         self._consumed: dict[int, dict[str, int]] = {}
         """Groups of each task in the latest batch of the separate run, by its train step."""
+        self._past: set[tuple[str, str | int]] = set()
+        self._replaced: GroupsByTask = {}
+        """Of the latest batch: the groups that were used again, and those that gave their places to some."""
         self.on_drop: Callable[[Sequence[RolloutState], str, str], None] | None = None
         """Told of every group that is dropped, its task and the reason; for displays, never for decisions."""
         self._on_evict, self.buffer.on_evict = self.buffer.on_evict, self._enter_eviction
@@ -97,6 +95,13 @@ class Batches:
         )
         for name, count in expired.items():
             self.runners[name].produce_strategy.num_expired += count
+
+    async def fresh_sizes(self, sizes: Mapping[str, int], train_step: int) -> dict[str, int]:
+        """Of a batch of these sizes, the groups of each task that have to be new."""
+        if (reuse := self.buffer.reuse) is None:
+            return dict(sizes)
+        usable = await self.buffer.count_usable(sizes, train_step)
+        return {n: size - min(math.floor(size * reuse.share), usable[n]) for n, size in sizes.items()}
 
     async def wait_for(self, sizes: Mapping[str, int], train_step: int) -> bool:
         """True once the buffer has the batch; False if only newer weights, which exist, can help.
@@ -221,22 +226,25 @@ class Batches:
     async def _take(
         self, sizes: dict[str, int], train_step: int, done: ColocatedRound | None
     ) -> ProduceBatchResult | None:
-        groups_by_task = await self._take_whole(sizes, train_step)
+        groups_by_task = await self._take_whole(await self.fresh_sizes(sizes, train_step), train_step)
         if groups_by_task is None:
             return None
         self._count_shares(sizes, train_step)
         if done is None:
-            # Before anything is awaited: the producer must not take consumed groups for missing ones.
-            counts = {name: len(groups) for name, groups in groups_by_task.items()}
-            self.progress.mark_consumed(counts)
+            # Before anything is awaited: the producer must not take consumed groups for missing ones. Past
+            # groups fill places, too.
+            self.progress.mark_consumed(sizes)
             self.progress.finish_consume(train_step)
-            self._consumed = {train_step: counts}
+            self._consumed = {train_step: sizes}
+        uses = await self._use_past(groups_by_task, sizes, train_step)
         # Counted before they are dropped: the result tells how many groups ended badly.
         leftovers = await self._drop_terminal(train_step)
         progress = self.progress if done is None else done.progress
         pauses_s = self.producer.consume_pauses() if done is None else done.pauses_s
         results = {
-            name: TaskResult(rollout_states=groups_by_task.get(name, []), leftovers=leftovers[name])
+            name: TaskResult(
+                rollout_states=groups_by_task.get(name, []), leftovers=leftovers[name], reuse=uses[name]
+            )
             for name in self.runners
         }
         for name, result in results.items():
@@ -268,7 +276,7 @@ class Batches:
                 else:
                     dropped = await self.buffer.get(number, name, status)
                 for group in dropped:
-                    self._record_drop(group, name, status)
+                    self._record_drop(group, name, status.value)
         return leftovers
 
     async def report_expired(self, sizes: dict[str, int]) -> ProduceBatchResult:
@@ -285,7 +293,7 @@ class Batches:
         return summarize(results, sizes)
 
     async def _take_whole(self, sizes: Mapping[str, int], train_step: int) -> GroupsByTask | None:
-        """The groups of a batch, entered as trained; None if it is not whole."""
+        """The new groups of a batch; None if it is not whole."""
         # Asked first, because a batch that is taken and restored costs much more.
         if not await self.buffer.is_ready(sizes):
             return None
@@ -301,10 +309,35 @@ class Batches:
             return None
         if await self._drop_untrainable(groups_by_task, train_step):
             return await self._take_whole(sizes, train_step)
+        return groups_by_task
+
+    async def _use_past(
+        self, groups_by_task: GroupsByTask, sizes: Mapping[str, int], train_step: int
+    ) -> Mapping[str, Counter[str]]:
+        """Complete a batch of new groups by past ones, and enter all of it; counts as `TaskResult.reuse`."""
+        missing = {name: sizes[name] - len(groups) for name, groups in groups_by_task.items()}
+        past: GroupsByTask = {}
+        dull: GroupsByTask = {name: [] for name in groups_by_task}
+        if (reuse := self.buffer.reuse) is not None:
+            dull = {n: [g for g in groups if not reuse.rank(g)] for n, groups in groups_by_task.items()}
+            wanted = {name: missing[name] + len(groups) for name, groups in dull.items()}
+            past = await self.buffer.use_again(wanted, train_step)
+        self._past, self._replaced, uses = set(), {}, defaultdict[str, Counter[str]](Counter)
         for name, groups in groups_by_task.items():
+            again = past.get(name, [])
+            replaced = self._replaced[name] = dull[name][: max(0, len(again) - missing[name])]
+            groups[:] = [group for group in groups if not any(group is other for other in replaced)]
             for group in groups:
                 self.ledger.record(name_group(group), name, "trained", train_step=train_step)
-        return groups_by_task
+            for group in replaced:
+                self._record_drop(group, name, NO_SIGNAL)
+            for group in again:
+                self.ledger.record(name_group(group), name, "reused", train_step=train_step)
+                self._past.add((name, name_group(group)))
+            groups += again
+            staleness = sum(max(state.seq_staleness for state in group) for group in again)
+            uses[name].update(past_groups=len(again), past_staleness=staleness, replaced_groups=len(replaced))
+        return uses
 
     def _are_fresh(self, groups_by_task: GroupsByTask, train_step: int) -> bool:
         """Whether no group of these is too stale at `train_step`; rollouts get their staleness then."""
@@ -343,7 +376,7 @@ class Batches:
                     continue
                 if is_completed:
                     fail_group(group, f"the trainer needs {rules.needed_members} rollouts of each group")
-                self._record_drop(group, name, Status.FAILED)
+                self._record_drop(group, name, Status.FAILED.value)
                 self.num_untrainable += 1
         return True
 
@@ -357,7 +390,11 @@ class Batches:
         for group in groups:
             task_name = group[0].task_name
             assert task_name is not None, f"group {group[0].group_id!r} names no task"
-            self.ledger.record(name_group(group), task_name, "requeued")
+            is_past = (task_name, name_group(group)) in self._past
+            self.ledger.record(name_group(group), task_name, "unused" if is_past else "requeued")
+        for task_name, replaced in self._replaced.items():
+            for group in replaced:
+                self.ledger.record(name_group(group), task_name, "requeued")
         if (counts := self._consumed.pop(train_step, None)) is not None:
             self.progress.mark_consumed({name: -count for name, count in counts.items()})
             self.progress.begin_consume(train_step)
@@ -385,10 +422,10 @@ class Batches:
                     f"step {train_step} is shared as {dict(sizes)}: raise its weight or the batch size"
                 )
 
-    def _record_drop(self, group: Sequence[RolloutState], task_name: str, status: Status) -> None:
-        self.ledger.record(name_group(group), task_name, "dropped", reason=status.value, **why_failed(group))
+    def _record_drop(self, group: Sequence[RolloutState], task_name: str, reason: str) -> None:
+        self.ledger.record(name_group(group), task_name, "dropped", reason=reason, **why_failed(group))
         if self.on_drop is not None:
-            self.on_drop(group, task_name, status.value)
+            self.on_drop(group, task_name, reason)
 
     def _enter_eviction(self, evicted: StorageItem) -> None:
         self.ledger.record(name_group(evicted.item), evicted.task_name, "dropped", reason="evicted")
@@ -412,6 +449,14 @@ class ProductionStopped(ProductionError):
     """Production was shut down: there will be no further batch."""
 
 
+START_GRACE_S = 10.0
+"""Time for the task of a producer to start, or for something else to fill the buffer in its place."""
+HUNGRY_BATCHES = 20
+"""Batches in a row without a group of the task: with fewer, small weights take their turns."""
+HELD_UP_S = 60.0
+"""How long a batch waits for some tasks while others are ready, before a warning; then twice as long."""
+NO_SIGNAL = "no_signal"
+"""Why a group is dropped whose scores do not differ, and whose place a past group has."""
 _TERMINAL = (Status.FILTERED, Status.FAILED, Status.SKIPPED)
 """Groups that will never be trained or retried."""
 _NEVER_STALE = 2**31 - 1

@@ -24,7 +24,7 @@ import copy
 import json
 import logging
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from fractions import Fraction
@@ -102,27 +102,18 @@ class AgentLoopManager:
             controller=rollout_controller,
         )
         ledger = Ledger() if ledger is None else ledger
-        self._batches = Batches(
+        self.batches = Batches(
             self._runners, replay_buffer, ledger, self._background, self.progress, rules, keeps_dropped
         )
 
     @property
     def ledger(self) -> Ledger:
         """The books of every group."""
-        return self._batches.ledger
+        return self.batches.ledger
 
     @ledger.setter
     def ledger(self, ledger: Ledger) -> None:
-        self._batches.ledger = ledger
-
-    @property
-    def on_drop(self) -> Callable[[Sequence[RolloutState], str, str], None] | None:
-        """Told of every group that is dropped, its task and the reason; for displays, never for decisions."""
-        return self._batches.on_drop
-
-    @on_drop.setter
-    def on_drop(self, on_drop: Callable[[Sequence[RolloutState], str, str], None] | None) -> None:
-        self._batches.on_drop = on_drop
+        self.batches.ledger = ledger
 
     @property
     def task_names(self) -> list[str]:
@@ -156,7 +147,7 @@ class AgentLoopManager:
 
     async def count_live(self) -> dict[str, int]:
         """Groups of each task in the buffer and in flight, as `ledger.balance` takes them."""
-        return await self._batches.count_live()
+        return await self.batches.count_live()
 
     # -- Colocated
 
@@ -167,15 +158,16 @@ class AgentLoopManager:
             ValueError: `batch_size` is less than 1, or an overridden `get_task_batch_sizes` gives no split.
             ProductionError: production cannot go on, or a task came back short; nothing was taken then.
         """
-        clock, batches = asyncio.get_running_loop().time, self._batches
+        clock, batches = asyncio.get_running_loop().time, self.batches
         started_s = clock()
         sizes = self._split(batch_size, train_step)
-        progress = ProduceProgress.build_local(self.task_names, sizes, train_step)
         # Leftovers may have grown too old: they would be counted now and expire when they are taken.
         await batches.age(train_step)
+        new = await batches.fresh_sizes(sizes, train_step)
+        progress = ProduceProgress.build_local(self.task_names, new, train_step)
         while True:
             num_untrainable = batches.num_untrainable
-            done = await self._produce_colocated(sizes, train_step, model_step, progress)
+            done = await self._produce_colocated(new, train_step, model_step, progress)
             await batches.age(train_step)
             progress.add_produce_time(clock() - started_s)
             started_s = clock()
@@ -240,14 +232,15 @@ class AgentLoopManager:
         sizes = self._split(batch_size, train_step)
         # From here on, groups are stored for this step, and too old ones are not counted as ready.
         self.progress.begin_consume(train_step)
-        await self._batches.age(train_step)
+        await self.batches.age(train_step)
         while True:
             with self.activities.span(WAIT_BATCH, f"the batch of train step {train_step}"):
                 async with self._watched():
-                    is_ready = await self._batches.wait_for(sizes, train_step)
+                    new = await self.batches.fresh_sizes(sizes, train_step)
+                    is_ready = await self.batches.wait_for(new, train_step)
             if not is_ready:
-                return await self._batches.report_expired(sizes)
-            result = await self._batches.take(sizes, train_step)
+                return await self.batches.report_expired(sizes)
+            result = await self.batches.take(sizes, train_step)
             if result is not None:
                 return result
 
@@ -277,7 +270,7 @@ class AgentLoopManager:
 
     async def give_back(self, groups: Sequence[Sequence[RolloutState]], train_step: int) -> None:
         """Undo `get_batch` or `produce_batch` of `train_step`: its groups are live again."""
-        await self._batches.give_back(groups, train_step)
+        await self.batches.give_back(groups, train_step)
 
     # -- Both
 
@@ -299,7 +292,7 @@ class AgentLoopManager:
             ledger=self.ledger,
             on_group=self._note_group,
             activities=self.activities,
-            rules=self._batches.rules,
+            rules=self.batches.rules,
         )
 
     def _note_group(self, task_name: str, group: Sequence[RolloutState]) -> None:
@@ -357,7 +350,7 @@ class AgentLoopManager:
         write_groups = None
         async with AsyncExitStack() as opened:
             if with_groups or (with_groups is None and not self.replay_buffer.storage.is_durable):
-                moment = self.replay_buffer.moment(live_only=train_step is not None)
+                moment = self.replay_buffer.moment(train_step=train_step)
                 write_groups = await opened.enter_async_context(moment)
             # Nothing is awaited from here on: the parts are of the same moment.
             state = {

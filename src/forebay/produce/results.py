@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,10 +36,15 @@ class TaskResult:
     """Over all completed rollouts, before filtering."""
     raw_rewards_count: int = 0
 
+    reuse: Counter[str] = field(default_factory=Counter)
+    """``past_groups``: groups that were trained on before, the last of the task's; ``past_staleness``: of
+    them together; ``replaced_groups``: new ones without a signal, whose places past ones have."""
+
     def __post_init__(self) -> None:
         # Read now: a group that is given back or trained may lose its extra fields.
         if not self.group_gen_times_s:
-            times = (group[0].extra_fields.get(GROUP_GENERATE_TIME_KEY) for group in self.rollout_states)
+            new = self.rollout_states[: len(self.rollout_states) - self.reuse["past_groups"]]
+            times = (group[0].extra_fields.get(GROUP_GENERATE_TIME_KEY) for group in new)
             self.group_gen_times_s = [time for time in times if time is not None]
 
     @property
@@ -103,6 +109,8 @@ def summarize(results: dict[str, TaskResult], task_batch_sizes: dict[str, int]) 
         produced_tokens=sum(part.produced_tokens for part in parts),
         raw_rewards_sum=sum(part.raw_rewards_sum for part in parts),
         raw_rewards_count=sum(part.raw_rewards_count for part in parts),
+        group_gen_times_s=[time_s for part in parts for time_s in part.group_gen_times_s],
+        reuse=sum((part.reuse for part in parts), Counter()),
         task_batch_sizes=task_batch_sizes,
         task_results=results,
     )
@@ -121,5 +129,7 @@ def _metrics(result: TaskResult, prefix: str) -> dict[str, float]:
     }
     states = [state for group in result.rollout_states for state in group]
     values |= mean_counts(states) | mean_parts(state.reward for state in states)
+    if num_past := result.reuse["past_groups"]:
+        values |= {**result.reuse, "past_staleness": result.reuse["past_staleness"] / num_past}
     values.update({f"left_{s.value}": float(n) for s, n in result.leftovers.items() if n})
     return {f"{prefix}/{key}": value for key, value in values.items()}

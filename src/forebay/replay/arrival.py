@@ -13,7 +13,7 @@ import asyncio
 import marshal
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Annotated, TypedDict
+from typing import Annotated, Any, TypedDict
 
 import msgspec
 import numpy as np
@@ -66,18 +66,10 @@ class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             TypeError: there is no such keyword.
             ValueError: the threshold is not positive, or a tag or the priority cannot be stored.
         """
-        if unknown := sorted(set(keywords).difference(cls.__struct_fields__)):
-            known = ", ".join(cls.__struct_fields__)
-            raise TypeError(f"a put has no keyword {unknown[0]!r}; it has {known}")
-        threshold = keywords.get("stale_threshold")
-        check_threshold(task_name, threshold)
-        return cls(
-            keywords.get("model_step"),
-            keywords.get("current_train_step"),
-            threshold,
-            check_tags(keywords.get("tags")),
-            check_priority(keywords.get("priority")),
-        )
+        check_threshold(task_name, keywords.get("stale_threshold"))
+        tags, priority = check_tags(keywords.get("tags")), check_priority(keywords.get("priority"))
+        given: dict[str, Any] = {**keywords, "tags": tags, "priority": priority}
+        return cls(**given)
 
 
 class PutKeywords(TypedDict, total=False):

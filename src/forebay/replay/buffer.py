@@ -5,8 +5,9 @@
     producer --put--> label tokens, age, expire --> store  <--refresh_staleness (expires what got too old)
                                                       |
     sampler  <--get (ABORTED, EXPIRED: removed)-------+
-    trainer  <--take_batch(train_step=i)--------------+--> ARCHIVED --commit(S), i <= S--> gone (or kept)
-                                                      ^------------- restore(S), i > S -----'
+    trainer  <--take_batch(train_step=i)--------------+--> ARCHIVED --commit(S), i <= S--> gone
+                                                      ^             |  '--use_again: trained once more
+                                                      '---- restore(S), i > S
 
 It composes a store (rows and payloads), a policy (which are next) and the snapshot format. It does not
 generate, judge or train, and it starts no task: everything happens inside the calls.
@@ -19,11 +20,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
 from forebay.aio.changed import Changes
 from forebay.aio.gate import SharedLock
 from forebay.aio.tasks import run_to_the_end
+from forebay.replay import saving
 from forebay.replay.arrival import (
     CAN_EXPIRE,
     LABEL_AT_ONCE,
@@ -37,6 +39,7 @@ from forebay.replay.arrival import (
 from forebay.replay.format.packed import GroupCodec, hand_out
 from forebay.replay.policies import ReplayPolicy
 from forebay.replay.query import QueryLike, StorageIndices
+from forebay.replay.reuse import Reuse, superfluous
 from forebay.replay.stores.archiving import ArchivingStorage, taking
 from forebay.replay.stores.contract import StorageBackend, StorageItem, TagValue
 from forebay.replay.stores.errors import StepPassed
@@ -46,8 +49,6 @@ from forebay.types import RolloutState, Status
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-    from forebay.replay.format.snapshot import Snapshot
 
 
 class ReplayBuffer:
@@ -67,9 +68,9 @@ class ReplayBuffer:
     `save`, are copies, because the originals stay as they were (arrays are shared: replace them, do not write
     into them).
 
-    Many groups. A full collection of Python's garbage collector stops everything for a quarter of a second
-    for 100,000 rollouts in memory. A process that keeps that many calls ``gc.collect()`` and ``gc.freeze()``
-    once its buffer is filled or resumed; frozen objects are still freed with their last reference.
+    Many groups. A full collection of Python's garbage stops everything for a quarter of a second for 100,000
+    rollouts in memory. A process that keeps that many calls ``gc.collect()`` and ``gc.freeze()`` once its
+    buffer is filled or resumed; frozen objects are still freed with their last reference.
 
     >>> async def example():
     ...     buffer = ReplayBuffer(ReplayPolicy())
@@ -88,7 +89,7 @@ class ReplayBuffer:
         storage_backend: StorageBackend | None = None,
         *,
         limit: int | None = None,
-        keep_consumed: bool = False,
+        reuse: Reuse | None = None,
         on_evict: Callable[[StorageItem], None] | None = None,
     ) -> None:
         if limit is not None and limit < 1:
@@ -96,7 +97,7 @@ class ReplayBuffer:
         self.policy = policy
         self.storage: StorageBackend = IndexedStorage() if storage_backend is None else storage_backend
         self.limit = limit
-        self.keep_consumed = keep_consumed
+        self.reuse = reuse
         self.on_evict = on_evict
         self.storage.use_codec(GroupCodec())
         # Puts do not exclude each other: a store on disk writes those that wait at the same time together.
@@ -174,6 +175,8 @@ class ReplayBuffer:
             while True:
                 row_of = partial(arrived_row, task_name=task_name, seen_step=step, how=how)
                 rows = await map_in_turns(row_of, listed, STORE_AT_ONCE)
+                if self.reuse is not None:
+                    self.reuse.weigh(rows)
                 try:
                     await self.policy.put_many(rows, self.storage, receipt=receipt, **aged_at)
                     evicted = [] if self.limit is None else await self.storage.evict(self.limit)
@@ -267,19 +270,35 @@ class ReplayBuffer:
     async def commit(self, train_step: int) -> None:
         """A checkpoint at `train_step` is safe: forget what was consumed up to it.
 
-        With `keep_consumed` it stays ARCHIVED for look-ups.
+        With `reuse`, what a later step may use again stays.
         """
-        if self.keep_consumed:
-            return
-        query = {"status": Status.ARCHIVED, "train_step": {"$lte": train_step}}
         async with self._lock.alone():
             with self._changes.noted_if_cut_short():
-                num_forgotten = await forget(self.storage, query)
+                num_forgotten = await forget(self.storage, superfluous(self.reuse, train_step))
             if num_forgotten:
                 self._changes.note()
 
+    async def count_usable(self, task_names: Iterable[str], train_step: int) -> dict[str, int]:
+        """The past groups of each task that `use_again` may hand out for `train_step`; {} without `reuse`."""
+        reuse = self.reuse
+        queries = {} if reuse is None else {task: reuse.usable(task, train_step) for task in task_names}
+        async with self._looking():
+            numbers = await self.storage.count_many(list(queries.values()))
+        return dict(zip(queries, numbers, strict=True))
+
+    async def use_again(self, task_sizes: Mapping[str, int], train_step: int) -> dict[str, list[Group]]:
+        """Copies of up to so many groups of each task that earlier steps consumed, to be trained on again.
+
+        The groups stay ARCHIVED. By the rules of `reuse` none is used by more steps than it says, by one step
+        twice, or by one for which it is too stale; {} without `reuse`.
+        """
+        async with self._lock.alone():
+            return {} if self.reuse is None else await self.reuse.use(self.storage, task_sizes, train_step)
+
     async def restore(self, train_step: int) -> None:
         """Go back to the checkpoint at `train_step`: what was consumed after it is live again.
+
+        Uses of past groups after it are undone.
 
         The groups have the status, the place in the order and the content that they were taken with. They
         may exceed `limit`; nothing is evicted before the next `put`. The next train step that is named for a
@@ -288,6 +307,9 @@ class ReplayBuffer:
         query = {"status": Status.ARCHIVED, "train_step": {"$gt": train_step}}
         async with self._lock.alone():
             with self._changes.noted_if_cut_short():
+                # First: what is live again was not used.
+                if self.reuse is not None:
+                    await self.reuse.undo(self.storage, train_step)
                 num_revived = await revive(self.storage, query)
                 await self.storage.let_train_steps_fall()
             if num_revived:
@@ -367,17 +389,23 @@ class ReplayBuffer:
             await write(Path(path))
 
     @asynccontextmanager
-    async def moment(self, *, live_only: bool = False) -> AsyncIterator[Callable[[Path], Awaitable[None]]]:
-        """A block in which the content of its beginning can be written, or the live groups of it."""
+    async def moment(
+        self, *, train_step: int | None = None
+    ) -> AsyncIterator[Callable[[Path], Awaitable[None]]]:
+        """A block in which the content of its beginning can be written.
+
+        With a `train_step` without what a `commit` of that step would forget.
+        """
         opened = ExitStack()
         async with self._save_lock, AsyncExitStack() as stack:
             stack.push_async_callback(run_to_the_end, opened.close)
             async with self._lock.alone():
-                content = await run_to_the_end(self._open_content, opened, live_only)
+                over = None if train_step is None else superfluous(self.reuse, train_step)
+                content = await run_to_the_end(saving.content_of, self.storage, self.policy, opened, over)
                 self._num_saving += 1
             try:
                 # A store on disk is read while this goes on, as it was under the lock, a few groups at once.
-                yield lambda path: run_to_the_end(_write, path, content)
+                yield lambda path: run_to_the_end(saving.write, path, content)
             finally:
                 self._num_saving -= 1
 
@@ -390,14 +418,14 @@ class ReplayBuffer:
         The buffer is then as it was.
         """
         await asyncio.to_thread(self._require_empty)
-        snapshot = await asyncio.to_thread(_read, Path(path), type(self.policy).__name__)
+        snapshot = await asyncio.to_thread(saving.read, Path(path), self.policy)
         async with self._lock.alone():
             await asyncio.to_thread(self._require_empty)
             policy_state = self.policy.state_dict()
             self.policy.load_state_dict(snapshot.policy_state)
             try:
                 # In a thread, because a store indexes what it loads; the lock keeps every other call out.
-                await run_to_the_end(self._load, snapshot)
+                await run_to_the_end(saving.load, self.storage, snapshot)
             except Exception:
                 self.policy.load_state_dict(policy_state)
                 raise
@@ -421,22 +449,6 @@ class ReplayBuffer:
         # With a limit a put is two calls; a policy of its own may ask several questions.
         is_one = self.limit is None and type(self.policy).count is ReplayPolicy.count
         return self._lock.shared() if is_one else self._lock.alone()
-
-    def _open_content(self, opened: ExitStack, live_only: bool) -> dict[str, Any]:
-        """The fields of a `Snapshot`, to be read until `opened` is closed."""
-        state = opened.enter_context(self.storage.reading_state())
-        if live_only:
-            state = {**state, "items": (item for item in state["items"] if not item.is_archived)}
-        return {
-            "storage": state,
-            "num_evicted": dict(self.storage.num_evicted),
-            "policy": type(self.policy).__name__,
-            "policy_state": self.policy.state_dict(),
-        }
-
-    def _load(self, snapshot: Snapshot) -> None:
-        self.storage.load_state_dict(snapshot.storage)
-        self.storage.num_evicted = dict(snapshot.num_evicted)
 
     def _require_empty(self) -> None:
         if len(self):
@@ -468,7 +480,7 @@ class ReplayBuffer:
         present: Present[Presented] | None = None,
     ) -> list[Presented]:
         query = StorageIndices(task_name, group_status, tags).get_key()
-        groups = await self.policy.get(count, query, view)
+        groups = await self.policy.get(count, query, cast(StorageBackend, view))
         seen_step = await self.storage.get_train_step(task_name)
         copy = still_held or self._num_saving > 0
         show: Callable[..., Any] = present or hand_out
@@ -485,16 +497,3 @@ STORE_AT_ONCE = 256
 """Groups of one call that are aged between two turns of the event loop; it takes about 10 ms."""
 COPY_AT_ONCE = 128
 """Groups handed out between two turns of the event loop: copying them takes about 15 ms."""
-
-
-# In threads, where Arrow is loaded, too: its first import takes longer than the event loop may stand still.
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    from forebay.replay.format.snapshot import Snapshot, write_snapshot
-
-    write_snapshot(path, Snapshot(**content))
-
-
-def _read(path: Path, policy: str) -> Snapshot:
-    from forebay.replay.format.snapshot import read_snapshot
-
-    return read_snapshot(path, policy=policy)

@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 from forebay.config import StrictModel
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.policies import FIFOReplayPolicy, ReplayPolicy, StalenessReplayPolicy
+from forebay.replay.reuse import ReuseConfig
 from forebay.replay.stores.contract import StorageBackend
 
 
@@ -26,14 +27,14 @@ class BufferConfig(BaseModel):
 
     limit: int | None = Field(default=None, ge=1)
     """Live groups at most; the groups that arrived first are evicted and counted. None: no limit."""
-    keep_consumed: bool = False
-    """Keep consumed groups, ARCHIVED, after the checkpoint that makes them safe to forget."""
+    reuse: ReuseConfig = ReuseConfig()
 
-    def build(self, storage_backend: StorageBackend | None = None) -> ReplayBuffer:
+    def build(
+        self, storage_backend: StorageBackend | None = None, *, sync_weights_interval: int = 1
+    ) -> ReplayBuffer:
         """The buffer; in memory unless there is a store."""
-        return ReplayBuffer(
-            self.policy(), storage_backend, limit=self.limit, keep_consumed=self.keep_consumed
-        )
+        reuse = self.reuse.build(sync_weights_interval)
+        return ReplayBuffer(self.policy(), storage_backend, limit=self.limit, reuse=reuse)
 
 
 class SyncReplayBufferConfig(BufferConfig):

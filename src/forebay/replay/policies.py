@@ -13,7 +13,7 @@ the buffer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -33,9 +33,8 @@ class ReplayPolicy:
     """As `StorageBackend.get` takes it."""
 
     async def put(self, item: StorageItem, storage_backend: StorageBackend) -> None:
-        """Store `item`; an empty group is ignored."""
-        if not is_empty(item):
-            await storage_backend.put(item)
+        """Store `item`, whose group is not empty."""
+        await storage_backend.put(item)
 
     async def put_many(
         self,
@@ -52,9 +51,8 @@ class ReplayPolicy:
         if type(self).put is not ReplayPolicy.put:
             async with taking(storage_backend, None) as view:
                 for item in items:
-                    await self.put(item, view)
+                    await self.put(item, cast(StorageBackend, view))
             items = ()
-        items = [item for item in items if not is_empty(item)]
         if items or receipt is not None:
             # Other stores need not know the keyword.
             aged = {"aged_at": aged_at} if storage_backend.is_shared else {}
@@ -83,11 +81,6 @@ class ReplayPolicy:
         """
         if state:
             raise ValueError(f"{type(self).__name__} has no state to load, got {sorted(state)}")
-
-
-def is_empty(item: StorageItem) -> bool:
-    """Whether its payload is a group without a rollout."""
-    return isinstance(item.item, Sequence) and not isinstance(item.item, str | bytes) and not item.item
 
 
 async def take_ranked(

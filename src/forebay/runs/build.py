@@ -264,7 +264,7 @@ def _begin_history(run: Run, resume_step: int | None) -> None:
         life = ledger.life(name_group(group), task_name)
         history.left([group], "dropped", reason=reason, train_step=run.train_step + 1, life=life)
 
-    run.manager.on_drop = drop
+    run.manager.batches.on_drop = drop
     run.activities.listen(lambda _: None, history.ended)
     values = partial(live_values, run.status, run.manager)
     run.live_file = LiveFile(run.folder, run.place, values, run.status.count_buffer)

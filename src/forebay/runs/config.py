@@ -235,6 +235,7 @@ class RunConfig(RunFile):
         "trace": "forebay board RUN --export timeline.json writes the timeline of any run",
         "show_every": f"rollouts are shown {NUM_SAMPLES} times in a run; forebay board shows every one",
         "produce.strategy": "it follows from produce.mode and from the keys that are set",
+        "replay.keep_consumed": "replay.reuse keeps what is trained on again, history/ what was trained",
     }
 
     batch_size: int = Field(ge=1)
@@ -301,7 +302,8 @@ class RunConfig(RunFile):
         """Defaults of ``[train]`` that follow from other tables."""
         train, given = self.train, self.train.model_fields_set
         fill: dict[str, Any] = {}
-        if self.produce.staleness_rule == "correct" and "correction" not in given:
+        is_stale = self.produce.staleness_rule == "correct" or self.replay.reuse.times > 1
+        if is_stale and "correction" not in given:
             fill["correction"] = SEPARATE_CORRECTION.get(train.loss, "ratio")
         # Dr. GRPO divides by a constant, the generation budget. GSPO's own normalization goes first.
         if train.advantage == "dr_grpo" and train.loss != "gspo" and "normalization" not in given:
@@ -346,6 +348,13 @@ class RunConfig(RunFile):
             raise ConfigError(
                 "evaluate.mode = 'beside' needs production that goes on beside training, and engines of this "
                 "machine: set produce.mode = 'separate' and leave cluster out, or set evaluate.mode = 'pause'"
+            )
+        rule, times = self.produce.staleness_rule, self.replay.reuse.times
+        if times > 1 and (train.correction == "none" or rule == "mask"):
+            raise ConfigError(
+                f"replay.reuse.times = {times} trains on groups of older weights, which needs another "
+                f"train.correction than 'none' and another produce.staleness_rule than 'mask'; they are "
+                f"{train.correction!r} and {rule!r}"
             )
         own_limits = [task.name for task in self.tasks if task.max_staleness is not None]
         if own_limits and not self.produce.is_async:

@@ -79,6 +79,7 @@ async def totals(run: Run) -> dict[str, str]:
             "live": part.live,
             **{f"dropped ({reason})": count for reason, count in part.dropped.items()},
             "retried": part.retried,
+            "trained again": part.reused,
             "rollouts left out (failed)": part.left,
         }
         named = [f"{count:,} {outcome}" for outcome, count in counts.items() if count]

@@ -494,4 +494,5 @@ def build_strategy(config: RunConfig, task: TaskConfig, controller: RolloutContr
 def build_buffer(config: RunConfig, storage: StorageBackend | None = None) -> ReplayBuffer:
     """In order of arrival where nothing can be stale, else the most stale first."""
     kind = AsyncReplayBufferConfig if config.produce.is_async else SyncReplayBufferConfig
-    return kind(**config.replay.model_dump(include=set(kind.model_fields))).build(storage)
+    settings = kind(**config.replay.model_dump(include=set(kind.model_fields)))
+    return settings.build(storage, sync_weights_interval=config.produce.sync_weights_interval)

@@ -37,7 +37,6 @@ from forebay.produce.strategies.base import (
 )
 from forebay.produce.strategies.context import COUNTED_TOKENS_KEY, Generation, Group, ProduceContext
 from forebay.produce.strategies.pending import Ended, Work
-from forebay.produce.strategies.rules import fail_group
 from forebay.types import (
     Status,
     calculate_seq_staleness,
@@ -133,8 +132,7 @@ class AsyncProduceStrategy(ProduceStrategy):
             )
             for _ in range(self.rule.limit(outlook) - available - in_flight):
                 generate = partial(self._generate, ctx, ctx.model_step)
-                limit_s = self.config.group_time_limit_s
-                self._pending.start(Work(take, generate, self._store, ctx.should_abort, limit_s))
+                self._pending.start(Work(take, generate, self._store, ctx.should_abort))
 
         return await self._fill(ctx, start_missing)
 
@@ -164,8 +162,6 @@ class AsyncProduceStrategy(ProduceStrategy):
             # Cut short half-way, the tokens of a partial rollout may not fit together.
             await ctx.put_back(group, wipe=self.config.enable_partial_rollout)
         else:
-            if ended is Ended.OUT_OF_TIME:
-                fail_group(group, f"the group took longer than {self.config.group_time_limit_s:g} s")
             if await ctx.put_generated_group(group, before_put=self._prepare):
                 self._budget.count(Status.COMPLETED, group)
             elif group[0].status is Status.EXPIRED:
@@ -277,8 +273,6 @@ class AsyncProduceStrategyConfig(ProduceStrategyConfig):
     """Aborts without partial rollout after which a group waits for the tail batch; 0: no limit."""
     max_retries: int = Field(default=0, ge=0)
     """How often the rollouts of a group that failed are generated again; its completed ones are kept."""
-    group_time_limit_s: float | None = Field(default=None, gt=0)
-    """A group that takes longer fails, and is retried as other failures are. None: no limit."""
     pause_timeout_s: float = Field(default=60.0, ge=0)
     """A group that has not stopped this long after the request is cut short: its prompt is kept."""
 

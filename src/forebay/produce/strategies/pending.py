@@ -111,7 +111,7 @@ class PendingGroups:
         started_s = loop_time()
         while self._works:
             for work in list(self._works):
-                work.interrupt(Ended.INTERRUPTED)
+                work.interrupt()
             with contextlib.suppress(TimeoutError):
                 async with timeout(CANCEL_REPEAT_S):
                     while self._works:
@@ -170,9 +170,6 @@ class PendingGroups:
             self.changes.note()
 
     async def _generate(self, work: Work, group: Group) -> Group:
-        loop = asyncio.get_running_loop()
-        limit_s = work.time_limit_s
-        timer = None if limit_s is None else loop.call_later(limit_s, work.interrupt, Ended.OUT_OF_TIME)
         work.is_generating = True
         try:
             return await work.generate(group)
@@ -193,8 +190,6 @@ class PendingGroups:
             return group
         finally:
             work.is_generating = False
-            if timer is not None:
-                timer.cancel()
 
 
 class Ended(enum.Enum):
@@ -204,8 +199,6 @@ class Ended(enum.Enum):
     """By itself: the statuses of its rollouts say how."""
     INTERRUPTED = enum.auto()
     """Cancelled half-way; its rollouts are in no defined state."""
-    OUT_OF_TIME = enum.auto()
-    """Cancelled by its time limit."""
     NOT_STARTED = enum.auto()
     """Taken, but not generated: production stopped first."""
 
@@ -219,8 +212,6 @@ class Work:
     store: Callable[[Group, Ended], Awaitable[None]]
     is_stopped: Callable[[], bool]
     """Once true, nothing is taken any more, and a group that was taken is not generated."""
-    time_limit_s: float | None = None
-    """Of the generation; None: no limit."""
     started_s: float = field(default_factory=loop_time)
     task: asyncio.Task[None] | None = None
     group: Group | None = None
@@ -232,9 +223,9 @@ class Work:
         """Whether no further step of its way may begin."""
         return self.is_stopped() or self.ended is not Ended.RETURNED
 
-    def interrupt(self, ended: Ended) -> None:
+    def interrupt(self) -> None:
         """End the generation; taking and storing are left to end, for they would lose the group."""
-        self.ended = ended
+        self.ended = Ended.INTERRUPTED
         if self.is_generating and self.task is not None:
             self.task.cancel()
 

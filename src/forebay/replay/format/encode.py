@@ -255,9 +255,6 @@ def _join(arrays: Iterable[NDArray[Any]]) -> bytes:
 
 def _find_constants(arrays: Sequence[NDArray[Any]], lengths: list[int], counts: Sequence[int]) -> list[int]:
     """The value of each array that has one throughout, a response long; its length becomes `NOT_SENT`."""
-    if lengths == counts and min(counts) and (value := _constant_of_all(arrays)) is not None:
-        lengths[:] = repeat(NOT_SENT, len(arrays))
-        return [value] * len(arrays)
     constants = []
     for member, (array, count) in enumerate(zip(arrays, counts, strict=True)):
         # Compared as bytes: for the lengths of responses far cheaper than with numpy.
@@ -271,15 +268,6 @@ def _find_constants(arrays: Sequence[NDArray[Any]], lengths: list[int], counts: 
             lengths[member] = NOT_SENT
             constants.append(int(array[0]))
     return constants
-
-
-def _constant_of_all(arrays: Sequence[NDArray[Any]]) -> int | None:
-    """The value that these arrays, none empty, have throughout, if it is one for all of them."""
-    first = arrays[0]
-    if first[0] != first[-1] or first[0] != arrays[-1][-1]:
-        return None
-    data = _join(arrays)
-    return int(first[0]) if data == data[: first.itemsize] * (len(data) // first.itemsize) else None
 
 
 def _pack_prompts(prompts: Sequence[NDArray[Any]]) -> tuple[list[int], bytearray]:

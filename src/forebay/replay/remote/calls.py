@@ -209,13 +209,6 @@ class Served:
         own = getattr(self, f"_{method}", None) or getattr(self.buffer, method)
         return await own(**msgspec.structs.asdict(arguments))
 
-    async def _count_rows(self, query: dict[str, Any]) -> int:
-        return await self.buffer.storage.count(query)
-
-    async def _get_rows(self, **query: Any) -> list[Any]:
-        rows = await self.buffer.storage.get(query.pop("query"), **query, rows_only=True)
-        return [messages.row_values(row) for row in rows]
-
     async def _restore(self, train_step: int) -> None:
         await self.buffer.restore(train_step)
         await self.room.measure()

@@ -54,11 +54,12 @@ class RemoteReplayBuffer:
     `forebay.replay.serve` has an example.
     """
 
+    reuse = None
+    """Groups are used again where the buffer is of the trainer's own process."""
+
     def __init__(self, locate: Locate, link: BufferLink, limit_s: float = SILENCE_LIMIT_S) -> None:
         self.on_evict: Callable[[StorageItem], None] | None = None
         """Called for each group that a put of this client has evicted; its rollouts have only their ids."""
-        self.storage = RemoteRows(self._call)
-        """The rows there, to be looked at."""
         self._locate = locate
         self._link = link
         self._limit_s = limit_s
@@ -349,39 +350,6 @@ class RemoteReplayBuffer:
         await self._link.close()
         self._link = await BufferLink.open(*await self._locate(), limit_s=self._limit_s)
         return self._link
-
-
-class RemoteRows:
-    """The rows of a server's buffer, to be looked at: it changes nothing and moves no payload."""
-
-    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
-        self._call = call
-
-    async def count(self, query: Mapping[str, Any]) -> int:
-        return int(await self._call("count_rows", query=dict(query)))
-
-    async def get(
-        self,
-        query: Mapping[str, Any],
-        *,
-        order: str | None = None,
-        limit: int | None = None,
-        rows_only: bool = False,
-    ) -> list[StorageItem]:
-        """As `StorageBackend.get`, only for ``rows_only=True``.
-
-        Raises:
-            ValueError: payloads are asked for, or the query or the order is not one.
-        """
-        if not rows_only:
-            raise ValueError("a remote store shows its rows only; give rows_only=True, or take the groups")
-        rows = []
-        for values in await self._call("get_rows", query=dict(query), order=order, limit=limit):
-            row = StorageItem(None, **dict(zip(messages.ROW_FIELDS, values, strict=True)))
-            row.status = Status(row.status)
-            row.status_before = None if row.status_before is None else Status(row.status_before)
-            rows.append(row)
-        return rows
 
 
 def _absolute(path: str | Path) -> str:

@@ -18,8 +18,6 @@ only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
-from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -148,11 +146,6 @@ def _id(value: Any) -> str | int | None:
     return value if isinstance(value, str | int) else None
 
 
-ROW_FIELDS = tuple(field.name for field in fields(StorageItem) if field.name != "item")
-row_values = attrgetter(*ROW_FIELDS)
-"""The fields of a `StorageItem`, in this order, without the payload."""
-
-
 Tags = dict[str, TagValue]
 
 
@@ -188,8 +181,6 @@ ARGUMENTS: dict[str, Any] = {
     "release": _plain("release", ("key", bytes)),
     "count": _plain("count", ("task_name", str), ("group_status", Status), ("tags", Tags | None)),
     "count_statuses": _plain("count_statuses", ("task_names", list[str]), ("statuses", list[Status])),
-    "count_rows": _plain("count_rows", ("query", dict[str, Any])),
-    "get_rows": _plain("get_rows", ("query", dict[str, Any]), ("order", str | None), ("limit", int | None)),
     "commit": _plain("commit", ("train_step", int)),
     "restore": _plain("restore", ("train_step", int)),
     "refresh_staleness": _plain(

@@ -214,17 +214,12 @@ class ServeOptions:
     max_live: int | None = None
     max_clients: int | None = None
     """Connections at a time; None: `MAX_CLIENTS` of the server."""
-    keep_consumed: bool = False
     snapshot: Path | None = None
     token_file: Path | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"unknown policy {self.policy!r}; known: {', '.join(POLICIES)}")
-        if self.max_live is not None and self.limit is not None:
-            raise ValueError(
-                f"give max_live or limit, not both; got {self.max_live} and {self.limit}: leave one out"
-            )
 
 
 async def serve_buffer(options: ServeOptions, say: Callable[[str], None]) -> None:
@@ -303,7 +298,7 @@ async def open_buffer(options: ServeOptions) -> ReplayBuffer:
 
         storage = SQLStorage(options.store)
     policy = POLICIES[options.policy]()
-    buffer = ReplayBuffer(policy, storage, limit=options.limit, keep_consumed=options.keep_consumed)
+    buffer = ReplayBuffer(policy, storage, limit=options.limit)
 
     def holds_something(snapshot: Path) -> bool:
         """False for a missing or empty folder, where the first snapshot will be."""

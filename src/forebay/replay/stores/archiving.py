@@ -8,7 +8,7 @@ that is cancelled or fails half way is given back, and groups of which only some
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,8 +18,11 @@ from forebay.replay.stores.contract import StorageBackend, StorageItem, copy_row
 from forebay.replay.stores.slices import change, slices_of
 
 
-class ArchivingStorage(StorageBackend):
-    """A view of `storage` whose `take` and `delete` archive rows for `train_step`, or remove them if None."""
+class ArchivingStorage:
+    """A view of `storage` whose takes and `delete` archive rows for `train_step`, or remove them if None.
+
+    Everything else is the store's own.
+    """
 
     def __init__(self, storage: StorageBackend, train_step: int | None) -> None:
         self._storage = storage
@@ -48,14 +51,6 @@ class ArchivingStorage(StorageBackend):
         uid = await self._storage.put(item)
         self.added.append(uid)
         return uid
-
-    async def get(
-        self, query: QueryLike, *, order: str | None = None, limit: int | None = None, rows_only: bool = False
-    ) -> list[StorageItem]:
-        return await self._storage.get(query, order=order, limit=limit, rows_only=rows_only)
-
-    async def count(self, query: QueryLike) -> int:
-        return await self._storage.count(query)
 
     async def take(
         self, uids: Iterable[int], *, query: QueryLike | None = None, train_step: int | None = None
@@ -112,29 +107,11 @@ class ArchivingStorage(StorageBackend):
         """Archive or remove these rows."""
         await self.take(uids)
 
-    async def update(self, items: Iterable[StorageItem]) -> None:
-        await self._storage.update(items)
-
-    async def update_priorities(self, priorities: Mapping[int, float]) -> int:
-        return await self._storage.update_priorities(priorities)
-
-    async def get_train_step(self, task_name: str) -> int | None:
-        return await self._storage.get_train_step(task_name)
-
-    async def set_train_step(self, task_name: str, train_step: int) -> None:
-        await self._storage.set_train_step(task_name, train_step)
-
-    async def let_train_steps_fall(self) -> None:
-        await self._storage.let_train_steps_fall()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._storage, name)
 
     def __len__(self) -> int:
         return len(self._storage)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._storage.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._storage.load_state_dict(state)
 
 
 @asynccontextmanager

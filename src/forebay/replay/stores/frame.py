@@ -7,7 +7,7 @@ when a frame is made, never with this module.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forebay.extras import needed_by
 from forebay.replay.query import FIELD_KINDS, TAG_PREFIX, plain_value
@@ -32,17 +32,14 @@ def rows_to_frame(rows: Sequence[StorageItem]) -> DataFrame:
     with needed_by("a DataFrame of a buffer"):
         import pandas as pd
 
-    index = pd.Index([row.uid for row in rows], dtype="int64")
-    columns = [
-        pd.Series([plain_value(getattr(row, name)) for row in rows], index=index, dtype=_DTYPES[kind])
-        for name, kind in FIELD_KINDS.items()
-    ]
-    names = sorted({name for row in rows for name in row.tags})
-    for name in names:
+    columns: dict[str, tuple[list[Any], Any]] = {
+        name: ([plain_value(getattr(row, name)) for row in rows], kind) for name, kind in FIELD_KINDS.items()
+    }
+    for name in sorted({name for row in rows for name in row.tags}):
         values = [row.tags.get(name) for row in rows]
         kinds = {type(value) for value in values if value is not None}
-        dtype = _DTYPES[kinds.pop()] if len(kinds) == 1 else object
-        columns.append(pd.Series(values, index=index, dtype=dtype))
-    labels = [*FIELD_KINDS, *(TAG_PREFIX + name for name in names)]
+        columns[TAG_PREFIX + name] = values, kinds.pop() if len(kinds) == 1 else object
+    index = pd.Index([row.uid for row in rows], dtype="int64")
+    series = [pd.Series(v, index=index, dtype=_DTYPES.get(kind, object)) for v, kind in columns.values()]
     # Labels as objects: pandas' own text type cannot hold every name.
-    return pd.concat(columns, axis=1).set_axis(pd.Index(labels, dtype=object), axis=1)
+    return pd.concat(series, axis=1).set_axis(pd.Index(list(columns), dtype=object), axis=1)

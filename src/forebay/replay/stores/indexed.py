@@ -27,7 +27,7 @@ from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 from forebay.replay.query import Query, QueryLike, allowed_values, matches, parse_query, plain_value, simplify
-from forebay.replay.stores.contract import StorageBackend, StorageItem, archive_row, copy_row, parse_order
+from forebay.replay.stores.contract import StorageBackend, StorageItem, archive_row, parse_order
 from forebay.replay.stores.frame import rows_to_frame
 from forebay.replay.stores.row_book import RowBook, checked, replace_row
 from forebay.replay.stores.sum_tree import SumTree
@@ -116,18 +116,6 @@ class IndexedStorage(RowBook, StorageBackend):
         while len(taken) < count and (uids := self._priorities(parsed).draw(count - len(taken), random)):
             taken += await self.take(uids, query=parsed, train_step=train_step)
         return taken
-
-    async def update_priorities(self, priorities: Mapping[int, float]) -> int:
-        rows = [self._rows[uid] for uid in priorities if uid in self._rows]
-        live = [row for row in rows if not row.is_archived]
-        for row in live:
-            # Another object, because a snapshot that is being written reads this one.
-            changed = self._rows[row.uid] = copy_row(row, priority=priorities[row.uid])
-            tree = self._cells[row.task_name][plain_value(row.status)].priorities
-            if tree is not None:
-                tree.discard(row.timestamp_id)
-                tree.add(row.timestamp_id, row.uid, changed.priority)
-        return len(live)
 
     async def delete(self, uids: Iterable[int]) -> None:
         for uid in uids:

@@ -91,6 +91,8 @@ class BufferRerun:
             _require_equal(facts, facts[call.result], _summary(result))
         if call.method == "take_batch" and "train_step" in facts:
             self._taken = {facts["train_step"]: [group for part in result[0].values() for group in part]}
+        if call.method == "use_again":
+            self._taken[facts["train_step"]] += [group for part in result.values() for group in part]
 
 
 class BufferCall(NamedTuple):
@@ -114,6 +116,7 @@ CALLS: Mapping[str, BufferCall] = {
         {"task_batch_sizes": "sizes", "group_status": "status", "train_step": "train_step"},
         "taken",
     ),
+    "use": BufferCall("use_again", {"task_sizes": "sizes", "train_step": "train_step"}, "used"),
     "commit": BufferCall("commit", {"train_step": "train_step"}),
     "restore": BufferCall("restore", {"train_step": "train_step"}),
     "refresh": BufferCall(

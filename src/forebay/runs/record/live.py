@@ -127,6 +127,7 @@ def books_of(balance: Balance) -> Values:
             "dropped": part.dropped,
             "live": part.generated - part.trained - sum(part.dropped.values()),
             "retried": part.retried,
+            "reused": part.reused,
             "left": part.left,
         }
         for name, part in balance.by_task.items()

@@ -21,7 +21,6 @@ import itertools
 import os
 import secrets
 import threading
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -33,7 +32,6 @@ import sqlalchemy as sa
 from sqlalchemy import event
 
 from forebay.replay.stores.errors import OwnerLost, StoreBusy
-from forebay.replay.stores.sql.rows import checksum_of, chunks, read_payloads
 from forebay.replay.stores.sql.schema import (
     CREATE_LOCK,
     FORMAT,
@@ -41,11 +39,9 @@ from forebay.replay.stores.sql.schema import (
     SCHEMA_VERSION,
     counters,
     counts,
-    groups,
     insert_or_update,
     meta,
     metadata,
-    payloads,
 )
 
 try:
@@ -155,29 +151,16 @@ def open_engine(url: str | os.PathLike[str], *, create: bool = True) -> sa.Engin
     try:
         with engine.connect() as connection, connection.begin():
             is_there = _is_checked(connection)
-            is_old = (
-                is_there and create and engine.dialect.name == "sqlite" and connection.scalar(_OLD_TRIGGER)
-            )
         if not is_there and not create:
             raise ValueError(f"{shown(engine)} holds no replay store")
         if not is_there:
             _create(engine)
-        elif is_old:
-            # Puts count for themselves; in a file that has it, each would count twice.
-            with engine.connect().execution_options(forebay_write=True) as connection, connection.begin():
-                connection.exec_driver_sql("DROP TRIGGER IF EXISTS forebay_added")
-    except sa.exc.DatabaseError as error:
+    except BaseException as error:
         engine.dispose()
-        if "not a database" in str(error):
+        if isinstance(error, sa.exc.DatabaseError) and "not a database" in str(error):
             raise ValueError(f"{str(url)!r} is not an SQLite database; name another path") from None
         raise
-    except BaseException:
-        engine.dispose()
-        raise
     return engine
-
-
-_OLD_TRIGGER = sa.text("SELECT count(*) FROM sqlite_master WHERE type = 'trigger' AND name = 'forebay_added'")
 
 
 def _is_checked(connection: sa.Connection) -> bool:
@@ -192,12 +175,9 @@ def _is_checked(connection: sa.Connection) -> bool:
         about = {line.name: line.value for line in connection.execute(meta.select())}
         version = about.get("version")
         if (about.get("format"), version) != (FORMAT, str(SCHEMA_VERSION)):
-            convert = (
-                f"convert it with: forebay migrate {where}" if version == "1" else "name another database"
-            )
             raise ValueError(
                 f"{where} holds a replay store of schema version {version!r}; this release reads "
-                f"{SCHEMA_VERSION}: {convert}"
+                f"{SCHEMA_VERSION}: save it in a folder with the release that wrote it (buffer migrate)"
             )
         return True
     ours = {name for name in found if name.startswith("forebay_")}
@@ -310,50 +290,3 @@ def _begin_sqlite(connection: sa.Connection) -> None:
     # A transaction that begins as a reader and then writes fails if another process wrote in between.
     write = connection.get_execution_options().get("forebay_write", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
-
-
-def upgrade(url: str | os.PathLike[str]) -> int:
-    """Convert the store of version 0.1 at `url`, which no process has open; return its number of groups.
-
-    Schema 1 had no checksums of payloads, no counts by task and status (SQLite), no receipts, and no mark of
-    a train step that may fall. All of it is made from the rows, in one transaction.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not a store of version 0.1.
-    """
-    engine = make_engine(url, create=False)
-    try:
-        with engine.connect().execution_options(forebay_write=True) as connection, connection.begin():
-            is_store = sa.inspect(connection).has_table(meta.name)
-            version = connection.scalar(_VERSION) if is_store else None
-            if version != "1":
-                raise ValueError(f"{shown(engine)} is not a replay store of version 0.1: nothing to convert")
-            for statement in _ADD_COLUMNS:
-                connection.exec_driver_sql(statement)
-            metadata.create_all(connection)
-            if engine.dialect.name == "sqlite":
-                counts.create(connection)
-                cells = sa.select(groups.c.task_name, groups.c.status, sa.func.count())
-                by_cell = cells.group_by(groups.c.task_name, groups.c.status)
-                connection.execute(counts.insert().from_select(list(counts.c), by_cell))
-            uids = list(connection.scalars(sa.select(groups.c.uid)))
-            for chunk in chunks(uids):
-                found = read_payloads(connection, chunk)
-                sums = [{"key": uid, "sum": checksum_of(uid, zlib.crc32(found[uid].data))} for uid in chunk]
-                connection.execute(_SET_CHECKSUM, sums)
-            connection.execute(meta.update().where(_IS_VERSION).values(value=str(SCHEMA_VERSION)))
-            return len(uids)
-    finally:
-        engine.dispose()
-
-
-_ADD_COLUMNS = (
-    "ALTER TABLE forebay_payloads ADD COLUMN checksum BIGINT NOT NULL DEFAULT 0",
-    "ALTER TABLE forebay_tasks ADD COLUMN may_fall SMALLINT NOT NULL DEFAULT 0",
-)
-_IS_VERSION = meta.c.name == "version"
-_VERSION = sa.select(meta.c.value).where(_IS_VERSION)
-_SET_CHECKSUM = (
-    payloads.update().where(payloads.c.uid == sa.bindparam("key")).values(checksum=sa.bindparam("sum"))
-)

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from forebay.config import StrictModel
+from forebay.config import ConfigError, StrictModel
 from forebay.replay.format.packed import hand_out
 from forebay.replay.query import ARCHIVED
 from forebay.replay.stores.contract import StorageBackend, StorageItem, copy_row
@@ -131,6 +131,14 @@ class ReuseConfig(StrictModel):
     ``success_rate``: those of which nearest to a half of the rollouts succeeded."""
     max_staleness: int = Field(default=4, ge=0)
     """Sync intervals that a group may wait beyond its own and still be used again; then it is forgotten."""
+
+    def check(self, correction: str, rule: str) -> None:
+        """ConfigError if this correction or this staleness rule does not go with stale groups."""
+        if self.times > 1 and (correction == "none" or rule == "mask"):
+            raise ConfigError(
+                f"replay.reuse.times = {self.times} trains on groups of older weights: train.correction must "
+                f"not be 'none', nor produce.staleness_rule 'mask'; they are {correction!r} and {rule!r}"
+            )
 
     def build(self, sync_weights_interval: int = 1) -> Reuse | None:
         """The rule for weights that are handed over so often; None where nothing is used again."""

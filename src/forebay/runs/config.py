@@ -349,13 +349,7 @@ class RunConfig(RunFile):
                 "evaluate.mode = 'beside' needs production that goes on beside training, and engines of this "
                 "machine: set produce.mode = 'separate' and leave cluster out, or set evaluate.mode = 'pause'"
             )
-        rule, times = self.produce.staleness_rule, self.replay.reuse.times
-        if times > 1 and (train.correction == "none" or rule == "mask"):
-            raise ConfigError(
-                f"replay.reuse.times = {times} trains on groups of older weights, which needs another "
-                f"train.correction than 'none' and another produce.staleness_rule than 'mask'; they are "
-                f"{train.correction!r} and {rule!r}"
-            )
+        self.replay.reuse.check(train.correction, self.produce.staleness_rule)
         own_limits = [task.name for task in self.tasks if task.max_staleness is not None]
         if own_limits and not self.produce.is_async:
             raise ConfigError(

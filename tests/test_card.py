@@ -38,8 +38,9 @@ def run(tmp_path: Path) -> Path:
     adapter.mkdir(parents=True)
     (adapter / "adapter_config.json").write_text("{}")
     (folder / "run.toml").write_text(RUN)
-    (folder / "learning_curve.png").write_bytes(b"picture")
-    rows = [{"train_step": 0, "eval/accuracy": 0.125}, {"train_step": 3, "eval/accuracy": 0.75}]
+    rows: list[dict[str, float]] = [{"train_step": 0, "eval/score": 0.125}]
+    rows += [{"train_step": step, "reward": step / 4} for step in (1, 2, 3)]
+    rows += [{"train_step": 3, "eval/score": 0.75}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ledger = Ledger(folder / "ledger.jsonl")
     for number in range(6):
@@ -62,18 +63,18 @@ def test_a_card_tells_of_data_curve_evaluation_books_and_recipe(run: Path) -> No
     card = (run / "card" / "README.md").read_text()
     assert "trained by reinforcement learning for 3 steps of 2 prompts x 4 responses" in card
     assert "where = \"answer != '4'\"" in card
-    assert "![learning curve](learning_curve.png)" in card
-    assert "| eval/accuracy | 0.125 | 0.75 |" in card
+    curve = card[card.index("## Curve") : card.index("## Evaluation")]
+    assert "*" in curve
+    assert "o" in "".join(line for line in curve.splitlines() if "|" in line)
+    assert "| eval/score | 0.125 | 0.75 |" in card
     generated = next(line for line in card.splitlines() if line.startswith("sums"))
-    assert generated.split() == ["sums", "6", "4", "2", "0", "0", "0", "0"]
+    assert generated.split() == ["sums", "6", "4", "2", *"00000"]
     # Dropped for its age, and ten times as long as what was trained; and solved more often at first.
     assert "expired" in card
     assert [line.split()[-2:] for line in card.splitlines() if "+180.00" in line]
     assert 'sampler = "difficulty"' in card or 'name = "difficulty"' in card
     assert "/secret/place" not in card
-    assert {path.name for path in (run / "card").iterdir()} == {
-        *("README.md", "adapter", "learning_curve.png", "model.safetensors")
-    }
+    assert {path.name for path in (run / "card").iterdir()} == {"README.md", "adapter", "model.safetensors"}
 
 
 def test_a_run_without_a_model_has_no_card(run: Path) -> None:
@@ -104,7 +105,7 @@ def test_a_push_makes_a_private_repository_and_uploads_the_folder(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     forebay("push", run)
     forebay("push", run, "acme/sums", "--public")
-    files = ["README.md", "adapter", "learning_curve.png", "model.safetensors"]
+    files = ["README.md", "adapter", "model.safetensors"]
     assert hub.calls == [
         ("sums", {"private": True, "exist_ok": True}),
         ("me/sums", {"files": files}),

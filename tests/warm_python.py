@@ -135,7 +135,6 @@ def warm_python() -> Iterator[None]:
 
 def import_all() -> None:
     """What most programs of the suite import, and what a model imports when it is first used."""
-    import matplotlib.pyplot  # noqa: F401
     import peft  # noqa: F401
 
     import forebay.cli.commands

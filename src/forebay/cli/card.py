@@ -3,7 +3,7 @@
 ::
 
     RUN_FOLDER/model, the newest checkpoint's adapter --copy--> FOLDER/
-    run.toml, metrics.jsonl, ledger.jsonl, learning_curve.png --> FOLDER/README.md, learning_curve.png
+    run.toml, metrics.jsonl, ledger.jsonl --> FOLDER/README.md
     push: FOLDER --huggingface_hub--> owner/name; where the hub cannot be reached, FOLDER stays
 """
 
@@ -24,13 +24,12 @@ from forebay.cli.errors import one_message
 from forebay.cli.ledger import LEDGER_FILE, balance_table, bias_table
 from forebay.config import ConfigError
 from forebay.ledger import Ledger, compare_dropped
-from forebay.metrics import read_jsonl
+from forebay.metrics import EVAL_SCORE, read_jsonl
 
 if TYPE_CHECKING:
     from forebay.runs.config import RunConfig
 
 CARD_FOLDER = "card"
-_CURVE = "learning_curve.png"
 
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="The folder of a run.")]
 
@@ -85,17 +84,16 @@ def write_card(run: Path) -> Path:
     for checkpoint in list_checkpoints(run)[-1:]:
         if (adapter := checkpoint / "trainer" / "adapter").is_dir():
             shutil.copytree(adapter, target / "adapter")
-    if has_curve := (run / _CURVE).is_file():
-        shutil.copyfile(run / _CURVE, target / _CURVE)
-    (target / "README.md").write_text(_text(run, config, has_curve), "utf-8")
+    (target / "README.md").write_text(_text(run, config), "utf-8")
     return target
 
 
-def _text(run: Path, config: RunConfig, has_curve: bool) -> str:
+def _text(run: Path, config: RunConfig) -> str:
     from forebay.runs.config import to_toml
+    from forebay.runs.show.pictures import terminal_curve
 
     rows = read_jsonl(run / "metrics.jsonl")
-    tried = [row for row in rows if "eval/accuracy" in row]
+    tried = [row for row in rows if EVAL_SCORE in row]
     lines = [
         "---\nlibrary_name: transformers\ntags: [reinforcement-learning, forebay]\n---\n",
         f"# {config.name}\n\n`{config.model.source}`, trained by reinforcement learning for "
@@ -107,8 +105,8 @@ def _text(run: Path, config: RunConfig, has_curve: bool) -> str:
         table = task.data.model_dump(mode="json", exclude_defaults=True) if task.data else {}
         data = tomli_w.dumps(table).strip()
         lines += [f"Task `{task.name}`, judge `{task.judge and task.judge.name}`:\n\n```toml\n{data}\n```\n"]
-    if has_curve:
-        lines += [f"## Curve\n\n![learning curve]({_CURVE})\n"]
+    if curve := terminal_curve(rows, rows, width=100, height=20, ascii_only=True):
+        lines += [f"## Curve\n\nReward by train step (line), held-out score (o).\n\n```text\n{curve}\n```\n"]
     if tried:
         lines += ["## Evaluation\n\nOn held-out prompts.\n"]
         lines += [f"| | step {tried[0]['train_step']} | step {tried[-1]['train_step']} |\n|---|---|---|"]

@@ -44,11 +44,8 @@ class Source:
     def adapters(self) -> Any:
         return ((name, weight.detach()) for name, weight in adapter_weights(self.model))
 
-    def weights(self) -> Any:
-        return model_weights(self.model)
-
-    def base_weights(self) -> Any:
-        return model_weights(self.model, merged=False)
+    def weights(self, *, merged: bool = True) -> Any:
+        return model_weights(self.model, merged=merged)
 
 
 def snapshot(model: Any) -> dict[str, torch.Tensor]:

@@ -124,7 +124,7 @@ async def test_engines_with_trained_weights_do_not_fall_back_to_those_of_the_beg
     def named(name: str) -> Any:
         return lambda: iter([(name, torch.zeros(1))])
 
-    def weights(merged: bool = True) -> Any:
+    def weights(*, merged: bool = True) -> Any:
         return named("merged" if merged else "base")()
 
     source: Any = SimpleNamespace(adapter_config={}, weights=weights, adapters=named("adapters"))

@@ -55,7 +55,7 @@ async def give(engine: Any, source: Source, step: int) -> None:
 
 
 async def give_base(engine: Any, source: Source) -> None:
-    await engine.load_weights(list(source.base_weights()), 0)
+    await engine.load_weights(list(source.weights(merged=False)), 0)
 
 
 async def until(condition) -> None:
@@ -231,7 +231,7 @@ async def test_adapters_are_written_as_peft_reads_them_and_once(tiny, tmp_path, 
         theirs = PeftModel.from_pretrained(load_model(tiny), one.folder)(ids).logits
         torch.testing.assert_close(theirs, source.model(ids).logits)
     # Those below the current adapters stay, however many come.
-    whole = await files.write(list(source.base_weights()), 2)
+    whole = await files.write(list(source.weights(merged=False)), 2)
     for step in (3, 4, 5):
         latest = await files.write(list(source.adapters()), step, adapters=source.adapter_config)
         assert latest.base == whole

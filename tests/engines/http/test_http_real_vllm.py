@@ -279,11 +279,8 @@ class AdapterTrainer(Trainer):
     def adapters(self) -> Any:
         return ((name, weight.detach()) for name, weight in adapter_weights(self._adapted))
 
-    def weights(self) -> Any:
-        return model_weights(self._adapted)
-
-    def base_weights(self) -> Any:
-        return model_weights(self._adapted, merged=False)
+    def weights(self, *, merged: bool = True) -> Any:
+        return model_weights(self._adapted, merged=merged)
 
 
 async def test_adapters_alone_give_what_merged_weights_would_have_given(folder, tmp_path):

@@ -95,8 +95,9 @@ def test_a_model_has_what_its_constructor_takes(
                 "tasks.0.agent.arguments.program=math:sqrt",
                 "tasks.0.agent.arguments.port=80",
             ],
-            "unexpected keyword argument 'port'.* its arguments: .*host",
+            "agent 'program': port was removed: write host",
         ),
+        (["tasks.0.judge.name=llm", "tasks.0.judge.arguments.cache=x"], "cache was removed: replies are"),
         (["tasks.0.judge.arguments.partial=true"], "did you mean 'partial_credit'"),
         (["tasks.0.judge.arguments.partial_credit=yes"], "'partial_credit' = 'yes'"),
         (

@@ -341,6 +341,9 @@ def check_arguments(
         ConfigError: an argument is unknown, missing, of a wrong value or the caller's; the message lists
             those it takes.
     """
+    for key in arguments:
+        if (removed := _REMOVED_ARGUMENTS.get((kind, name, key))) is not None:
+            raise ConfigError(f"{kind} {name!r}: {key} was removed: {removed}")
     signature = inspect.signature(function)
     known = [parameter for parameter in signature.parameters if parameter not in given]
     if taken := sorted(set(arguments) & set(given)):
@@ -356,6 +359,16 @@ def check_arguments(
         ) from None
     if isinstance(function, type) and issubclass(function, StrictModel):
         parse_config(function, arguments, source=f"{kind} {name!r}")
+
+
+_REMOVED_ARGUMENTS = {
+    ("agent", "program", "port"): "write host = 'HOST:PORT'",
+    ("agent", "program", "allow_remote"): "write host = 'remote:HOST:PORT' where others may reach it",
+    ("judge", "llm", "per_minute"): "the server's 429 and its Retry-After are heeded",
+    ("judge", "llm", "max_tokens"): "max_calls is the budget; a limit of one reply goes into parameters",
+    ("judge", "llm", "cache"): "replies are kept in memory",
+}
+"""Arguments of version 0.2 and where each went, by kind and name of the component."""
 
 
 def parse_component(named: str | Mapping[str, Any], *, source: str) -> Component:

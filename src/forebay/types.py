@@ -162,6 +162,8 @@ TURN_REWARDS_KEY = "turn_rewards"
 """Key in ``reward``, or else in ``extra_fields``: pairs of (response tokens until then, reward), for what was
 earned before the end. The rest of the ``score`` is earned at the end."""
 
+EPISODE_KEY = "episode"
+"""Where an episode with an environment stands: an `EpisodeRecord` as a dict."""
 TRAJECTORY_OF_KEY = "trajectory_of"
 """Key in ``extra_fields`` of a further trajectory: the rollout id of the first one of the same attempt."""
 

@@ -286,7 +286,11 @@ def test_it_listens_on_loopback_unless_told_otherwise() -> None:
     with pytest.raises(ConfigError, match=r"remote:0\.0\.0\.0"):
         ChatEndpoint("0.0.0.0")
     ChatEndpoint("remote:0.0.0.0:8080")
-    ChatEndpoint("[::1]:0")
+    for host in ("[::1]:0", "::1"):
+        ChatEndpoint(host)
+    for host in ("127.0.0.1:x", "127.0.0.1:99999"):
+        with pytest.raises(ConfigError, match="is neither HOST nor HOST:PORT"):
+            ChatEndpoint(host)
 
 
 def test_messages_are_compared_in_one_form() -> None:

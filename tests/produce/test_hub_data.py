@@ -130,6 +130,8 @@ def test_an_iterator_is_read_as_far_as_it_is_wanted() -> None:
     prompts = load_prompts(DataConfig(source=f"{__name__}:endless", where="answer % 2", start=2, size=3))
     assert [prompt.reward_model["ground_truth"] for prompt in prompts] == [5, 7, 9]
     assert prompts[0].place == f"{__name__}:endless, row 5"
+    with pytest.raises(ConfigError, match="shuffle it at its source, and leave out shuffle_seed = 1"):
+        load_prompts(DataConfig(source=f"{__name__}:endless", shuffle_seed=1, size=3))
 
 
 # Expressions

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,3 +139,40 @@ def test_a_sampler_of_another_order_is_refused() -> None:
 def test_a_sampler_that_does_not_fit_is_one_sentence(given, said) -> None:
     with pytest.raises(ConfigError, match=said):
         order_of(given)
+
+
+class Planned:
+    """An order of one's own, which has no repr of its own."""
+
+    def __init__(self, indices: list[int]) -> None:
+        self.indices = np.array(indices)
+
+    def plan(self, shuffled: Any, prompts: Any, latest: Any) -> Any:
+        return self.indices
+
+
+def planned(indices: list[int]) -> Sampler:
+    given = Component(name=f"{__name__}:Planned", arguments={"indices": indices})
+    return Sampler(
+        make_prompts(3),
+        Shelf(),
+        task_name="math",
+        prompt_repeat_k=2,
+        order=build_order(given),
+        order_name=str(given),
+    )
+
+
+def test_an_order_of_ones_own_is_saved_and_resumed_by_its_name_and_arguments(tmp_path) -> None:
+    planned([2, 0]).save(tmp_path / "sampler.json")
+    resumed = planned([2, 0])
+    resumed.resume(tmp_path / "sampler.json")
+    assert done_at_once(resumed.sample("math"))[0].group_id == "math/0/0/2"
+    with pytest.raises(ValueError, match=r"order was .*\[2, 0\].* and is .*\[1\]"):
+        planned([1]).resume(tmp_path / "sampler.json")
+
+
+@pytest.mark.parametrize("indices", [[], [3], [-1], [1, 1], [0.5]])
+def test_a_plan_that_is_none_is_one_clear_error(indices) -> None:
+    with pytest.raises(ConfigError, match="at least one index from 0 to 2, none twice"):
+        planned(indices)

@@ -250,6 +250,10 @@ def test_reasoning_gym_prompts_carry_how_to_make_the_problem_again() -> None:
     assert problem == {"name": "simple_equations", "arguments": {"seed": 5, "size": 6}, "index": 2}
     assert json.loads(json.dumps(problem)) == problem
     assert prompts[0].data_source == source
+    # Where some are not kept, as many are made as the arguments say.
+    kept = {"source": source, "where": "answer|int % 2"}
+    part = load_prompts(DataConfig(**kept, arguments={"seed": 5, "size": 40}, size=6))
+    assert [int(prompt.reward_model["ground_truth"]) % 2 for prompt in part] == [1] * 6
     # The same index of a longer part is the same problem, so that slices of one seed fit together.
     longer = load_prompts(DataConfig(source=source, arguments={"seed": 5}, size=100))
     assert texts(longer[2:6]) == texts(prompts)

@@ -133,7 +133,10 @@ def test_the_soft_penalty_is_that_of_the_paper():
 
 def test_a_filtered_rollout_gives_no_gradient_and_counts_in_no_mean(model, make_model):
     def groups():
-        return [[of_length(3), of_length(4), of_length(10, "length")]]
+        # The first used up its turns, and not its tokens.
+        of_turns = of_length(3, "length")
+        of_turns.extra_fields["episode"] = {"ended_by": "max_turns"}
+        return [[of_turns, of_length(4), of_length(10, "length")]]
 
     batch = TrainBatch.from_groups(groups(), overlong="filter")
     assert batch.in_loss.tolist() == [True] * 7 + [False] * 10
@@ -195,6 +198,15 @@ def test_a_penalty_is_steered_towards_its_target_and_survives_a_checkpoint(make_
     trainer.save(tmp_path / "checkpoint")
     saved = json.loads((tmp_path / "checkpoint/penalties.json").read_text())
     assert saved["penalties"] == list(trainer.penalties)
+    # One that is not steered is the config's; so is one that begins to be, since 0 could not be steered.
+    for kl_coef, kept in ((0.07, 0.07), (0.0, 0.1)):
+        other = TrainController(
+            make_model(), TrainConfig(kl_coef=(0.1, 0.02), entropy_coef=0.001), pad_token_id=0
+        )
+        other.penalties = kl_coef, 0.01
+        other.save(tmp_path / f"saved at {kl_coef}")
+        other.resume(tmp_path / f"saved at {kl_coef}")
+        assert other.penalties == (kept, 0.001)
     resumed = trainer_of(make_model())
     resumed.resume(tmp_path / "checkpoint")
     losses = [each.fit(make_groups(seed=2)).metrics["train/loss"] for each in (trainer, resumed)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.types import Message, RolloutState
+from forebay.types import EPISODE_KEY, Message, RolloutState
 
 TURNS_KEY = "turns"
 """Finished turns of the model."""
@@ -23,8 +23,6 @@ TOOL_ERRORS_KEY = "num_tool_errors"
 """Those of them that gave an error in place of a result."""
 REQUESTS_KEY = "num_requests"
 """Requests of an agent program to its chat API."""
-EPISODE_KEY = "episode"
-"""Where an episode with an environment stands: an `EpisodeRecord` as a dict."""
 CONVERSATION_KEY = "conversation"
 """The messages after the prompt, for judges and people; never made into tokens."""
 RECORD_KEY = "chat_record"

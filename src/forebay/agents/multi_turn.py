@@ -38,11 +38,11 @@ from forebay.agents.environments import (
     check_environment,
     find_environment,
 )
-from forebay.agents.extra_fields import CONVERSATION_KEY, EPISODE_KEY, TURNS_KEY
+from forebay.agents.extra_fields import CONVERSATION_KEY, TURNS_KEY
 from forebay.aio.tasks import is_cancelled
 from forebay.aio.time_limits import time_limit, timeout
 from forebay.config import StrictModel
-from forebay.types import TURN_REWARDS_KEY, RolloutState, Status
+from forebay.types import EPISODE_KEY, TURN_REWARDS_KEY, RolloutState, Status
 from forebay.watching.activity import TOOL
 
 logger = logging.getLogger(__name__)

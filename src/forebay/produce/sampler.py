@@ -26,6 +26,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
+from forebay.config import ConfigError
 from forebay.io.durable import write_text
 from forebay.produce.prompts.dataset import Prompt
 from forebay.produce.prompts.orders import Order, Tried
@@ -68,6 +69,8 @@ class Sampler:
     """False takes the prompts as they come, in every epoch."""
     order: Order | None = None
     """Chooses the prompts of an epoch; None: all of them."""
+    order_name: str = ""
+    """Tells `order` from others when a sampler is resumed; empty: its ``repr``."""
     score_of: Callable[[str], float | None] = lambda group_id: None
     """The mean score of a group by its id, from the books; None: it has none."""
     sample_params: SampleParams | None = None
@@ -201,7 +204,7 @@ class Sampler:
             "shuffle": self.shuffle,
             "num_prompts": len(self.prompts),
             "prompt_repeat_k": self.prompt_repeat_k,
-            "order": None if self.order is None else repr(self.order),
+            "order": None if self.order is None else self.order_name or repr(self.order),
         }
 
     def _start_epoch(self, epoch: int, plan: Sequence[int] | None = None) -> None:
@@ -210,7 +213,14 @@ class Sampler:
         size = len(self.prompts)
         shuffled = LazySequence(Permutation(size, f"sampler/{self.seed}/{epoch}"), range(size))
         if plan is None and self.order is not None:
-            plan = self.order.plan(shuffled, self.prompts, self._latest)
+            chosen = list(self.order.plan(shuffled, self.prompts, self._latest))
+            if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(size)):
+                raise ConfigError(
+                    f"the plan of sampler {self.order_name or self.order!r} for epoch {epoch} is "
+                    f"{str(chosen)[:200]}; it must hold at least one index from 0 to {size - 1}, none twice"
+                )
+            # Saved as JSON, which does not take numbers of numpy.
+            plan = [int(index) for index in chosen]
         self._plan: Sequence[int] = (shuffled if self.shuffle else range(size)) if plan is None else plan
 
     def _latest(self, index: int) -> Tried | None:

@@ -408,6 +408,7 @@ def _sampler(
         prompt_repeat_k=config.rollouts_per_prompt,
         seed=config.seed,
         order=build_order(task.sampler),
+        order_name=str(task.sampler),
         score_of=score_of,
         sample_params=task.sample,
     )

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.types import (
+    EPISODE_KEY,
     TRAJECTORY_OF_KEY,
     TURN_REWARDS_KEY,
     UNLABELED,
@@ -162,7 +163,14 @@ class TrainBatch:
         if not isinstance(overlong, str):
             batch.metrics["train/overlong_penalty"] = float(penalties.mean())
         elif overlong == "filter":
-            cut_S = np.array([state.finish_reason == "length" for state in states])
+            # An episode that ran out of turns says "length", too, and none of its tokens is cut.
+            cut_S = np.array(
+                [
+                    s.finish_reason == "length"
+                    and s.extra_fields.get(EPISODE_KEY, {}).get("ended_by") != "max_turns"
+                    for s in states
+                ]
+            )
             batch.loss_weights = (~cut_S[batch.response_rows]).astype(np.float32)
         return batch
 

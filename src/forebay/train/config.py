@@ -283,6 +283,11 @@ class TrainConfig(StrictModel):
                 f"credit = {self.credit!r} is not read by advantage {self.advantage!r}, which is of whole "
                 f"rollouts; use one of {', '.join(BY_PARTS)}, or leave credit out"
             )
+        if self.kl_in_reward and (self.advantage == "opo" or self.pass_k is not None):
+            yield (
+                f"kl_estimator = 'reward' is not read by advantage {self.advantage!r}, which takes scores as "
+                f"they are; leave it out, or use another advantage"
+            )
         if self.clip_low > 1:
             yield f"clip = {self.clip} lets the ratio fall under 0; the low clip is at most 1"
         if self.dual_clip is not None and self.loss != "clipped":
@@ -331,7 +336,9 @@ def _joined(given: Mapping[str, Any]) -> dict[str, Any]:
     table = dict(given)
     old = {key: table.pop(key) for key in JOINED if key in table}
     if "betas" in old or "epsilon" in old:
-        table.setdefault("adam", (*old.get("betas", ADAM[:2]), old.get("epsilon", ADAM[2])))
+        if not isinstance(betas := old.get("betas", ADAM[:2]), list | tuple):
+            raise ConfigError(f"betas = {betas!r} must be two numbers, such as {list(ADAM[:2])}")
+        table.setdefault("adam", (*betas, old.get("epsilon", ADAM[2])))
     if old.get("schedule_warmup_steps"):
         table["schedule"] = (table.get("schedule", "constant"), old["schedule_warmup_steps"])
     if old.get("dual_clip") is not None:

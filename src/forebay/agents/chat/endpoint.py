@@ -51,14 +51,19 @@ class ChatEndpoint:
     not be loopback: whatever reaches it can load the engines.
 
     Raises:
-        ConfigError: the host is not loopback and that was not allowed, or starlette or uvicorn is missing.
+        ConfigError: the host cannot be read, or is not loopback and that was not allowed, or starlette or
+            uvicorn is missing.
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         place = host.removeprefix("remote:")
         try:
-            parts = urlsplit(f"//{place}")
+            # An IPv6 address by itself has brackets in a URL only.
+            parts = urlsplit(f"//[{place}]" if place.count(":") > 1 and "[" not in place else f"//{place}")
             self._host, self._port = parts.hostname or "", parts.port or 0
+        except ValueError as error:
+            raise ConfigError(f"host = {host!r} is neither HOST nor HOST:PORT: {error}") from None
+        try:
             is_loopback = self._host == "localhost" or ipaddress.ip_address(self._host).is_loopback
         except ValueError:
             is_loopback = False

@@ -120,10 +120,10 @@ def load_prompts(config: DataConfig) -> Sequence[Prompt]:
             f"data source {config.source!r} has {num_rows} prompts, but start = {config.start} and "
             f"size = {config.size} ask for more; lower one of them"
         )
-    if source.is_random and config.shuffle_seed is not None:
+    if source.no_shuffle and config.shuffle_seed is not None:
         raise ConfigError(
-            f"data source {config.source!r} is random already: leave out shuffle_seed = "
-            f"{config.shuffle_seed} and set arguments.seed"
+            f"data source {config.source!r} {source.no_shuffle}, and leave out shuffle_seed = "
+            f"{config.shuffle_seed}"
         )
     prompts: Sequence[Prompt] = LazySequence(
         lambda index: _make_prompt(source.rows[index], config, made, source.place(index)), range(num_rows)

@@ -54,8 +54,8 @@ class Rows:
     """Where row i stands, for error messages."""
     in_memory: bool = False
     """The rows are Python objects already, so that looking at each of them is cheap."""
-    is_random: bool = False
-    """The order is random already, and `size` does not bound the supply."""
+    no_shuffle: str = ""
+    """Why the rows cannot be shuffled, and the advice for it; empty: they can."""
 
 
 GENERATORS: dict[str, Callable[..., Sequence[Any]]] = {
@@ -89,20 +89,26 @@ def open_source(
 ) -> Rows:
     """The rows of `source` that `keep`, given a row and its place, keeps.
 
-    `num_wanted` is how many are used: a source that can make any number makes so many, a stream is read so
-    far.
+    `num_wanted` is how many are used: a source that can make any number makes so many, unless some of them
+    may not be kept; a stream is read so far.
 
     Raises:
         ConfigError: the source is unknown, missing, empty or malformed, or does not take the arguments.
     """
     # An iterator in place of the sequence is read now.
-    opened = _open(source, arguments, num_wanted)
+    opened = _open(source, arguments, num_wanted if keep is None else None)
     rows, place = opened.rows, opened.place
     if not isinstance(rows, Sequence):
         numbered = enumerate(rows)
         wanted = (pair for pair in numbered if keep is None or keep(pair[1], place(pair[0])))
         kept = list(islice(wanted, num_wanted))
-        opened = Rows([row for _, row in kept], lambda index: place(kept[index][0]), in_memory=True)
+        opened = Rows(
+            [row for _, row in kept],
+            lambda index: place(kept[index][0]),
+            in_memory=True,
+            # Two parts would shuffle two beginnings of the stream, and share rows.
+            no_shuffle="is read from its beginning as far as size says: shuffle it at its source",
+        )
     elif keep is not None:
         indices = [index for index in range(len(rows)) if keep(rows[index], place(index))]
         opened = replace(
@@ -437,5 +443,7 @@ def _open_reasoning_gym(source: str, arguments: Mapping[str, Any], num_wanted: i
         }
 
     return Rows(
-        LazySequence(row, range(len(dataset))), lambda index: f"{source}, problem {index}", is_random=True
+        LazySequence(row, range(len(dataset))),
+        lambda index: f"{source}, problem {index}",
+        no_shuffle="is random already: set arguments.seed",
     )

@@ -43,7 +43,7 @@ async def train(config: RunConfig) -> list[dict[str, float]]:
                 await trainer.sync_weights(controller)
                 await manager.continue_produce(controller.model_step)
             await manager.pause_produce()
-            print("the books:", await steps.group_counts(run))
+            print("the books:", manager.ledger.balance(await manager.count_live()))
         finally:
             await manager.shutdown()
             await asyncio.gather(producer, return_exceptions=True)

@@ -67,7 +67,7 @@ def test_a_wheel_has_recipes_and_examples(tmp_path: Path) -> None:
     # As installed: nothing of the checkout is in sight.
     code = "from forebay.cli.init import find_starts; print(find_starts()['own_task'])"
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-P", "-c", code],  # with an option it is a fresh interpreter, which imports anew
         env={"PYTHONPATH": str(tmp_path / "site")},
         capture_output=True,
         text=True,

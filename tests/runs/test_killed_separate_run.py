@@ -327,7 +327,8 @@ def check_scripted_run(folder, store):
     ages = [age for groups in used.values() for age in groups.values()]
     assert scripted_run.STALE_FROM <= max(ages) < scripted_run.REUSE.stale_threshold
     counts = Counter(group for groups in used.values() for group in groups)
-    assert max(counts.values()) == scripted_run.REUSE.times
+    # How often the third use comes before a group is too old is up to the kills.
+    assert 2 <= max(counts.values()) <= scripted_run.REUSE.times
     samplers = [
         scripted_run.build_sampler(name, AsyncReplayBufferConfig().build()) for name in scripted_run.TASKS
     ]

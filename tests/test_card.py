@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
+from huggingface_hub.errors import HFValidationError, HTTPError
 from typer.testing import CliRunner
 
 from forebay.cli.commands import app
@@ -122,3 +125,27 @@ def test_offline_the_folder_is_written_and_the_command_to_push_it_said(
     assert "not pushed: HF_HUB_OFFLINE is set" in said
     assert f"hf upload acme/sums {run / 'card'}" in said
     assert (run / "card" / "README.md").is_file()
+
+
+# The library's own HTTP client, which is another package in each of its versions.
+LOST = importlib.import_module(HTTPError.__module__.partition(".")[0]).ConnectError("Connection refused")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (LOST, "not pushed: Connection refused. The folder is written; where the hub can be reached"),
+        (
+            HFValidationError("Repo id is wrong"),
+            "not pushed: Repo id is wrong. The folder is written; name it",
+        ),
+    ],
+)
+def test_a_push_that_fails_is_one_clear_error(
+    run: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str
+) -> None:
+    hub = FakeHub()
+    monkeypatch.setattr(hub, "create_repo", Mock(side_effect=error))
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    assert message in " ".join(forebay("push", run).split())

@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from forebay.config import ConfigError
 from forebay.judges import JudgeConfig, LLMJudge, build_judge
+from forebay.judges.base import TransientJudgeError
 from forebay.judges.llm import ReplyParser
 from forebay.types import RolloutState, Status
 
@@ -209,6 +210,25 @@ async def test_a_group_is_judged_by_pairs(server, judge) -> None:
     states = await judge(group="pairs", responses=["a", "b"], max_retries=0)
     assert {state.status for state in states} == {Status.FAILED}
     assert "the score 7 is not within 0 .. 1" in states[0].error_msg
+
+
+async def test_of_a_group_of_pairs_only_the_one_that_failed_is_asked_again(monkeypatch) -> None:
+    judge = LLMJudge(base_url="http://nowhere.invalid", model="m", group="pairs")
+    asked = []
+
+    async def post(url, request, read):
+        asked.append(request)
+        if len(asked) == 1:
+            raise TransientJudgeError("busy", after_s=0.0)
+        await asyncio.sleep(0.01)
+        return '{"score": 0.5}'
+
+    monkeypatch.setattr(judge._server, "post", post)
+    states = [RolloutState([], response=text) for text in ("aa", "a", "bb", "b")]
+    with pytest.raises(TransientJudgeError, match="busy"):
+        await judge.score_group(states)
+    assert list(await judge.score_group(states)) == [0.5] * 4
+    assert len(asked) == 6 + 1
 
 
 async def test_a_rubric_is_the_weighted_mean_of_its_criteria(server, judge) -> None:

@@ -52,7 +52,7 @@ def push(
     with one_message():
         written = write_card(folder)
         from huggingface_hub import HfApi, constants
-        from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+        from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]
 
         name = repository or folder.resolve().name
         try:
@@ -60,7 +60,12 @@ def push(
                 raise ConnectionError("HF_HUB_OFFLINE is set")
             place = HfApi().create_repo(name, private=not public, exist_ok=True)
             HfApi().upload_folder(repo_id=place.repo_id, folder_path=written)
-        except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
+        except HFValidationError as error:
+            raise ConfigError(
+                f"not pushed: {error}. The folder is written; name it: forebay push {folder} OWNER/NAME"
+            ) from None
+        # The first is that of the library's HTTP client, whose lost connections are no OSError.
+        except (HTTPError, OSError) as error:
             raise ConfigError(
                 f"not pushed: {error}. The folder is written; where the hub can be reached and you are "
                 f"logged in (hf auth login), run: hf upload {name} {written}"

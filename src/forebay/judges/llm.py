@@ -148,7 +148,11 @@ class LLMJudge(Judge):
             return await self._ask(self._messages(states[0], responses=responses), self._parser.verdict)
 
         worth = [0.0] * len(states)
-        for (first, second), verdict in zip(pairs, await asyncio.gather(*map(ask, pairs)), strict=True):
+        # All are waited for: their replies are kept, and the next try asks only for those that failed.
+        verdicts = await asyncio.gather(*map(ask, pairs), return_exceptions=True)
+        for (first, second), verdict in zip(pairs, verdicts, strict=True):
+            if isinstance(verdict, BaseException):
+                raise verdict
             share = checked_reward(verdict)["score"]
             worth[first] += share
             worth[second] += 1 - share

@@ -10,7 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from forebay.engines import Completion, GenerateRequest, RolloutController, ScriptedEngine, TransformersEngine
 from forebay.engines.process.engine import ProcessEngine
@@ -100,6 +107,21 @@ async def test_an_engine_says_where_it_sent_each_token(cache_tokens: Any) -> Non
         assert state.routed_experts.dtype == np.int8
         assert state.routed_experts.shape == (len(state.tokens) - 1, 2, 2)
         assert np.array_equal(state.routed_experts, chosen(model, state.tokens[:-1]))
+
+
+@pytest.mark.parametrize("prompt", [[5], [1, 2, 3]])
+async def test_a_router_without_topk_decodes_and_says_nothing(prompt: list[int]) -> None:
+    """Phi-MoE's chooses its experts one after the other."""
+    torch.manual_seed(0)
+    model = PhimoeForCausalLM(PhimoeConfig(**{**SIZES, "pad_token_id": 0}, num_local_experts=4)).eval()
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False)[0].tolist()
+    controller = RolloutController(TransformersEngine(model))
+    greedy = SampleParams(max_tokens=4, temperature=0)
+    state = RolloutState([], rollout_id=1, prompt_ids=prompt, sample_params=greedy)
+    await controller.generate_sample(state)
+    await controller.close()
+    assert list(state.tokens) == expected
+    assert state.routed_experts is None
 
 
 async def test_a_continued_rollout_keeps_the_experts_that_made_its_tokens() -> None:

@@ -165,6 +165,16 @@ async def test_a_checkpoint_that_cannot_be_noted_holds_nothing(tmp_path, monkeyp
         del error
 
 
+async def test_a_checkpoint_that_failed_is_told_once():
+    async def fail():
+        raise OSError("no room")
+
+    run = SimpleNamespace(saving=asyncio.create_task(fail()))
+    with pytest.raises(OSError, match="no room"):
+        await checkpoints.checkpoint_written(run)
+    await checkpoints.checkpoint_written(run)
+
+
 @pytest.mark.parametrize("url", [None, f"mysql://me:{SECRET}@host/name", SECRET])
 def test_a_run_without_the_url_of_its_database_says_which_variable_has_it(tmp_path, monkeypatch, url):
     monkeypatch.delenv(store.URL_VARIABLE, raising=False)

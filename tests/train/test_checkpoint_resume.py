@@ -1,6 +1,8 @@
 """A resumed trainer goes on to the same bits; a checkpoint is whole or absent, and free of pickle."""
 
 import json
+import threading
+import time
 
 import pytest
 import torch
@@ -112,6 +114,36 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(make_model, make_groups, tm
         trainer.save(tmp_path / "c")
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     trainer_for(make_model()).resume(tmp_path / "c")
+
+
+def test_a_save_that_fails_leaves_no_thread_at_work(make_model, tmp_path, monkeypatch):
+    """One that writes the model would make the deleted folder again."""
+    write_model, failed = checkpoint_module._write_model, threading.Event()
+
+    def full(*args, **metadata):
+        failed.set()
+        raise OSError("disk full")
+
+    def late(*args):
+        failed.wait(10)
+        # The error has time to reach the caller.
+        time.sleep(0.2)
+        write_model(*args)
+
+    monkeypatch.setattr(checkpoint_module, "save_tensors", full)
+    monkeypatch.setattr(checkpoint_module, "_write_model", late)
+    with pytest.raises(OSError, match="disk full"):
+        trainer_for(make_model()).save(tmp_path / "c")
+    for thread in threading.enumerate():
+        if thread.name.startswith("forebay-checkpoint"):
+            thread.join()
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_held_in_another_dtype_are_named(make_model, tmp_path):
+    trainer_for(make_model().bfloat16(), lora_rank=2).save(tmp_path / "c")
+    with pytest.raises(ValueError, match="weights held in bfloat16 and in float32"):
+        trainer_for(make_model(), lora_rank=2).resume(tmp_path / "c")
 
 
 def test_leftovers_of_a_crash_are_cleared(tmp_path):

@@ -1,14 +1,22 @@
 """Messages between a trainer and its ranks: arrays, models, batches, and what comes back."""
 
+import pickle
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from forebay.io.shared import MemoryFile, lay_out, mapped, views
 from forebay.train import Packer, TrainBatch, TrainConfig
 from forebay.train.parallel.frames import connect, receive, send
 from forebay.train.parallel.learner import RankedLearner, source_of
+from forebay.train.parallel.ranks import FailedCall, RankError, Ranks
+from forebay.train.parallel.sharding import own_block
+from forebay.train.parallel.worker import RankWorker
 
 
 def passed_on(value):
@@ -80,6 +88,35 @@ class TwoRanks:
         return answers[method]
 
 
+class FullDisk(Ranks):
+    """A rank fails in its save; another call, which waits meanwhile, sees ranks that were ended."""
+
+    def __init__(self):
+        super().__init__(1)
+        self.updating, self.ended = threading.Event(), threading.Event()
+
+    def _answer(self, number, method, arguments):
+        if method == "finish_save":
+            self.updating.wait(10)
+            raise FailedCall("OSError", "No space left on device", "its traceback")
+        self.updating.set()
+        self.ended.wait(10)
+        raise RankError("rank 0 died in update: exit code -9")
+
+    def _end(self):
+        self.ended.set()
+
+
+def test_a_call_beside_a_failed_save_tells_of_the_disk():
+    ranks = FullDisk()
+    with ThreadPoolExecutor(1) as thread:
+        saving = thread.submit(ranks.call, "finish_save", [[]])
+        with pytest.raises(RankError, match="No space left on device"):
+            ranks.call("update", [[]])
+        with pytest.raises(RankError, match="No space left on device"):
+            saving.result(10)
+
+
 def test_results_of_ranks_are_put_together_in_the_order_of_the_batch():
     batch = TrainBatch.from_examples([([1], [2, 3]), ([1], [4])])
     learner = RankedLearner(TwoRanks(), {}, TrainConfig(epochs=2), {})
@@ -88,3 +125,23 @@ def test_results_of_ranks_are_put_together_in_the_order_of_the_batch():
     # Epoch by epoch.
     assert joined["token_index"].tolist() == [2, 0, 1, 2, 1, 0]
     assert joined["loss"].tolist() == [1.0, 3.0, 4.0, 2.0, 5.0, 6.0]
+
+
+def test_a_rank_keeps_no_memory_that_it_wrote_once(make_model):
+    """Each copy of the weights has its own, as large as the model."""
+    model, kept = make_model(), mapped.cache_info().currsize
+    layout, num_bytes = lay_out(model.named_parameters())
+    memory = MemoryFile(num_bytes)
+    rank = SimpleNamespace(learner=SimpleNamespace(model=model))
+    RankWorker.copy_weights(rank, layout, True, memory.path, memory.inode, num_bytes)
+    got = dict(views(layout, memory.data))
+    assert all(torch.equal(got[name], weight) for name, weight in model.named_parameters())
+    assert mapped.cache_info().currsize == kept
+
+
+def test_a_rank_that_sends_nothing_of_a_weight_sends_no_bytes_of_it(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    _, block = own_block(torch.ones(1000, 1000))
+    assert block.shape == (0, 1000)
+    assert len(pickle.dumps(block)) < 10_000

@@ -51,9 +51,8 @@ class MemoryFile:
         self._finalizer()
 
 
-@lru_cache(maxsize=2)
-def mapped(path: str, inode: int, num_bytes: int) -> torch.Tensor:
-    """The memory of another process, as it announces it: uint8. The last two stay mapped.
+def map_once(path: str, inode: int, num_bytes: int) -> torch.Tensor:
+    """The memory of another process, as it announces it: uint8.
 
     Raises:
         RuntimeError: it was given back meanwhile.
@@ -62,6 +61,10 @@ def mapped(path: str, inode: int, num_bytes: int) -> torch.Tensor:
     if not os.path.exists(path) or os.stat(path).st_ino != inode:
         raise RuntimeError(f"{path} is not the memory that was announced; it was given back")
     return _map(path, num_bytes)
+
+
+mapped = lru_cache(maxsize=2)(map_once)
+"""The same, for memory that is announced again and again: the last two stay mapped."""
 
 
 def _map(path: str, num_bytes: int) -> torch.Tensor:

@@ -61,6 +61,11 @@ class Routing:
             # Not compiled: inside a compiled layer this is a break between two programs.
             router.forward = torch.compiler.disable(listener.run)  # type: ignore[no-untyped-call]
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the last pass told every router's choice: not of those that choose without `topk`."""
+        return len(self._taken) == self.num_layers
+
     def taken(self) -> torch.Tensor:
         """(C, M, k), in `dtype`: the experts of the last forward pass."""
         return torch.stack([self._taken[number] for number in range(self.num_layers)], dim=1).to(self.dtype)

@@ -122,8 +122,12 @@ async def checkpoint_written(run: Run) -> None:
     """
     if (saving := run.saving) is not None:
         # A caller that is cancelled must not leave half a checkpoint.
-        await asyncio.shield(saving)
-        run.saving = None
+        try:
+            await asyncio.shield(saving)
+        finally:
+            # An error is raised once: what comes next may save again.
+            if saving.done():
+                run.saving = None
 
 
 async def resume(run: Run, path: Path, *, has_groups: bool = False) -> None:

@@ -25,7 +25,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,6 +172,11 @@ class TrainerParts:
         if self.critic_optimizer is not None:
             yield "critic_optimizer", self.critic_optimizer
 
+    @property
+    def dtype(self) -> str:
+        """Torch's name of that of the weights in memory; with LoRA of those below the adapters."""
+        return str(next(self.model.parameters()).dtype).removeprefix("torch.")
+
     def kind(self) -> dict[str, Any]:
         """The facts that must be equal in the trainer that saves and the one that resumes."""
         return {
@@ -208,8 +213,8 @@ def begin_save(
     """
     rank = 0 if mesh is None else mesh.get_rank()
     if rank == 0:
-        dtype = str(next(parts.model.parameters()).dtype).removeprefix("torch.")
-        save_json({**parts.kind(), "train_step": train_step, "dtype": dtype}, folder / "trainer.json")
+        facts = {"train_step": train_step, "dtype": parts.dtype}
+        save_json({**parts.kind(), **facts}, folder / "trainer.json")
         if is_lora(parts.model):
             (folder / "adapter").mkdir()
             adapters = {name: weight.detach().cpu() for name, weight in adapter_weights(parts.model)}
@@ -235,6 +240,8 @@ def begin_save(
     threads.shutdown(wait=False)
 
     def finish() -> None:
+        # Both, also where one fails: the folder is deleted next.
+        wait((written, exported))
         for future in (written, exported):
             future.result()
 
@@ -326,7 +333,9 @@ def load_trainer(folder: Path, parts: TrainerParts) -> int:
     for name, mine in parts.kind().items():
         if saved.get(name) != mine:
             raise ValueError(
-                f"the checkpoint {str(folder)!r} has {name} = {saved.get(name)!r}, this trainer {mine!r}; "
+                f"the checkpoint {str(folder)!r} has {name} = {saved.get(name)!r}, this trainer {mine!r} "
+                f"(weights held in {saved.get('dtype')} and in {parts.dtype}, which LoRA on one rank and on "
+                f"several may choose differently); "
                 f"build it from the same config and the same starting model (after its warm-up), with the "
                 f"version that wrote it; or begin a new run with its model/ as model.source"
             )

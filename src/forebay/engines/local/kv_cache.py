@@ -100,8 +100,7 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     def store(self, prefilled: Cache, sources: torch.Tensor, rows: torch.Tensor) -> None:
         """Make rows `sources` of a prefill's cache the content of `rows`, zero beyond it."""
         states = [(layer.keys, layer.values) for layer in prefilled.layers]
-        if self._routing is not None:
-            experts = self._routing.taken().flatten(1)
+        if (experts := self._taken()) is not None:
             experts = experts.view(len(states[0][0]), 1, -1, experts.shape[1])
             states.append((experts, experts[..., :0]))
         for own, (keys, values) in zip(self._all, states, strict=False):
@@ -114,9 +113,15 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def note_experts(self) -> None:
         """A decode forward has run: keep the experts that its tokens were sent to."""
-        if self._routing is not None:
-            experts = self._routing.taken().flatten(1)[:, None, None]
+        if (experts := self._taken()) is not None:
+            experts = experts[:, None, None]
             self._experts.update(experts, experts[..., :0])
+
+    def _taken(self) -> torch.Tensor | None:
+        """[C, layers * k]: of the last pass; None, for good, where a router's choice cannot be heard."""
+        if self._routing is not None and not self._routing.is_complete:
+            self._routing = None
+        return None if self._routing is None else self._routing.taken().flatten(1)
 
     def experts(self, row: int, count: int) -> NDArray[Any] | None:
         """[count, layers, k]: those that its first tokens were sent to; None without any."""

@@ -135,6 +135,8 @@ class Ranks:
         )
         agreed = len(failed) == self.num_ranks and {error[0] for error in failed.values()} == {kind}
         if not (agreed and kind in EXPECTED) or method == START:
+            # A call beside this one sees ranks that ended, and is to tell the cause.
+            self._lost = self._lost or report
             Ranks.close(self)
         if not (agreed and kind in EXPECTED):
             return report

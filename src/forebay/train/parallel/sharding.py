@@ -76,7 +76,8 @@ def own_block(tensor: torch.Tensor) -> tuple[tuple[slice, ...], torch.Tensor]:
         is_copy = any(p.is_replicate() and c for p, c in zip(placements, mesh.get_coordinate(), strict=True))
         tensor = sliced.to_local()
     if is_copy:
-        return (slice(0, 0),), tensor.reshape(-1, *shape[1:])[:0]
+        # Not a view, with which all that it looks at would be sent.
+        return (slice(0, 0),), tensor.reshape(-1, *shape[1:])[:0].clone()
     return tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True)), tensor
 
 

@@ -367,8 +367,9 @@ _REMOVED_ARGUMENTS = {
     ("judge", "llm", "per_minute"): "the server's 429 and its Retry-After are heeded",
     ("judge", "llm", "max_tokens"): "max_calls is the budget; a limit of one reply goes into parameters",
     ("judge", "llm", "cache"): "replies are kept in memory",
+    ("engine", "process", "checksum"): "verify_weights = true proves after each hand-over what engines hold",
 }
-"""Arguments of version 0.2 and where each went, by kind and name of the component."""
+"""Arguments of earlier versions and where each went, by kind and name of the component."""
 
 
 def parse_component(named: str | Mapping[str, Any], *, source: str) -> Component:

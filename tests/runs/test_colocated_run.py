@@ -463,7 +463,7 @@ def test_a_removed_key_gets_one_sentence(tmp_path):
         parse_config(RunConfig, resolved)
     resolved = config(tmp_path).model_dump(mode="json")
     resolved["engine"] = {"name": "process", "arguments": {"checksum": True}}
-    with pytest.raises(ConfigError, match=r"'checksum' was removed; leave it out. verify_weights = true"):
+    with pytest.raises(ConfigError, match=r"engine 'process': checksum was removed: verify_weights = true"):
         parse_config(RunConfig, resolved)
 
 

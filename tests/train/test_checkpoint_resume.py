@@ -118,11 +118,14 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(make_model, make_groups, tm
 
 def test_a_save_that_fails_leaves_no_thread_at_work(make_model, tmp_path, monkeypatch):
     """One that writes the model would make the deleted folder again."""
-    write_model, failed = checkpoint_module._write_model, threading.Event()
+    write_model, save_tensors = checkpoint_module._write_model, checkpoint_module.save_tensors
+    failed = threading.Event()
 
-    def full(*args, **metadata):
-        failed.set()
-        raise OSError("disk full")
+    def full(tensors, path, **metadata):
+        if path.parent.name == checkpoint_module.STATE:
+            failed.set()
+            raise OSError("disk full")
+        save_tensors(tensors, path, **metadata)
 
     def late(*args):
         failed.wait(10)

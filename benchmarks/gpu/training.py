@@ -24,7 +24,7 @@ from forebay.config import ConfigError
 from forebay.plan import this_machine
 from forebay.train import TrainConfig, TrainController
 from forebay.train.collate import MicroBatch
-from forebay.train.model.forward import TokenOutputs, output_head, run_passes
+from forebay.train.model.forward import Cells, TokenOutputs, output_head, run_passes
 
 PACKED = {"layout": "packed", "dtype": "bfloat16", "token_budget": 8192}
 
@@ -185,16 +185,19 @@ def version_01_head() -> Iterator[None]:
         yield
 
 
-def _version_01_logprobs(model: Any, micro: MicroBatch, *, entropy: str = "none") -> TokenOutputs:
+def _version_01_logprobs(
+    model: Any, micro: MicroBatch, *, entropy: str = "none", routing: Any = None
+) -> TokenOutputs:
+    """As `response_logprobs`; `routing` is not used, since the models measured here have no experts."""
     head = output_head(model)
 
-    def logits_at(place: slice, positions_N: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, Any]:
+    def logits_at(place: slice, cells: Cells, **inputs: Any) -> tuple[torch.Tensor, Any]:
         def select(module: Any, states: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             hidden_BLH, *others = states
-            return (hidden_BLH.flatten(0, 1).index_select(0, positions_N)[None], *others)
+            return (hidden_BLH.flatten(0, 1).index_select(0, cells.positions)[None], *others)
 
         with head.register_forward_pre_hook(select):
-            output = model(**inputs)
+            output = model(cells.input_ids, **inputs)
         return output.logits.squeeze(0), output.get("past_key_values")
 
     logits_NV = run_passes(logits_at, micro)

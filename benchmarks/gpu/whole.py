@@ -23,7 +23,7 @@ from training import make_trainer
 from forebay.config import parse_config
 from forebay.engines import RolloutController, TransformersEngine
 from forebay.plan import make_plan, parse_devices, this_machine
-from forebay.plan.estimate import CONTEXT_BYTES
+from forebay.plan.turns import CONTEXT_BYTES
 from forebay.runs.config import RunConfig
 from forebay.train import TrainConfig
 from forebay.train.parallel.ranks import LocalRanks

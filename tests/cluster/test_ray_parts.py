@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from replay_factory import make_group
-from test_engine_actor import ask, frail_config, spec_of
+from test_engine_actor import NOTHING, ask, frail_config, spec_of
 from test_ray_run import run_config
 
 from forebay.cluster import supervisor
@@ -39,7 +39,7 @@ async def test_engines_that_are_given_up_come_back_in_a_new_process(ray, tmp_pat
     spec = spec_of(config)
     placed = PlacedEngine(spec, restarts.note)
     placed.begin(actor, await actor.start.remote(spec))
-    weights = ray.put([])
+    weights = ray.put(NOTHING)
     await placed.load_weights(Published(weights, 1), 1)
     pool = EnginePool([RayEngine(actor, caller="worker 0", max_context_tokens=100)])
     completions = await asyncio.gather(pool.generate(ask("a")), pool.generate(ask("b")))

@@ -44,8 +44,12 @@ def test_the_local_tests_are_run_here_too():
     assert sum(name.startswith("test_") and hasattr(local, name) for name in globals()) > 20
 
 
-HERE_ONLY = {"to_pandas", "moment"}
-"""Methods that need objects of the server's process, or are blocks in it."""
+HERE_ONLY = {"to_pandas", "moment", "count_usable", "use_again"}
+"""Methods that need objects of the server's process or `reuse`, which a client lacks, or are blocks in it."""
+
+
+def test_a_client_says_that_it_uses_no_group_again():
+    assert RemoteReplayBuffer.reuse is None
 
 
 @pytest.mark.parametrize("name", [name for name in vars(ReplayBuffer) if name[0] != "_"])

@@ -126,7 +126,7 @@ def test_no_flipped_bit_is_accepted(damaged, data):
 
 def test_the_older_checkpoint_is_gone_on_from_as_the_message_says(damaged):
     newest = damaged / "checkpoints" / NEWEST
-    flip(newest / "trainer" / "state" / "shard-00001-model-00001-of-00001.safetensors", None)
+    flip(newest / "trainer" / "state" / "shard-00000.safetensors", None)
     runner = CliRunner()
     # With a step to go: a finished run has no use for its checkpoint.
     result = runner.invoke(app, ["train", "--resume", str(damaged), "steps=3"])

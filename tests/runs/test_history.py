@@ -126,7 +126,7 @@ async def test_a_line_says_what_is_known(tmp_path):
     written = History(tmp_path, limit_bytes=10**9)
     written.left([group], "trained", train_step=6, learned=batch)
     wiped = [RolloutState([], rollout_id="w/0", group_id="w", task_name="math", status=Status.EXPIRED)]
-    life = GroupLife("w", "math", "live", None, None, 0, 0, 0.0, 1.0, 40, 2.5, 0.25)
+    life = GroupLife("w", "math", "live", None, None, 0, 0, 0, 0.0, 1.0, 40, 2.5, 0.25)
     written.left([wiped], "dropped", reason="expired", train_step=7, life=life)
     written.close()
     first, second, dropped = read(tmp_path)

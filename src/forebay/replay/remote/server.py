@@ -220,6 +220,8 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"unknown policy {self.policy!r}; known: {', '.join(POLICIES)}")
+        if self.max_live is not None and self.limit is not None:
+            raise ValueError(f"give max_live or limit, not both; got {self.max_live} and {self.limit}")
 
 
 async def serve_buffer(options: ServeOptions, say: Callable[[str], None]) -> None:

@@ -137,7 +137,7 @@ LOST = importlib.import_module(HTTPError.__module__.partition(".")[0]).ConnectEr
         (LOST, "not pushed: Connection refused. The folder is written; where the hub can be reached"),
         (
             HFValidationError("Repo id is wrong"),
-            "not pushed: Repo id is wrong. The folder is written; name it",
+            "not pushed: Repo id is wrong. Name it: forebay push",
         ),
     ],
 )

@@ -61,9 +61,7 @@ def push(
             place = HfApi().create_repo(name, private=not public, exist_ok=True)
             HfApi().upload_folder(repo_id=place.repo_id, folder_path=written)
         except HFValidationError as error:
-            raise ConfigError(
-                f"not pushed: {error}. The folder is written; name it: forebay push {folder} OWNER/NAME"
-            ) from None
+            raise ConfigError(f"not pushed: {error}. Name it: forebay push {folder} OWNER/NAME") from None
         # The first is that of the library's HTTP client, whose lost connections are no OSError.
         except (HTTPError, OSError) as error:
             raise ConfigError(

@@ -216,8 +216,7 @@ class Sampler:
             chosen = list(self.order.plan(shuffled, self.prompts, self._latest))
             if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(size)):
                 raise ConfigError(
-                    f"the plan of sampler {self.order_name or self.order!r} for epoch {epoch} is "
-                    f"{str(chosen)[:200]}; it must hold at least one index from 0 to {size - 1}, none twice"
+                    f"a sampler's plan is distinct indices under {size}, not {str(chosen)[:99]}"
                 )
             # Saved as JSON, which does not take numbers of numpy.
             plan = [int(index) for index in chosen]

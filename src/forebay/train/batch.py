@@ -164,13 +164,8 @@ class TrainBatch:
             batch.metrics["train/overlong_penalty"] = float(penalties.mean())
         elif overlong == "filter":
             # An episode that ran out of turns says "length", too, and none of its tokens is cut.
-            cut_S = np.array(
-                [
-                    s.finish_reason == "length"
-                    and s.extra_fields.get(EPISODE_KEY, {}).get("ended_by") != "max_turns"
-                    for s in states
-                ]
-            )
+            of_turns_S = [s.extra_fields.get(EPISODE_KEY, {}).get("ended_by") == "max_turns" for s in states]
+            cut_S = np.array([s.finish_reason == "length" for s in states]) & ~np.array(of_turns_S)
             batch.loss_weights = (~cut_S[batch.response_rows]).astype(np.float32)
         return batch
 

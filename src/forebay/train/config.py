@@ -284,10 +284,7 @@ class TrainConfig(StrictModel):
                 f"rollouts; use one of {', '.join(BY_PARTS)}, or leave credit out"
             )
         if self.kl_in_reward and (self.advantage == "opo" or self.pass_k is not None):
-            yield (
-                f"kl_estimator = 'reward' is not read by advantage {self.advantage!r}, which takes scores as "
-                f"they are; leave it out, or use another advantage"
-            )
+            yield f"kl_estimator = 'reward' is not read by advantage {self.advantage!r}; leave one out"
         if self.clip_low > 1:
             yield f"clip = {self.clip} lets the ratio fall under 0; the low clip is at most 1"
         if self.dual_clip is not None and self.loss != "clipped":

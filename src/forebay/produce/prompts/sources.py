@@ -78,6 +78,7 @@ _SOURCE_FORMS = (
     f"owner/name of a dataset of the hub, {', '.join(GENERATORS)}, reasoning_gym:NAME or "
     "package.module:function"
 )
+_OF_STREAM = "is read from its beginning as far as size says: shuffle it at its source"
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -102,13 +103,8 @@ def open_source(
         numbered = enumerate(rows)
         wanted = (pair for pair in numbered if keep is None or keep(pair[1], place(pair[0])))
         kept = list(islice(wanted, num_wanted))
-        opened = Rows(
-            [row for _, row in kept],
-            lambda index: place(kept[index][0]),
-            in_memory=True,
-            # Two parts would shuffle two beginnings of the stream, and share rows.
-            no_shuffle="is read from its beginning as far as size says: shuffle it at its source",
-        )
+        # Two parts would shuffle two beginnings of the stream, and share rows.
+        opened = Rows([row for _, row in kept], lambda index: place(kept[index][0]), True, _OF_STREAM)
     elif keep is not None:
         indices = [index for index in range(len(rows)) if keep(rows[index], place(index))]
         opened = replace(

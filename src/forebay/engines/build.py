@@ -158,10 +158,6 @@ def find_engine(config: Component) -> Callable[..., list[Engine]]:
     # One that is not named here is called with the surroundings first, by whatever name it has for them.
     model: Any = ENGINE_ARGUMENTS.get(name) or partial(factory, None)
     if model is ProcessArguments:
-        if "checksum" in arguments:
-            raise ConfigError(
-                "engine: 'checksum' was removed; leave it out. verify_weights = true proves more"
-            )
         inside = ENGINE_ARGUMENTS.get(arguments.get("engine", "transformers"))
         if inside is None:
             # The other arguments are those of an engine that is not known here.

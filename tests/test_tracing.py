@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,6 +58,20 @@ def test_activities_become_bars_on_tracks(tmp_path: Path) -> None:
     assert [e["args"] for e in events if e.get("cat") == "train"] == [{"task": "math", "note": "done"}]
     write_trace(path, [])
     assert bars(path) == []
+
+
+def test_a_timeline_that_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    write_trace(path, [span("train", "1", 0, 1)])
+    before = path.read_text()
+
+    def spans() -> Iterator[Span]:
+        yield span("train", "2", 0, 1)
+        raise FileNotFoundError
+
+    with pytest.raises(FileNotFoundError):
+        write_trace(path, spans())
+    assert path.read_text() == before
 
 
 @given(st.integers(0, 10_000))

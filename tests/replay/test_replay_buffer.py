@@ -1,6 +1,7 @@
 """The replay buffer's methods, on every store."""
 
 import asyncio
+from collections import Counter
 from copy import deepcopy
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from replay_factory import make_group, make_state, names, same
 
 from forebay.config import ConfigError, parse_config
+from forebay.produce.results import TaskResult, summarize
 from forebay.replay import (
     AsyncReplayBufferConfig,
     FIFOReplayPolicy,
@@ -19,7 +21,7 @@ from forebay.replay import (
 )
 from forebay.replay import buffer as buffer_module
 from forebay.replay.remote import handover as server_handover
-from forebay.replay.reuse import Reuse
+from forebay.replay.reuse import Reuse, ReuseConfig
 from forebay.types import Status
 
 COMPLETED, ABORTED, EXPIRED, ARCHIVED = Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.ARCHIVED
@@ -460,6 +462,23 @@ async def test_a_policy_written_by_a_user(make_store):
     assert len(buffer) == 1
     await buffer.restore(0)
     assert len(buffer) == 3
+
+
+def test_groups_of_equal_scores_are_used_again_where_no_scores_are_compared():
+    group = [make_state(member=member) for member in range(2)]
+    rules = ReuseConfig(times=2)
+    assert [rules.build(compares=compares).rank(group) for compares in (True, False)] == [0.0, 1.0]
+    with pytest.raises(ConfigError, match="leave it at 'newest'"):
+        ReuseConfig(times=2, order="priority").check("tis", "drop", compares=False)
+
+
+def test_the_groups_of_a_batch_by_outcome():
+    new, past, other = ([make_state(str(i))] for i in range(3))
+    parts = {
+        "a": TaskResult(rollout_states=[new, past], reuse=Counter(past_groups=1)),
+        "b": TaskResult(rollout_states=[other]),
+    }
+    assert summarize(parts, {}).by_outcome() == {"trained": [new, other], "reused": [past]}
 
 
 async def test_the_configs_build_what_they_say():

@@ -1,6 +1,7 @@
 """The SQL store on its own: files, versions, takers, cancelling, a free event loop."""
 
 import asyncio
+import contextlib
 import sqlite3
 import threading
 from random import Random
@@ -466,3 +467,20 @@ async def test_values_are_bound_and_never_written_into_a_statement(store):
     assert uids(await store.get(query, order="-staleness")) == [uid]
     assert await store.count({"$or": [{"status_before": evil}, {"task_name": {"$ne": evil}}]}) == 0
     assert not any("DROP" in statement for statement in statements)
+
+
+async def test_a_file_whose_trigger_counted_puts_counts_each_once(tmp_path):
+    """Files of version 0.2.0 have it."""
+    store = SQLStorage(tmp_path / "buffer.db")
+    await store.put(make_row("a"))
+    store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "buffer.db")) as file, file:
+        file.execute(
+            "CREATE TRIGGER forebay_added AFTER INSERT ON forebay_groups BEGIN "
+            "INSERT INTO forebay_counts VALUES (new.task_name, new.status, 1) "
+            "ON CONFLICT (task_name, status) DO UPDATE SET number = number + 1; END"
+        )
+    again = SQLStorage(tmp_path / "buffer.db")
+    await again.put(make_row("b"))
+    assert await again.count({}) == len(await again.get({})) == 2
+    again.close()

@@ -9,10 +9,14 @@ from forebay.config import ConfigError, parse_config
 from forebay.evaluate import Evaluator
 from forebay.ledger import Ledger
 from forebay.metrics import read_jsonl
+from forebay.replay import SQLStorage
+from forebay.runs import evaluation
 from forebay.runs.config import RunConfig
 from forebay.runs.evaluation import is_due
 from forebay.runs.folder import list_checkpoints, saved_config
 from forebay.runs.launch import launch
+from forebay.types import RolloutState
+from forebay.watching.stalls import StallError
 
 STEPS, BATCH_SIZE, GROUP_SIZE, HELD_OUT = 6, 4, 2, 6
 
@@ -167,6 +171,40 @@ def test_a_run_that_is_cut_off_in_the_middle_does_it_again(tmp_path, monkeypatch
     assert sorted(set(rows)) == [0, 2, 4, 6]
 
 
+def test_an_evaluation_that_fails_beside_takes_no_batch_with_it(tmp_path, monkeypatch):
+    changes = {"evaluate": {"every": 2, "mode": "beside"}}
+    train(tmp_path / "whole", **changes)
+    folder = tmp_path / "failed" / "run"
+    answer, calls = evaluation.evaluation_groups, []
+
+    async def fail_second(eval_sets, stall_watch=None):
+        calls.append(eval_sets)
+        if len(calls) == 2:
+            raise StallError("nothing has moved")
+        return await answer(eval_sets, stall_watch)
+
+    monkeypatch.setattr(evaluation, "evaluation_groups", fail_second)
+    with pytest.raises(StallError, match="nothing has moved"):
+        asyncio.run(launch(config(tmp_path / "failed", **changes)))
+    asyncio.run(launch(saved_config(folder), resume=folder))
+    whole, failed = (Ledger.read(path / "ledger.jsonl") for path in (tmp_path / "whole" / "run", folder))
+    assert failed.balance({}).trained == whole.balance({}).trained == STEPS * BATCH_SIZE
+    at = [
+        {r["train_step"]: r["reward"] for r in _rows(p) if "reward" in r}
+        for p in (folder, tmp_path / "whole/run")
+    ]
+    assert at[0] == at[1]
+    assert len(at[0]) == STEPS
+
+
+@pytest.mark.parametrize(
+    ("steps", "found"), [([], []), ([-1, -1, -1], []), ([2, 2], [2, 2]), ([2, 9, 2], [2, 2])]
+)
+def test_rollouts_of_which_not_all_is_known_are_evaluated_too(steps, found):
+    state = RolloutState([], response_ids=[5, 6, 7], response_mask=[1, 0, 1], response_model_steps=steps)
+    assert evaluation._made_by(state).tolist() == found
+
+
 def test_a_task_without_weight_is_only_evaluated_by_its_own_schedule(tmp_path):
     exam = task("exam", weight=0, evaluate={"every": 3, "rollouts_per_prompt": 3, "temperature": 1.0})
     del exam["data"]
@@ -196,10 +234,15 @@ def test_the_best_checkpoint_stays_and_is_named(tmp_path, monkeypatch, capsys):
             evaluate(self, groups, whole=whole) | {"eval/score": next(planned)}
         ),
     )
-    folder = train(tmp_path, evaluate={"every": 2}, checkpoint_every=2, keep_checkpoints=1)
+    changes = {"evaluate": {"every": 2}, "checkpoint_every": 2, "keep_checkpoints": 1}
+    folder = train(tmp_path, replay={"store": "sqlite"}, **changes)
     assert [path.name for path in list_checkpoints(folder)] == ["step_000002", "step_000006"]
     assert "step_000002 (eval/score 0.7)" in capsys.readouterr().out
     assert json.loads((folder / "live.json").read_text())["best_checkpoint"] == "step_000002 (eval/score 0.7)"
+    # It does not hold what was consumed since.
+    store = SQLStorage(folder / "buffer.db")
+    assert asyncio.run(store.count({"status": "archived", "train_step": {"$gt": 2}})) == 0
+    store.close()
 
 
 @pytest.mark.parametrize(

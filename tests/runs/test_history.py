@@ -154,6 +154,17 @@ async def test_files_that_were_put_together_count_once_while_both_are_there(tmp_
     assert [row["group_id"] for row in read(tmp_path)] == ["0", "1", "2"]
 
 
+async def test_files_that_are_put_together_while_activities_are_read(tmp_path, monkeypatch):
+    written = History(tmp_path, limit_bytes=10**9)
+    written._spans.append((0.0, 1.0, "train", "step", "", "", ""))
+    written.close()
+    true = list_parts(tmp_path, "spans")
+    gone = [part._replace(path=tmp_path / "gone.parquet") for part in true]
+    listed = iter([gone, gone, true])
+    monkeypatch.setattr(history, "list_parts", lambda *_: next(listed))
+    assert [span.stage for span in history.read_spans(tmp_path)] == ["train"]
+
+
 async def test_beyond_the_limit_the_oldest_lines_go_and_are_counted(tmp_path):
     written = History(tmp_path, limit_bytes=40_000)
     for step in range(1, 9):

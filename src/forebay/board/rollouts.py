@@ -174,7 +174,8 @@ class Rollouts:
             f"stddev_pop(score) AS spread, avg(num_tokens) AS num_tokens, min(train_step) AS first_step, "
             f"max(train_step) AS last_step, arg_min(score, time_s) AS first_score, "
             f"arg_max(score, time_s) AS last_score FROM rollouts WHERE score IS NOT NULL "
-            f"{where} GROUP BY prompt_hash ORDER BY {orders[order]} LIMIT ? OFFSET ?"
+            # A rollout that is trained on again is one try.
+            f"AND outcome <> 'reused' {where} GROUP BY prompt_hash ORDER BY {orders[order]} LIMIT ? OFFSET ?"
         )
         values += [min(max(limit, 1), MAX_ROWS), max(offset, 0)]
         return self._ask(ROLLOUTS, lambda cursor, _: _rows(cursor, query, values), [])
@@ -355,7 +356,8 @@ def _source(kind: str, parts: Sequence[Part], texts: Sequence[str] = ()) -> str:
 SPREAD = ("num_tokens", "generate_s", "solved")
 _SEEN = """
 CREATE TEMP TABLE seen AS
-WITH prompts AS (SELECT prompt_hash, avg(score)::FLOAT AS solved FROM rollouts GROUP BY prompt_hash)
+WITH prompts AS (SELECT prompt_hash, avg(score)::FLOAT AS solved FROM rollouts
+  WHERE outcome <> 'reused' GROUP BY prompt_hash)
 SELECT task, outcome, reason, staleness, num_tokens, generate_s, score::FLOAT AS score, solved
 FROM rollouts JOIN prompts USING (prompt_hash) WHERE outcome IN ('trained', 'dropped')
 """

@@ -87,6 +87,15 @@ class ProduceBatchResult(TaskResult):
         for name, result in self.task_results.items():
             result.group_gen_pause_time_s += earlier.task_results[name].group_gen_pause_time_s
 
+    def by_outcome(self) -> dict[str, list[list[RolloutState]]]:
+        """The groups as a history has them: ``trained``, or ``reused`` if an earlier step did so."""
+        found: dict[str, list[list[RolloutState]]] = {"trained": [], "reused": []}
+        for part in self.task_results.values() or [self]:
+            num_new = len(part.rollout_states) - part.reuse["past_groups"]
+            found["trained"] += part.rollout_states[:num_new]
+            found["reused"] += part.rollout_states[num_new:]
+        return found
+
     def metrics(self) -> dict[str, float]:
         """The numbers worth logging, flat; per task too when there are several."""
         values = _metrics(self, "produce")

@@ -30,10 +30,14 @@ class BufferConfig(BaseModel):
     reuse: ReuseConfig = ReuseConfig()
 
     def build(
-        self, storage_backend: StorageBackend | None = None, *, sync_weights_interval: int = 1
+        self,
+        storage_backend: StorageBackend | None = None,
+        *,
+        sync_weights_interval: int = 1,
+        compares: bool = True,
     ) -> ReplayBuffer:
         """The buffer; in memory unless there is a store."""
-        reuse = self.reuse.build(sync_weights_interval)
+        reuse = self.reuse.build(sync_weights_interval, compares=compares)
         return ReplayBuffer(self.policy(), storage_backend, limit=self.limit, reuse=reuse)
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    put ----------> uses = 0, priority by `order`; 0 for a group whose scores do not differ
+    put ----------> uses = 0, priority by `order`; 0 for a group whose scores do not differ, if that matters
     take_batch(i) --> ARCHIVED, of train step i
     use_again(j) ---> a copy to train on; the row stays, with uses + 1, last_use = j, used_at = "... j"
     restore(S) -----> uses of steps after S are taken off again
@@ -46,6 +46,8 @@ class Reuse:
     share: float = 0.25
     """Part of a batch."""
     order: Order = "newest"
+    compares: bool = True
+    """Whether the advantage compares the scores of a group; without, groups of equal scores teach too."""
 
     def weigh(self, rows: Iterable[StorageItem]) -> None:
         """Give rows that are about to be stored a count of uses, and a rank."""
@@ -55,6 +57,8 @@ class Reuse:
 
     def rank(self, group: Sequence[RolloutState]) -> float:
         """0 without a signal, else more for what is used sooner."""
+        if not self.compares:
+            return 1.0
         scores = [float(reward["score"]) for s in group if "score" in (reward := s.reward or {})]
         low, high = min(scores, default=0.0), max(scores, default=0.0)
         if not high > low:
@@ -123,7 +127,8 @@ class ReuseConfig(StrictModel):
 
     times: int = Field(default=1, ge=1)
     """Train steps that may use a group; 1: none is used again. With 2 or more, groups whose scores do not
-    differ give their places to past ones of their task, beyond ``share``."""
+    differ give their places to past ones of their task, beyond ``share``; not where the
+    advantage compares no scores."""
     share: float = Field(default=0.25, ge=0, lt=1)
     """Part of each task's share of a batch that past groups fill, rounded down, as far as there are any."""
     order: Order = "newest"
@@ -132,20 +137,32 @@ class ReuseConfig(StrictModel):
     max_staleness: int = Field(default=4, ge=0)
     """Sync intervals that a group may wait beyond its own and still be used again; then it is forgotten."""
 
-    def check(self, correction: str, rule: str) -> None:
-        """ConfigError if this correction or this staleness rule does not go with stale groups."""
+    def check(self, correction: str, rule: str, *, compares: bool) -> None:
+        """ConfigError if the correction or staleness rule does not go with stale groups, or the order with an
+        advantage that `compares` no scores of a group."""
+        if self.times > 1 and not compares and self.order != "newest":
+            raise ConfigError(
+                f"replay.reuse.order = {self.order!r} ranks groups by how far their scores lie apart, and "
+                f"train.advantage does not compare those: leave it at 'newest'"
+            )
         if self.times > 1 and (correction == "none" or rule == "mask"):
             raise ConfigError(
                 f"replay.reuse.times = {self.times} trains on groups of older weights: train.correction must "
                 f"not be 'none', nor produce.staleness_rule 'mask'; they are {correction!r} and {rule!r}"
             )
 
-    def build(self, sync_weights_interval: int = 1) -> Reuse | None:
+    def build(self, sync_weights_interval: int = 1, *, compares: bool = True) -> Reuse | None:
         """The rule for weights that are handed over so often; None where nothing is used again."""
         if self.times == 1:
             return None
         threshold = (self.max_staleness + 1) * sync_weights_interval
-        return Reuse(times=self.times, share=self.share, order=self.order, stale_threshold=threshold)
+        return Reuse(
+            times=self.times,
+            share=self.share,
+            order=self.order,
+            stale_threshold=threshold,
+            compares=compares,
+        )
 
 
 def _uses(row: StorageItem) -> list[int]:

@@ -85,7 +85,7 @@ async def _write_checkpoint(run: Run, final: Path, cut: Cut, state: dict[str, An
             await asyncio.to_thread(run.trainer.finish_save)
             await cut.write(temporary / "manager")
             if run.evaluating is not None:
-                # Its error is raised by the next `fit`.
+                # Its error is raised by the next `next_batch`.
                 await asyncio.wait([run.evaluating])
             step = state["train_step"]
             state["evaluations"] = [row for row in run.evaluations if row["train_step"] <= step]
@@ -96,8 +96,10 @@ async def _write_checkpoint(run: Run, final: Path, cut: Cut, state: dict[str, An
     best = _find_best(run)
     await asyncio.to_thread(prune_checkpoints, run.folder, run.config.keep_checkpoints, best)
     if keeps_consumed(run.config):
-        # A run in a durable store may be asked to go on from any checkpoint that is left.
-        covered = list_checkpoints(run.folder)[0] if store_of(run.config) != "memory" else final
+        # A run in a durable store may be asked to go on from any of the latest checkpoints. Not for the best
+        # one, which may be as old as the run: from it, consumed groups that are gone are generated again.
+        latest = list_checkpoints(run.folder)[-run.config.keep_checkpoints :]
+        covered = latest[0] if store_of(run.config) != "memory" else final
         await run.manager.replay_buffer.commit(step_of(covered))
 
 

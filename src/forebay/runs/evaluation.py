@@ -9,7 +9,8 @@
              waits for the task: the next evaluation, a checkpoint's publication, the end
 
 A checkpoint appears only with the evaluations up to its step. A run that is killed during an evaluation
-therefore goes on from before it, and does it again.
+therefore goes on from before it, and does it again. One whose evaluation failed is saved without it: the
+resumed run tries the held-out prompts when they are due next.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from forebay.engines import RolloutController
 from forebay.runs.build import Run
@@ -110,7 +112,7 @@ async def _evaluate_beside(
 ) -> None:
     with run.activities.span(EVALUATE_BESIDE, f"step {train_step}"):
         groups = await _answers(controller, eval_sets, run.eval_watch)
-    versions = [state.response_model_steps[state.response_mask > 0] for group in groups for state in group]
+    versions = [_made_by(state) for group in groups for state in group]
     found = np.unique(np.concatenate(versions)).tolist()
     if found not in ([], [train_step]):
         run.display.warning(
@@ -119,6 +121,14 @@ async def _evaluate_beside(
         )
         return
     _note(run, label, eval_sets, groups, train_step)
+
+
+def _made_by(state: RolloutState) -> NDArray[np.int32]:
+    """The model steps that made its tokens, as far as they are known."""
+    steps, mask = state.response_model_steps, state.response_mask
+    # Lists of unequal lengths are filled up when a group is put, which these are not.
+    kept = steps[mask > 0] if len(mask) == len(steps) else steps
+    return kept[kept >= 0]
 
 
 async def _answers(

@@ -43,7 +43,8 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
     if (train_step - 1) % math.ceil(run.config.steps / NUM_SAMPLES) == 0:
         run.display.rollouts(groups)
     if run.rollouts_history is not None:
-        run.rollouts_history.left(groups, "trained", train_step=train_step, learned=run.learned)
+        for outcome, told in batch.by_outcome().items():
+            run.rollouts_history.left(told, outcome, train_step=train_step, learned=run.learned)
         run.learned = None
 
 

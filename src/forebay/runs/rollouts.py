@@ -496,4 +496,5 @@ def build_buffer(config: RunConfig, storage: StorageBackend | None = None) -> Re
     """In order of arrival where nothing can be stale, else the most stale first."""
     kind = AsyncReplayBufferConfig if config.produce.is_async else SyncReplayBufferConfig
     settings = kind(**config.replay.model_dump(include=set(kind.model_fields)))
-    return settings.build(storage, sync_weights_interval=config.produce.sync_weights_interval)
+    interval = config.produce.sync_weights_interval
+    return settings.build(storage, sync_weights_interval=interval, compares=config.compares)

@@ -69,7 +69,11 @@ async def next_batch(run: Run, train_step: int) -> ProduceBatchResult | None:
     Raises:
         ProductionError: the producer has ended, or nothing can make progress.
         StallError: nothing has moved for ``produce.stall_after_s``.
+        EngineLost, StallError: of an evaluation beside production that has failed meanwhile.
     """
+    # Before the batch is taken: an error after it would lose its groups.
+    if run.evaluating is not None and run.evaluating.done():
+        await evaluation_ended(run)
     empty: list[ProduceBatchResult] = []
     while True:
         with phase(run, "wait", WAIT_BATCH):
@@ -116,8 +120,6 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
     """
     if run.saving is not None and run.saving.done():
         await checkpoint_written(run)
-    if run.evaluating is not None and run.evaluating.done():
-        await evaluation_ended(run)
     try:
         with phase(run, "train", TRAIN):
             thresholds = None

@@ -31,11 +31,14 @@ def write_trace(path: Path, spans: Iterable[Span], *, max_lanes: int = MAX_LANES
 
     >>> write_trace(Path("trace.json"), read_spans(Path("runs/a")))                   # doctest: +SKIP
     """
-    with path.open("w", encoding="ascii") as file:
+    # Under its name when it is whole: what fails leaves the file that was there.
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="ascii") as file:
         separators = itertools.chain("[", itertools.repeat(","))
         for separator, event in zip(separators, _events(spans, max_lanes), strict=False):
             file.write(f"{separator}\n{json.dumps(event)}")
         file.write("\n]\n")
+    temporary.replace(path)
 
 
 def _events(spans: Iterable[Span], max_lanes: int) -> Iterator[dict[str, Any]]:

@@ -10,9 +10,10 @@
                                                                  --every `FANOUT` files---> one larger file
 
 A rollout leaves the run trained or dropped, and its line says all that is known by then; lines are never
-changed. Files are put together as they become many, so that a query opens some dozens of them; a reader that
-finds both takes the one that covers more (`list_parts`). Over the limit the oldest files are removed, and
-``removed.json`` counts their lines. Lines that a full disk does not take are left out with a warning.
+changed. One that is trained on again has one more line for each time, with the outcome ``reused``. Files are
+put together as they become many, so that a query opens some dozens of them; a reader that finds both takes
+the one that covers more (`list_parts`). Over the limit the oldest files are removed, and ``removed.json``
+counts their lines. Lines that a full disk does not take are left out with a warning.
 """
 
 from __future__ import annotations
@@ -96,11 +97,12 @@ class History:
         learned: TrainBatch | None = None,
         life: GroupLife | None = None,
     ) -> None:
-        """Note groups that left the run, ``trained`` or ``dropped``, or were ``evaluated``.
+        """Note groups that left the run, ``trained`` or ``dropped``, or were ``evaluated`` or ``reused``.
 
         They must not be changed any more. Of a group that was wiped, `life` has its length and score.
         """
-        listed = list(groups)
+        if not (listed := list(groups)):
+            return
         self._rollouts.append(Left(listed, outcome, reason, train_step, time.time(), learned, life))
         self._num_pending += sum(map(len, listed))
         self._schedule(at_once=self._num_pending >= _MOST_PENDING)
@@ -345,9 +347,16 @@ def read_spans(run_folder: Path) -> Iterator[Span]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if not (parts := list_parts(run_folder, SPANS)):
-        raise ConfigError(f"no activities in {str(run_folder / FOLDER)!r}: history_gb = 0 keeps none")
-    table = pa.concat_tables(pq.read_table(part.path) for part in parts).sort_by("start_s")
+    for attempt in range(3):
+        if not (parts := list_parts(run_folder, SPANS)):
+            raise ConfigError(f"no activities in {str(run_folder / FOLDER)!r}: history_gb = 0 keeps none")
+        try:
+            table = pa.concat_tables(pq.read_table(part.path) for part in parts).sort_by("start_s")
+            break
+        except FileNotFoundError:
+            # The run has put files together, or removed some, since they were listed.
+            if attempt == 2:
+                raise
     for batch in table.to_batches():
         yield from map(Span._make, zip(*(batch[name].to_pylist() for name in Span._fields), strict=True))
 

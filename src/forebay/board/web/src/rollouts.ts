@@ -83,7 +83,7 @@ function empty(asked: Record<string, string>): string {
 }
 
 export function outcomeBadge(row: Row): HTMLElement {
-  const at = row.outcome === "trained" ? ` at ${row.train_step}` : row.outcome === "evaluated" ? ` after ${row.train_step}` : ` (${row.reason || "?"})`;
+  const at = row.outcome === "trained" || row.outcome === "reused" ? ` at ${row.train_step}` : row.outcome === "evaluated" ? ` after ${row.train_step}` : ` (${row.reason || "?"})`;
   return h("span", { class: `badge ${row.outcome}` }, `${row.outcome}${at}`);
 }
 

@@ -330,11 +330,6 @@ class RunConfig(RunFile):
         check_staleness_rule(self.produce.staleness_rule, self.train)
         return self
 
-    @property
-    def compares(self) -> bool:
-        """Whether the advantage compares the rollouts of a group, as far as its name says."""
-        return self.train.advantage not in ("gae", "reinforce_pp") and ":" not in self.train.advantage
-
     def _check_together(self) -> None:
         """Rules over keys of several tables."""
         train, group_size = self.train, self.rollouts_per_prompt
@@ -354,14 +349,14 @@ class RunConfig(RunFile):
                 "evaluate.mode = 'beside' needs production that goes on beside training, and engines of this "
                 "machine: set produce.mode = 'separate' and leave cluster out, or set evaluate.mode = 'pause'"
             )
-        self.replay.reuse.check(train.correction, self.produce.staleness_rule, compares=self.compares)
+        self.replay.reuse.check(train.correction, self.produce.staleness_rule, compares=train.compares)
         own_limits = [task.name for task in self.tasks if task.max_staleness is not None]
         if own_limits and not self.produce.is_async:
             raise ConfigError(
                 f"max_staleness of task {', '.join(own_limits)}: nothing is stale in this run; set "
                 f"produce.mode = 'separate' or produce.max_staleness, or leave it out"
             )
-        if self.steps > 0 and self.compares and group_size < 2:
+        if self.steps > 0 and train.compares and group_size < 2:
             raise ConfigError(
                 f"rollouts_per_prompt = {group_size} gives advantage {train.advantage!r} nothing to compare: "
                 f"set it to 2 or more, or use advantage 'gae'"

@@ -497,4 +497,4 @@ def build_buffer(config: RunConfig, storage: StorageBackend | None = None) -> Re
     kind = AsyncReplayBufferConfig if config.produce.is_async else SyncReplayBufferConfig
     settings = kind(**config.replay.model_dump(include=set(kind.model_fields)))
     interval = config.produce.sync_weights_interval
-    return settings.build(storage, sync_weights_interval=interval, compares=config.compares)
+    return settings.build(storage, sync_weights_interval=interval, compares=config.train.compares)

@@ -177,6 +177,11 @@ class TrainConfig(StrictModel):
         return self.critic_lr is not None
 
     @property
+    def compares(self) -> bool:
+        """Whether the advantage compares the rollouts of a group, as far as its name says."""
+        return self.advantage not in ("gae", "reinforce_pp") and ":" not in self.advantage
+
+    @property
     def pass_k(self) -> int | None:
         """The k of advantage ``pass_at_K``."""
         return pass_at(self.advantage)

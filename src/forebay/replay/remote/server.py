@@ -221,7 +221,7 @@ class ServeOptions:
         if self.policy not in POLICIES:
             raise ValueError(f"unknown policy {self.policy!r}; known: {', '.join(POLICIES)}")
         if self.max_live is not None and self.limit is not None:
-            raise ValueError(f"give max_live or limit, not both; got {self.max_live} and {self.limit}")
+            raise ValueError(f"not both max_live = {self.max_live} and limit = {self.limit}: leave one out")
 
 
 async def serve_buffer(options: ServeOptions, say: Callable[[str], None]) -> None:

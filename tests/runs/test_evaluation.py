@@ -15,7 +15,7 @@ from forebay.runs.config import RunConfig
 from forebay.runs.evaluation import is_due
 from forebay.runs.folder import list_checkpoints, saved_config
 from forebay.runs.launch import launch
-from forebay.types import RolloutState
+from forebay.types import RolloutState, made_by
 from forebay.watching.stalls import StallError
 
 STEPS, BATCH_SIZE, GROUP_SIZE, HELD_OUT = 6, 4, 2, 6
@@ -206,7 +206,7 @@ def test_an_evaluation_that_fails_beside_takes_no_batch_with_it(tmp_path, monkey
 )
 def test_rollouts_of_which_not_all_is_known_are_evaluated_too(steps, found):
     state = RolloutState([], response_ids=[5, 6, 7], response_mask=[1, 0, 1], response_model_steps=steps)
-    assert evaluation._made_by(state).tolist() == found
+    assert made_by(state).tolist() == found
 
 
 def test_a_task_without_weight_is_only_evaluated_by_its_own_schedule(tmp_path):

@@ -217,3 +217,17 @@ class Engine(Protocol):
     async def close(self) -> None:
         """End everything and free the weights; `generate` afterwards returns an error completion."""
         ...
+
+
+def joined_experts(
+    known: NDArray[Any] | None, later: NDArray[Any] | None, num_tokens: int | None = None
+) -> NDArray[Any] | None:
+    """`known`, with what `later` has besides: both count from a rollout's first token; at most `num_tokens`.
+
+    Those known stand: a token's log probability came from a pass with these. A later pass over the same
+    tokens, by newer weights perhaps, may have chosen others.
+    """
+    if later is not None and known is not None:
+        later = np.concatenate([known, later[len(known) :]])
+    joined = known if later is None else later
+    return None if joined is None else joined[:num_tokens]

@@ -15,14 +15,20 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from forebay.engines.base import Completion, Engine, EngineHealth, GenerateRequest, request_seed
+from forebay.engines.base import (
+    Completion,
+    Engine,
+    EngineHealth,
+    GenerateRequest,
+    joined_experts,
+    request_seed,
+)
 from forebay.engines.pool import EnginePool
 from forebay.models.starting_weights import AdapterConfig, Weights
 from forebay.types import (
     RolloutState,
     SampleParams,
     fill_token_fields,
-    joined_experts,
     status_from_finish_reason,
 )
 from forebay.watching.activity import Activity

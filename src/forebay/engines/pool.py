@@ -34,10 +34,10 @@ from forebay.engines.base import (
     EngineHealth,
     EngineLost,
     GenerateRequest,
+    joined_experts,
 )
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdapterConfig, Weights
-from forebay.types import joined_experts
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
 logger = logging.getLogger(__name__)

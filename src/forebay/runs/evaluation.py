@@ -20,7 +20,6 @@ import contextlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forebay.engines import RolloutController
 from forebay.runs.build import Run
@@ -28,7 +27,7 @@ from forebay.runs.checkpoints import compute, phase
 from forebay.runs.placement import Cluster, PartLost
 from forebay.runs.reporting import raise_alarms
 from forebay.runs.rollouts import EvalSet
-from forebay.types import RolloutState, Status
+from forebay.types import RolloutState, Status, made_by
 from forebay.watching.activity import EVALUATE, EVALUATE_BESIDE, SYNC
 from forebay.watching.stalls import StallWatch
 
@@ -112,7 +111,7 @@ async def _evaluate_beside(
 ) -> None:
     with run.activities.span(EVALUATE_BESIDE, f"step {train_step}"):
         groups = await _answers(controller, eval_sets, run.eval_watch)
-    versions = [_made_by(state) for group in groups for state in group]
+    versions = [made_by(state) for group in groups for state in group]
     found = np.unique(np.concatenate(versions)).tolist()
     if found not in ([], [train_step]):
         run.display.warning(
@@ -121,14 +120,6 @@ async def _evaluate_beside(
         )
         return
     _note(run, label, eval_sets, groups, train_step)
-
-
-def _made_by(state: RolloutState) -> NDArray[np.int32]:
-    """The model steps that made its tokens, as far as they are known."""
-    steps, mask = state.response_model_steps, state.response_mask
-    # Lists of unequal lengths are filled up when a group is put, which these are not.
-    kept = steps[mask > 0] if len(mask) == len(steps) else steps
-    return kept[kept >= 0]
 
 
 async def _answers(

@@ -35,7 +35,7 @@ import torch
 from numpy.typing import NDArray
 from transformers.cache_utils import DynamicCache
 
-from forebay.engines.base import GenerateRequest
+from forebay.engines.base import GenerateRequest, joined_experts
 from forebay.engines.local import sampling
 from forebay.engines.local.cache_budget import CacheBudget
 from forebay.engines.local.kv_cache import RowCache, round_up_columns
@@ -43,7 +43,7 @@ from forebay.engines.local.rows import ROW_FIELDS, TOKEN_FIELDS, Ended, Row, gro
 from forebay.engines.local.step_graphs import Record, StepGraphs, graph_size
 from forebay.engines.local.stopping import StopTexts
 from forebay.models.routing import Routing
-from forebay.types import IntArray, joined_experts
+from forebay.types import IntArray
 
 logger = logging.getLogger(__name__)
 

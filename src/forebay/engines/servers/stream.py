@@ -24,10 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.aio.time_limits import timeout
-from forebay.engines.base import Completion, GenerateRequest
+from forebay.engines.base import Completion, GenerateRequest, joined_experts
 from forebay.engines.local.stopping import StopTexts
 from forebay.engines.servers.dialects import Piece
-from forebay.types import joined_experts
 
 
 class Stream:

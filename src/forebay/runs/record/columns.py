@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from forebay.agents.extra_fields import conversation_of, facts_of
 from forebay.ledger import GroupLife
 from forebay.produce.strategies.context import GROUP_GENERATE_TIME_KEY
-from forebay.types import RolloutState
+from forebay.types import RolloutState, made_by
 from forebay.watching.activity import Span
 
 if TYPE_CHECKING:
@@ -113,17 +113,15 @@ def _texts(state: RolloutState, batch: Left) -> dict[str, str]:
 def _numbers(
     state: RolloutState, batch: Left, prompt: str, advantages: NDArray[np.float32], group_size: int
 ) -> dict[str, float]:
-    steps = state.response_model_steps
-    # Lists of unequal lengths are filled up when a group is put, which an evaluated one is not.
-    mask = state.response_mask if len(state.response_mask) == len(steps) else np.ones(len(steps), np.uint8)
-    made = steps[(mask == 1) & (steps >= 0)]
+    made = made_by(state)
     score = state.reward.get("score") if isinstance(state.reward, Mapping) else None
     seconds = state.extra_fields.get(GROUP_GENERATE_TIME_KEY)
     num_tokens = len(state.response_ids)
     if batch.life is not None and not num_tokens:
         num_tokens = (batch.life.num_tokens or 0) // max(1, group_size)
         score, seconds = batch.life.score, batch.life.latency_s
-    in_loss = advantages[mask == 1] if len(advantages) == len(steps) else advantages
+    mask = state.response_mask
+    in_loss = advantages[mask == 1] if len(advantages) == len(mask) else advantages
     return {
         "train_step": batch.train_step,
         "staleness": state.seq_staleness,

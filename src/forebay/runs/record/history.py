@@ -151,12 +151,6 @@ class History:
             self._has_warned = True
 
 
-ROW_GROUP = 16_384
-"""Lines that a query skips or reads together; of long rollouts fewer (`TEXT_BYTES`)."""
-_MAX_FILE_BYTES = 256 << 20
-"""Larger files are not put together: the limit of the history removes whole files."""
-
-
 class _Files:
     """The files of the history, in the writer's thread."""
 

@@ -80,12 +80,19 @@ def test_a_number_json_does_not_have_is_null(tmp_path: Path, value: float) -> No
     assert (row["loss"], row["reward"]) == (None, 0.5)
 
 
-def test_steps_must_not_fall(tmp_path: Path) -> None:
-    sink = JsonlSink(tmp_path / "m")
-    sink.log(2, {})
-    with pytest.raises(ValueError, match="step 1 was logged after step 2"):
-        sink.log(1, {})
+def test_an_earlier_step_is_logged_in_its_own_row(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "m", clock=lambda: 0.0)
+    sink.log(2, {"reward": 0.5})
+    sink.log(3, {"reward": 0.75})
+    sink.log(2, {"eval/score": 1.0})
+    sink.log(0, {"eval/score": 0.25})
+    sink.log(3, {"loss": 2})
     sink.close()
+    assert read_jsonl(tmp_path / "m") == [
+        {"train_step": 0, "unix_time_s": 0.0, "eval/score": 0.25},
+        {"train_step": 2, "unix_time_s": 0.0, "reward": 0.5, "eval/score": 1.0},
+        {"train_step": 3, "unix_time_s": 0.0, "reward": 0.75, "loss": 2},
+    ]
 
 
 def test_a_new_run_does_not_overwrite_another(tmp_path: Path) -> None:

@@ -55,8 +55,9 @@ Row = dict[str, float | None]
 class JsonlSink:
     """One JSON object a line: ``train_step``, ``unix_time_s`` and the values.
 
-    Invariants: steps rise by line and no step has two lines (logging a step again adds to its line); after
-    each `log` the file is complete on disk; a number that JSON does not have (NaN, infinity) is ``null``.
+    Invariants: steps rise by line and no step has two lines (logging a step again adds to its line, also when
+    later ones are there); after each `log` the file is complete on disk; a number that JSON does not have
+    (NaN, infinity) is ``null``.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
@@ -80,38 +81,40 @@ class JsonlSink:
             raise ValueError(
                 f"{str(path)!r} already holds the metrics of a run; resume it or choose another folder"
             )
-        if resume_step is not None:
-            kept = [row for row in kept if _step(row) <= resume_step]
-            # Replaced in one move, so that a crash here, or a power cut, loses nothing.
-            write_text(path, b"".join(_line(row) for row in kept).decode())
-        self._clock = clock
-        self._row: Row = kept[-1] if kept else {"train_step": -1}
-        self._file = path.open("w+b" if resume_step is None else "r+b")
+        self._clock, self._path = clock, path
+        self._begin([row for row in kept if resume_step is None or _step(row) <= resume_step])
+
+    def _begin(self, rows: Sequence[Row]) -> None:
+        # Replaced in one move, so that a crash here, or a power cut, loses nothing.
+        write_text(self._path, b"".join(map(_line, rows)).decode())
+        self._row: Row = rows[-1] if rows else {"train_step": -1}
+        self._file = self._path.open("r+b")
         end = self._file.seek(0, io.SEEK_END)
-        self._row_start = end - (len(_line(self._row)) if kept else 0)
+        self._row_start = end - (len(_line(self._row)) if rows else 0)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Append a line, or add to the last one if it is of the same step.
-
-        Raises:
-            ValueError: `step` is before the last one.
-        """
+        """Append a line, or add to that of the same step; an earlier step has the file written anew."""
+        numbers = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
+        known = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
         if step < _step(self._row):
-            raise ValueError(
-                f"step {step} was logged after step {self._row['train_step']}; steps must not fall"
-            )
+            rows = {_step(row): row for row in read_jsonl(self._path)}
+            rows[step] = rows.get(step, self._new_row(step)) | known
+            self._file.close()
+            self._begin([rows[number] for number in sorted(rows)])
+            return
         again = step == _step(self._row)
         if not again:
-            self._row = {"train_step": step, "unix_time_s": self._clock()}
+            self._row = self._new_row(step)
             self._row_start = self._file.seek(0, io.SEEK_END)
-        for name, value in values.items():
-            number = value if isinstance(value, int) else float(value)
-            self._row[name] = number if math.isfinite(number) else None
+        self._row |= known
         self._file.seek(self._row_start)
         self._file.write(_line(self._row))
         if again:
             self._file.truncate()
         self._file.flush()
+
+    def _new_row(self, step: int) -> Row:
+        return {"train_step": step, "unix_time_s": self._clock()}
 
     def close(self) -> None:
         """Close the file."""
@@ -213,10 +216,15 @@ class _RunOfTracker:
     """The sinks whose library gives them a run with ``log`` and ``finish``."""
 
     _run: Any
+    _step = 0
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand over the values; the library's own thread or process writes them within a second."""
-        self._run.log(dict(values), step=step)
+        """Hand over the values; the library's own thread or process writes them within a second.
+
+        Those of an earlier step than the last are given to the last: wandb ignores a step that falls.
+        """
+        self._step = max(self._step, step)
+        self._run.log(dict(values), step=self._step)
 
     def close(self) -> None:
         """Wait until everything is written."""

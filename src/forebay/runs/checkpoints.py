@@ -84,9 +84,12 @@ async def _write_checkpoint(run: Run, final: Path, cut: Cut, state: dict[str, An
             await compute(run, run.trainer.begin_save, temporary / "trainer")
             await asyncio.to_thread(run.trainer.finish_save)
             await cut.write(temporary / "manager")
-            if run.evaluating is not None:
+            if (evaluating := run.evaluating) is not None:
                 # Its error is raised by the next `next_batch`.
-                await asyncio.wait([run.evaluating])
+                await asyncio.wait([evaluating])
+                if evaluating.cancelled():
+                    # The run is stopped: it goes on from before this evaluation, and does it again.
+                    raise asyncio.CancelledError
             step = state["train_step"]
             state["evaluations"] = [row for row in run.evaluations if row["train_step"] <= step]
             await asyncio.to_thread(write_json, temporary / "run.json", state)

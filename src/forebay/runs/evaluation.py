@@ -8,7 +8,7 @@
              meanwhile: production, train steps, hand-overs to the other engines
              waits for the task: the next evaluation, a checkpoint's publication, the end
 
-A checkpoint appears only with the evaluations up to its step. A run that is killed during an evaluation
+A checkpoint appears only with the evaluations up to its step. A run that is stopped during an evaluation
 therefore goes on from before it, and does it again. One whose evaluation failed is saved without it: the
 resumed run tries the held-out prompts when they are due next.
 """
@@ -139,12 +139,13 @@ def _note(
     groups: list[list[RolloutState]],
     train_step: int,
 ) -> None:
-    """Log the metrics of `groups`, answered by the weights of `train_step`, at the step where the run is."""
+    """Log the metrics of `groups`, answered by the weights of `train_step`, in the row of that step."""
     refuse_failed(groups, run.cluster)
     metrics = run.evaluator.evaluate(groups, whole=len(eval_sets) == len(run.eval_sets))
     metrics |= raise_alarms(run, {"train_step": train_step, **metrics})
     run.evaluations.append({"train_step": train_step, **metrics})
-    run.metrics.log(run.train_step, {**metrics, "eval/model_step": float(train_step)})
+    # A later row is cut by a resume from the checkpoint of `train_step`, or may be the next evaluation's.
+    run.metrics.log(train_step, {**metrics, "eval/model_step": float(train_step)})
     run.display.evaluation(label, metrics)
     if run.rollouts_history is not None:
         run.rollouts_history.left(groups, "evaluated", train_step=train_step)

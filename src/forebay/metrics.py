@@ -144,11 +144,9 @@ class Sink(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write `values` of train step `step` (0: before training)."""
-        ...
 
     def close(self) -> None:
         """Write what is left and free the place; `log` is not called afterwards."""
-        ...
 
 
 def _line(row: Row) -> bytes:

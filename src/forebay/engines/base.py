@@ -179,44 +179,34 @@ class Engine(Protocol):
     @property
     def model_step(self) -> int:
         """The step of the weights that make the next token."""
-        ...
 
     @property
     def max_context_tokens(self) -> int:
         """The most tokens, prompt and response together, one request may reach."""
-        ...
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Continue ``request.input_ids``."""
-        ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests with ``"abort"``; unknown ids are ignored."""
-        ...
 
     async def pause(self) -> None:
         """End every request with ``"abort"`` and take no new one until `resume`."""
-        ...
 
     async def resume(self) -> None:
         """Take requests again."""
-        ...
 
     def num_made(self, request_id: str) -> int:
         """How many tokens a running request has by now, for reports: it may be a step behind; else 0."""
-        ...
 
     async def load_weights(self, weights: Weights, model_step: int) -> None:
         """Take over these parameters, by name; they are those after train step `model_step`."""
-        ...
 
     async def health(self) -> EngineHealth:
         """Whether it can serve, and how busy it is."""
-        ...
 
     async def close(self) -> None:
         """End everything and free the weights; `generate` afterwards returns an error completion."""
-        ...
 
 
 def joined_experts(

@@ -51,7 +51,6 @@ class Cluster(Protocol):
 
     def listen(self, on_retry: RetryListener | None = None, on_restart: Listener | None = None) -> None:
         """Tell these, and none of before, of what is made again; restarts are kept while none listens."""
-        ...
 
     async def open(self, *, trains: bool = True) -> None:
         """Have room for every part; without `trains` there is no trainer.
@@ -59,7 +58,6 @@ class Cluster(Protocol):
         Raises:
             ConfigError: there is no cluster, or no room for the parts on it.
         """
-        ...
 
     def start(self, model_folder: Path) -> None:
         """Have every other part running; blocks.
@@ -68,34 +66,27 @@ class Cluster(Protocol):
             ConfigError: a part cannot be built.
             PartLost: one that was built before cannot be built again.
         """
-        ...
 
     def controller(self) -> RolloutController:
         """Pauses and continues the engines and gives them weights."""
-        ...
 
     def agent_loop(self, task_name: str, *, held_out: bool, activities: Activities) -> GroupGenerator:
         """Generates and judges the groups of a task: for training, or `held_out` ones."""
-        ...
 
     def trainer(self) -> Trainer:
         """The trainer, as its constructor made it.
 
         After a loss it may be the one of before, for a run that has it `resume` from a checkpoint.
         """
-        ...
 
     def counts(self) -> dict[str, float]:
         """For a run's metrics: what was lost and made anew so far."""
-        ...
 
     def none_is_left(self) -> str:
         """Why nothing can be generated any more until `start` makes anew what is gone; empty if it can."""
-        ...
 
     async def close(self) -> None:
         """End every part, and what else was started for them."""
-        ...
 
 
 class Trainer(Protocol):
@@ -107,7 +98,6 @@ class Trainer(Protocol):
     @property
     def model_step(self) -> int:
         """The step of the weights: completed train steps."""
-        ...
 
     def fit(
         self,
@@ -116,35 +106,27 @@ class Trainer(Protocol):
         stale_thresholds: int | Mapping[str, int] | None = None,
     ) -> TrainBatch:
         """One train step."""
-        ...
 
     async def sync_weights(self, rollout_controller: Any) -> None:
         """Give the current weights to what generates."""
-        ...
 
     def pack(self, groups: Iterable[Sequence[RolloutState]]) -> TrainBatch:
         """A batch as the trainer cuts it."""
-        ...
 
     def compute_logprobs(self, batch: TrainBatch) -> FloatArray:
         """Of a packed batch's response tokens, by the current weights."""
-        ...
 
     def begin_save(self, path: Path | str) -> None:
         """Copy what a checkpoint folder is made of; it is written beside later steps."""
-        ...
 
     def finish_save(self) -> None:
         """Wait until the folder is there; in any thread."""
-        ...
 
     def resume(self, path: Path | str) -> None:
         """Go on from such a folder."""
-        ...
 
     def close(self) -> None:
         """End what belongs to the trainer alone, its ranks for example."""
-        ...
 
 
 def make_cluster(config: RunConfig) -> Cluster | None:

@@ -38,7 +38,6 @@ class WeightReceiver(Protocol):
         The tensors belong to the trainer and change with its next step: a receiver that keeps them copies
         them before it returns.
         """
-        ...
 
 
 @runtime_checkable
@@ -48,7 +47,6 @@ class AdapterReceiver(Protocol):
     @property
     def takes_adapters(self) -> bool:
         """Whether all its engines do; if not, it gets merged weights."""
-        ...
 
     async def update_adapters(self, adapters: Weights, model_step: int, *, config: Mapping[str, Any]) -> None:
         """Generate with these adapters on the starting weights; they are those after train step `model_step`.
@@ -61,7 +59,6 @@ class AdapterReceiver(Protocol):
             BaseDiffersError: it holds others; it takes them with `update_weights`.
             AdaptersRefusedError: it cannot use these adapters exactly, and needs merged weights.
         """
-        ...
 
 
 async def sync_weights(

@@ -106,8 +106,6 @@ def test_a_dry_run_says_where_each_value_is_from(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ({"betas": [0.8, 0.9]}, {"adam": (0.8, 0.9, 1e-8)}),
-        ({"betas": [0.8, 0.9], "epsilon": 1e-6}, {"adam": (0.8, 0.9, 1e-6)}),
         ({"schedule": "cosine", "schedule_warmup_steps": 3}, {"schedule": ("cosine", 3)}),
         ({"schedule": "cosine", "schedule_warmup_steps": 0}, {"schedule": "cosine"}),
         ({"clip": 0.1, "dual_clip": 3.0}, {"clip": (0.1, 0.1, 3.0)}),

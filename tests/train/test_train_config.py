@@ -20,7 +20,6 @@ from forebay.train.objective.corrections import CORRECTIONS
         ({"loss": "gspo", "dual_clip": 3.0}, "only read by loss 'clipped', not by 'gspo'"),
         ({"kl_coef": 0.1, "kl_estimator": "reward", "advantage": "opo"}, "not read by advantage 'opo'"),
         ({"kl_coef": 0.1, "kl_estimator": "reward", "advantage": "pass_at_4"}, "by advantage 'pass_at_4'"),
-        ({"betas": 0.9}, "betas = 0.9 must be two numbers"),
         ({"clip": 1.5}, "the low clip is at most 1"),
         ({"clip": [-0.1, 0.2]}, "'clip"),
         ({"correction": "tis"}, "unknown correction 'tis'"),

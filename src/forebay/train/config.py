@@ -337,10 +337,6 @@ def _joined(given: Mapping[str, Any]) -> dict[str, Any]:
     """The table with keys of earlier versions as entries of those that took their place."""
     table = dict(given)
     old = {key: table.pop(key) for key in JOINED if key in table}
-    if "betas" in old or "epsilon" in old:
-        if not isinstance(betas := old.get("betas", ADAM[:2]), list | tuple):
-            raise ConfigError(f"betas = {betas!r} must be two numbers, such as {list(ADAM[:2])}")
-        table.setdefault("adam", (*betas, old.get("epsilon", ADAM[2])))
     if old.get("schedule_warmup_steps"):
         table["schedule"] = (table.get("schedule", "constant"), old["schedule_warmup_steps"])
     if old.get("dual_clip") is not None:
@@ -353,10 +349,7 @@ def _joined(given: Mapping[str, Any]) -> dict[str, Any]:
     return table
 
 
-JOINED = {
-    "betas": "adam", "epsilon": "adam", "schedule_warmup_steps": "schedule", "dual_clip": "clip",
-    "lam": "discount",
-}  # fmt: skip
+JOINED = {"schedule_warmup_steps": "schedule", "dual_clip": "clip", "lam": "discount"}
 """Keys of earlier versions, by the keys that they are entries of."""
 
 

@@ -19,6 +19,7 @@ working folder.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import glob
 import importlib
@@ -187,14 +188,6 @@ def apply_overrides(
     return result
 
 
-def _copy_tables(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy_tables(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_copy_tables(item) for item in value]
-    return value
-
-
 def _set_path(
     node: Any, path: list[str], value: Any, override: str, *, only_if_missing: bool = False
 ) -> None:
@@ -258,7 +251,7 @@ def parse_config(
 
 def _with_new_names(data: Mapping[str, Any], old_names: OldNames) -> dict[str, Any]:
     """A copy of `data` in which the keys of earlier versions have the names of this one."""
-    table: dict[str, Any] = _copy_tables(dict(data))
+    table = copy.deepcopy(dict(data))
     for old, names in old_names.items():
         *path, last = old.split(".")
         node: Any = table
@@ -368,6 +361,8 @@ _REMOVED_ARGUMENTS = {
     ("judge", "llm", "max_tokens"): "max_calls is the budget; a limit of one reply goes into parameters",
     ("judge", "llm", "cache"): "replies are kept in memory",
     ("engine", "process", "checksum"): "verify_weights = true proves after each hand-over what engines hold",
+    ("cluster", "ray", "buffer"): "a run has one replay buffer, in its own process; leave the key out",
+    ("cluster", "ray", "buffer_shards"): "a run has one replay buffer; leave the key out",
 }
 """Arguments of earlier versions and where each went, by kind and name of the component."""
 

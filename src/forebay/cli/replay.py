@@ -141,25 +141,19 @@ def _number(value: float | None, digits: int = 12) -> str:
 
 def _show_batch(rerun: Rerun, step: RerunStep) -> None:
     """The batch: a line per rollout."""
-    from forebay.cli.views import number, plain, table, version_spans
+    from forebay.cli.views import number, table, version_spans
     from forebay.engines.base import request_seed
 
     states = [state for group in step.groups for state in group]
-    shown = table("rollout", "score", "tokens", "finish", "staleness", "seed", "made by", left=1)
-    shown.columns[6].justify = shown.columns[3].justify = "left"
+    lines = []
     for state in states:
         score = (state.reward or {}).get("score")
         own_seed = None if state.sample_params is None else state.sample_params.seed
         run_seed = rerun.seed if own_seed is None else own_seed
         seed = request_seed(run_seed, str(state.rollout_id), state.num_tries, 0)
-        shown.add_row(
-            plain(state.rollout_id),
-            number(score, 4),
-            number(len(state.response_ids)),
-            plain(state.finish_reason or "-"),
-            number(state.seq_staleness),
-            str(seed),
-            plain(version_spans(state).removeprefix("weights: ")),
-        )
+        facts = number(score, 4), len(state.response_ids), state.finish_reason or "-", state.seq_staleness
+        made_by = version_spans(state).removeprefix("weights: ")
+        lines.append((str(state.rollout_id), *facts, str(seed), made_by))
     typer.echo(f"\nthe batch of train step {step.train_step}")
-    console().print(shown)
+    columns = ("rollout", "score", "tokens", "finish", "staleness", "seed", "made by")
+    console().print(table(*columns, rows=lines, left=(0, 3, 6)))

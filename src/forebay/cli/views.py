@@ -37,13 +37,13 @@ MAX_RESULT_CHARACTERS = 2000
 """Of a tool's result: a screen of it."""
 
 
-def plain(text: object) -> Text:
+def plain(text: object, style: str = "") -> Text:
     """`text` with everything a terminal would act on written out, but for line ends and tabs."""
     shown = "".join(
         character if character.isprintable() or character in "\n\t" else ascii(character)[1:-1]
         for character in str(text)
     )
-    return Text(shown)
+    return Text(shown, style)
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -184,7 +184,7 @@ def _messages(messages: Iterable[object]) -> Iterator[RenderableType]:
             continue
         role = str(message.get("role", "?"))
         named = f" {message['name']}" if message.get("name") else ""
-        yield _styled(f"{role}{named}", "bold cyan")
+        yield plain(f"{role}{named}", "bold cyan")
         content = _content(message.get("content") or "")
         if role == "tool" and len(content) > MAX_RESULT_CHARACTERS:
             left = len(content) - MAX_RESULT_CHARACTERS
@@ -208,18 +208,12 @@ def _rollout_view(state: RolloutState, own_prompt: Sequence[object] | None) -> G
         parts.append(plain(state.response))
     facts = [f"{number(len(state.response_ids))} tokens", f"finish reason {state.finish_reason or '-'}"]
     facts += [f"{name} {_content(value)}" for name, value in facts_of(state).items()]
-    parts += [_styled(", ".join(facts), "dim"), Text(version_spans(state), "dim")]
+    parts += [plain(", ".join(facts), "dim"), Text(version_spans(state), "dim")]
     if state.reward is not None:
         parts.append(Text("reward ", "dim") + plain(_content(state.reward)))
     if state.error_msg:
         parts.append(Text("error ", "red") + plain(state.error_msg))
     return Group(*parts)
-
-
-def _styled(text: str, style: str) -> Text:
-    shown = plain(text)
-    shown.stylize(style)
-    return shown
 
 
 def version_spans(state: RolloutState) -> str:

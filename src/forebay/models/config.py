@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -24,15 +25,10 @@ class TinyConfig(StrictModel):
     """Its characters, one token each; any other character in a text is an error. None: printable ASCII and
     every other character of a run's data; fewer are learned faster."""
 
-    @field_validator("alphabet")
-    @classmethod
-    def _distinct(cls, alphabet: str | None) -> str | None:
-        if repeated := sorted({c for c in alphabet or "" if (alphabet or "").count(c) > 1}):
-            raise ValueError(f"the alphabet has {repeated} more than once")
-        return alphabet
-
     @model_validator(mode="after")
-    def _heads_fit(self) -> TinyConfig:
+    def _check(self) -> TinyConfig:
+        if repeated := sorted(c for c, count in Counter(self.alphabet or "").items() if count > 1):
+            raise ValueError(f"the alphabet has {repeated} more than once")
         if self.hidden_size % (2 * self.num_heads):
             raise ValueError(
                 f"hidden_size {self.hidden_size} must be a multiple of twice num_heads {self.num_heads}, "
@@ -45,14 +41,12 @@ Precision = Literal["float32", "bfloat16"]
 """The number format of weights, or of passes."""
 DEVICE_PATTERN = r"^(auto|cpu|mps|cuda(:\d+)?)$"
 """The names of devices in a run file."""
-PrecisionKey = Literal["auto", "float32", "bfloat16"]
+PrecisionKey = Literal["auto", Precision]
 """In a run file; ``auto`` is bfloat16 on a CUDA device, float32 elsewhere."""
 
 Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention", "varlen"]
 """Kernels of attention (`forebay.models.attention`)."""
-AttentionKey = Literal[
-    "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention", "varlen"
-]
+AttentionKey = Literal["auto", Attention]
 """In a run file; ``auto`` is the one that suits the device, the layout and the model."""
 
 

@@ -148,22 +148,13 @@ async def open_run(
         await cluster.open()
     with ended_by_ctrl_c():
         start = find_start(config, config.folder, display, data)
+        build = partial(build_run, config, config.folder, display, cluster=cluster, start=start)
         if cluster is None:
-            return build_run(
-                config, config.folder, display, resume_step=resume_step, start=start, storage=storage
-            )
+            return build(resume_step=resume_step, storage=storage)
     display.phase("ray")
     # It takes minutes where a model is large, and parts that are on the cluster already need the event loop.
     await asyncio.to_thread(cluster.start, start[0])
-    return build_run(
-        config,
-        config.folder,
-        display,
-        resume_step=resume_step,
-        cluster=cluster,
-        start=start,
-        storage=storage,
-    )
+    return build(resume_step=resume_step, storage=storage)
 
 
 Start = tuple[Path, list[TaskData]]

@@ -323,7 +323,6 @@ class RunConfig(RunFile):
             raise ValueError("at least one task needs a positive weight")
         for number, task in enumerate(self.tasks):
             _check_task(number, task)
-        # Before the arguments of components: one rule knows of an argument that was removed.
         self._check_together()
         find_engine(self.engine)
         check_cluster(self)
@@ -333,12 +332,6 @@ class RunConfig(RunFile):
     def _check_together(self) -> None:
         """Rules over keys of several tables."""
         train, group_size = self.train, self.rollouts_per_prompt
-        for key in ("buffer", "buffer_shards"):
-            if self.cluster is not None and key in self.cluster.arguments:
-                raise ConfigError(
-                    f"cluster.arguments.{key} was removed: a run has one replay buffer, in its own process; "
-                    f"leave the key out"
-                )
         if self.record and self.replay.store not in (None, "memory"):
             raise ConfigError(
                 f"record = true repeats what happened to groups in memory, and replay.store is "

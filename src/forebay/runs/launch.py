@@ -147,7 +147,8 @@ async def _resumed(
 
 MAX_RESTARTS = 3
 """How often a run in one process may lose its trainer's ranks without finishing a step in between."""
-_LOOPS = {"colocated": run_colocated, "separate": run_separate}
+LOOPS = {"colocated": run_colocated, "separate": run_separate}
+"""By ``produce.mode``."""
 
 
 async def _to_the_end(run: Run) -> Run:
@@ -158,7 +159,7 @@ async def _to_the_end(run: Run) -> Run:
             if reason:
                 run = await _back_to_checkpoint(run, reason)
             with stopped_by_signals(run.stop, run.display, run.folder), _start_up_frozen():
-                await _LOOPS[run.config.produce.mode](run)
+                await LOOPS[run.config.produce.mode](run)
             return run
         # Whichever it is: `_lost_part` raises it again, unless it tells of a lost part.
         except Exception as error:
@@ -353,12 +354,10 @@ async def try_all(config: RunConfig, say: Callable[[str], None]) -> None:
             update={
                 "output": Path(scratch),
                 # Nothing of a trial is kept, and a warm-up would train.
-                **{
-                    "warmup": None,
-                    "metrics": type(config.metrics)(),
-                    "record": False,
-                    "history_gb": 0,
-                },
+                "warmup": None,
+                "metrics": type(config.metrics)(),
+                "record": False,
+                "history_gb": 0,
                 "replay": ReplayConfig(store="memory"),
             }
         )

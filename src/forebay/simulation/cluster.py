@@ -16,13 +16,15 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import NormalDist
+from typing import Annotated
 
 import numpy as np
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from forebay.config import ConfigError, apply_overrides, parse_config, read_toml
 
 _Z_99 = NormalDist().inv_cdf(0.99)
+_RISING = AfterValidator(lambda values: tuple(sorted(values)))
 
 
 class ClusterConfig(BaseModel, extra="forbid", frozen=True):
@@ -59,21 +61,14 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
     sync_s: float = Field(default=0.0, ge=0)
     """To hand the weights to the engines."""
 
-    @field_validator("tokens_per_s")
-    @classmethod
-    def _check_rates(
-        cls, rates: float | tuple[tuple[int, float], ...]
-    ) -> float | tuple[tuple[int, float], ...]:
-        pairs = rates if isinstance(rates, tuple) else ((1, rates),)
+    @model_validator(mode="after")
+    def _check(self) -> ClusterConfig:
+        pairs = self.tokens_per_s if isinstance(self.tokens_per_s, tuple) else ((1, self.tokens_per_s),)
         if not pairs or any(number < 1 or rate <= 0 for number, rate in pairs):
             raise ValueError("rates must be positive, and pairs be (running requests >= 1, tokens/s)")
         if any(low[0] >= high[0] for low, high in pairwise(pairs)):
             raise ValueError("measured pairs must be in rising order of running requests")
-        return rates
-
-    @model_validator(mode="after")
-    def _check(self) -> ClusterConfig:
-        if isinstance(self.tokens_per_s, tuple) and self.slot_tokens_per_s is not None:
+        if pairs is self.tokens_per_s and self.slot_tokens_per_s is not None:
             raise ValueError("slot_tokens_per_s: the pairs of tokens_per_s say it already; leave it out")
         if self.train_s == 0 and self.train_tokens_per_s is None:
             raise ValueError("training takes no time: set train_s, train_tokens_per_s or both")
@@ -142,21 +137,16 @@ class LengthConfig(BaseModel, extra="forbid", frozen=True):
     p99: float | None = Field(default=None, ge=1)
     """Log-normal: one in a hundred is longer."""
     constant: int | None = Field(default=None, ge=1)
-    values: tuple[int, ...] | None = Field(default=None, min_length=1)
+    values: Annotated[tuple[int, ...], Field(min_length=1), _RISING] | None = None
     """Measured lengths, each as likely as the others."""
-
-    @field_validator("values")
-    @classmethod
-    def _sorted(cls, values: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if values is not None and min(values) < 1:
-            raise ValueError(f"a response has at least one token, got a length of {min(values)}")
-        return None if values is None else tuple(sorted(values))
 
     @model_validator(mode="after")
     def _check(self) -> LengthConfig:
         is_log_normal = self.p50 is not None or self.p99 is not None
         if is_log_normal + (self.constant is not None) + (self.values is not None) != 1:
             raise ValueError("say the lengths in one way: p50 and p99, or constant, or values")
+        if self.values is not None and self.values[0] < 1:
+            raise ValueError(f"a response has at least one token, got a length of {self.values[0]}")
         if is_log_normal and (self.p50 is None or self.p99 is None or self.p99 < self.p50):
             raise ValueError(f"a log-normal needs p50 <= p99, got p50 = {self.p50}, p99 = {self.p99}")
         return self

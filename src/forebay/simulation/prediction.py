@@ -24,9 +24,8 @@ from typing import Any
 
 from forebay.evaluate import EvalConfig
 from forebay.metrics import nearest_rank
-from forebay.runs.colocated import run_colocated
 from forebay.runs.config import ProduceConfig, RunConfig
-from forebay.runs.separate import run_separate
+from forebay.runs.launch import LOOPS
 from forebay.simulation.cluster import ClusterConfig
 from forebay.simulation.world import EnoughSteps, SimulationLoop, World, build_world
 from forebay.types import Status
@@ -36,7 +35,6 @@ from forebay.watching.trace import write_trace
 DEFAULT_STEPS = 50
 WARM_UP_SHARE = 0.2
 """Of the steps: a run has its usual rhythm a few steps after the producer has its full lead."""
-_LOOPS = {"colocated": run_colocated, "separate": run_separate}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +170,7 @@ async def _simulate(
     ended: list[Activity] = []
     world.run.activities.listen(lambda _: None, ended.append)
     with contextlib.suppress(EnoughSteps):
-        await _LOOPS[config.produce.mode](world.run)
+        await LOOPS[config.produce.mode](world.run)
     if trace is not None:
         write_trace(trace, sorted(activity.span() for activity in ended))
     steps, trained = world.display.steps, world.trainer.steps

@@ -73,13 +73,23 @@ class Run:
             ScriptedEngine(script, token_latency_s=0.0008, request_latency_s=0.001, max_running=12)
         )
         self.buffer = build_buffer(folder, store)
+        self.runners = {name: self.runner(name) for name in TASKS}
         self.manager = AgentLoopManager(
-            task_runners=[self.runner(name) for name in TASKS],
+            task_runners=list(self.runners.values()),
             replay_buffer=self.buffer,
             rollout_controller=self.controller,
             ledger=Ledger(folder / "ledger.jsonl"),
             keeps_dropped=self.buffer.storage.is_durable,
         )
+
+    async def owed(self):
+        """Ids of the groups that were in flight, or failed, at a kill after the last step."""
+        groups = [
+            await runner.sampler.sample(name)
+            for name, runner in self.runners.items()
+            for _ in range(runner.sampler.num_owed)
+        ]
+        return [group[0].group_id for group in groups]
 
     def runner(self, name):
         strategy = AsyncProduceStrategyConfig(
@@ -190,6 +200,8 @@ def main(arguments):
         run = Run(folder, store)
         await run.resume()
         await run.train(every)
+        assert run.manager.ledger.balance(await run.manager.count_live()).ok
+        (folder / "owed.json").write_text(json.dumps(await run.owed()))
         run.manager.ledger.close()
         await run.buffer.close()
 

@@ -403,11 +403,14 @@ class Batches:
             await self._drop_terminal(train_step)
 
     async def count_live(self) -> dict[str, int]:
-        """The groups of each task in the buffer and in flight."""
+        """The groups of each task in the buffer, in flight, and to be taken up again after a resume."""
         cells = await self.buffer.count_statuses(self.runners, LEFTOVER_STATUSES)
         # Nothing may be awaited from here on: a group must not move between the two counts.
         return {
-            name: sum(cells[name].values()) + len(runner.produce_strategy.pending_groups())
+            name: sum(cells[name].values())
+            + len(runner.produce_strategy.pending_groups())
+            # A sampler of the user's own may owe none.
+            + getattr(runner.sampler, "num_owed", 0)
             for name, runner in self.runners.items()
         }
 

@@ -148,6 +148,11 @@ class Sampler:
         self.already_has = lambda name: is_known(name) or (before is not None and before(name))
         return foreign
 
+    @property
+    def num_owed(self) -> int:
+        """Groups taken up by an earlier process that were not handed out again so far."""
+        return len(self._again)
+
     def state_dict(self) -> dict[str, Any]:
         """The place in the data and what it is a place in; plain JSON values."""
         place: dict[str, Any] = {"epoch": self.epoch, "position": self.position}

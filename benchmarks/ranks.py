@@ -3,6 +3,7 @@
     python benchmarks/ranks.py weights [--ranks 2] [--engines 2] [--rounds 7]
     python benchmarks/ranks.py checkpoint [--ranks 2] [--tokens 6144] [--rounds 3]
     python benchmarks/ranks.py memory [--ranks 4] [--tokens 1024] [--offload]
+    python benchmarks/ranks.py packs [--ranks 8] [--tokens 32768]
 
 ``weights``: 1 GB of float32 weights from the ranks into engine processes by `TrainController.sync_weights`,
 until every engine has them in use, against one plain copy of as many bytes inside one thread.
@@ -13,6 +14,10 @@ in turns; the CPU seconds are those of the ranks and of this process.
 ``memory``: the most anonymous memory of each rank over two train steps of a 0.3 B model, beyond what the
 process had before there was a model, against ``(weights + gradients + moments) / ranks + activations``. The
 activations are what autograd keeps of one micro-batch, counted on a model without content.
+
+``packs``: micro-batches of 512 rollouts of log-normal lengths (median 3,000, sigma 1, to 32,000), at most
+`tokens` cells each: the costs of the ranks, and the sum over rounds of the slowest rank's cost, as a share of
+an even one. A count, with attention as in a model of 7 B; no time is measured.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -43,7 +49,10 @@ from forebay.engines.weights.between_processes import SharedMemoryHandOver
 from forebay.models import ModelConfig, TinyConfig
 from forebay.models.tiny import write_tiny
 from forebay.train import LocalRanks, TrainConfig, TrainController
+from forebay.train.batch import TrainBatch
+from forebay.train.packing import Packer, num_cells
 from forebay.train.parallel.learner import ModelFolder
+from forebay.train.parallel.worker import EVEN_WIDTHS
 from forebay.types import RolloutState, Status
 
 PROMPT_TOKENS = 32
@@ -268,12 +277,41 @@ def memory(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     }
 
 
+def packs(arguments: argparse.Namespace, _: Path) -> dict[str, Any]:
+    """By layout, means of five batches: dearest over cheapest rank, and how long a step takes."""
+    even_length, found = EVEN_WIDTHS * 3584, {}
+    for layout in ("padded", "packed", "shared_prompt"):
+        for name, counted in (("by tokens", math.inf), ("by cost", even_length)):
+            rows = []
+            for seed in range(5):
+                random = np.random.default_rng(seed)
+                prompts = [np.full(random.integers(100, 400), group) for group in range(64)]
+                lengths = random.lognormal(np.log(3000), 1.0, (64, 8)).clip(16, 32000).astype(int)
+                batch = TrainBatch.from_examples(
+                    (prompt, np.zeros(length, int))
+                    for prompt, row in zip(prompts, lengths, strict=True)
+                    for length in row
+                )
+                packer = Packer(arguments.tokens, arguments.ranks, layout, even_length=counted)  # type: ignore[arg-type]
+                dealt = packer.pack_pad_dispatch(batch).packs[0]
+                costs = np.array([[num_cells(batch, p, layout, even_length) for p in rank] for rank in dealt])  # type: ignore[arg-type]
+                totals = costs.sum(axis=1)
+                rows.append(
+                    (totals.max() / totals.min(), costs.max(axis=0).sum() / totals.mean(), len(costs[0]))
+                )
+            dearest, step, number = np.mean(rows, axis=0).round(3).tolist()
+            found[f"{layout}, {name}"] = {
+                "dearest / cheapest rank": dearest, "step / even share": step, "micro-batches": number
+            }  # fmt: skip
+    return found
+
+
 def main() -> None:
     """Measure one thing and print it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["weights", "checkpoint", "memory"])
+    parser.add_argument("what", choices=["weights", "checkpoint", "memory", "packs"])
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--layers", type=int, help="another size of model, for a trial")
@@ -285,6 +323,7 @@ def main() -> None:
         "weights": (2, 0, 7),
         "checkpoint": (2, 6144, 3),
         "memory": (4, 1024, 0),
+        "packs": (8, 32768, 0),
     }
     for name, value in zip(("ranks", "tokens", "rounds"), usual[arguments.what], strict=True):
         if getattr(arguments, name) is None:

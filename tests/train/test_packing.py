@@ -1,5 +1,8 @@
 """Packing loses nothing, respects the budget and is fair to the ranks."""
 
+import math
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,14 +21,20 @@ def batch_of(sizes):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@given(sizes=shapes, spare=st.integers(0, 40), num_ranks=st.integers(1, 4), mini_batches=st.integers(1, 3))
+@given(
+    sizes=shapes,
+    spare=st.integers(0, 40),
+    num_ranks=st.integers(1, 4),
+    mini_batches=st.integers(1, 3),
+    even_length=st.sampled_from([math.inf, 20.0, 1.0]),
+)
 def test_every_sequence_goes_to_one_rank_once_and_within_the_budget(
-    layout, sizes, spare, num_ranks, mini_batches
+    layout, sizes, spare, num_ranks, mini_batches, even_length
 ):
     batch = batch_of(sizes)
     mini_batches = min(mini_batches, batch.num_sequences)
     budget = int(batch.lengths.max()) + spare
-    packer = Packer(budget, num_ranks, layout, mini_batches=mini_batches)
+    packer = Packer(budget, num_ranks, layout, mini_batches=mini_batches, even_length=even_length)
     batch = packer.pack_pad_dispatch(batch, seed=(1, 2))
     assert len(batch.packs) == mini_batches
     packs = [pack for ranks in batch.packs for micros in ranks for pack in micros]
@@ -37,8 +46,28 @@ def test_every_sequence_goes_to_one_rank_once_and_within_the_budget(
     for ranks in batch.packs:
         assert len(ranks) == num_ranks
         assert len({len(micros) for micros in ranks}) == 1
-        loads = [sum(num_cells(batch, pack, layout) for pack in micros) for micros in ranks]
-        assert max(loads) - min(loads) <= budget
+        costs = [[num_cells(batch, pack, layout, even_length) for pack in micros] for micros in ranks]
+        loads = [sum(micros) for micros in costs]
+        assert max(loads) - min(loads) <= max(max(micros) for micros in costs)
+        # In every round all costs are at least those of the next round.
+        for costs_now, costs_next in pairwise(zip(*costs, strict=True)):
+            assert min(costs_now) >= max(costs_next)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_wait_less_where_attention_is_counted(layout):
+    """Long-tailed responses on 4 ranks: the time of the slowest rank in every round, over an even share."""
+    lengths = np.random.default_rng(0).lognormal(np.log(300), 1.0, 192).astype(int).clip(1, 3000)
+    sizes = [(20 + number // 8, length) for number, length in enumerate(lengths)]
+
+    def waiting(counted):
+        packs = Packer(4096, 4, layout, even_length=counted).pack_pad_dispatch(batch := batch_of(sizes)).packs
+        costs = np.array([[num_cells(batch, pack, layout, 2000.0) for pack in rank] for rank in packs[0]])
+        return costs.max(axis=0).sum() / costs.sum() * 4
+
+    assert waiting(2000.0) < 1.1
+    if layout == "packed":
+        assert waiting(2000.0) < waiting(math.inf)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -140,21 +141,24 @@ class TrainController:
             "engine_dtype": engine_dtype,
         }
         self._learner: Learner | RankedLearner
+        even_length = math.inf
         if ranks is None:
             if isinstance(model, ModelFolder):
                 models["model"] = load_model(model.folder, dtype=model.dtype)
             self._learner = Learner(**models, config=config, **settings, device=device)
         else:
             try:
-                self._learner = RankedLearner(ranks, models, config, settings)
+                self._learner = ranked = RankedLearner(ranks, models, config, settings)
             except BaseException:
                 self.close()
                 raise
+            even_length = ranked.even_length
         self._packer = Packer(
             config.token_budget,
             num_ranks=1 if ranks is None else ranks.num_ranks // config.parallel.tensor,
             layout=config.layout,
             mini_batches=config.mini_batches,
+            even_length=even_length,
         )
 
     def close(self) -> None:

@@ -6,17 +6,22 @@ It moves no tokens: it decides on sequence numbers; `collate` builds the tensors
 
     sequences --shuffle--> mini-batches --cut by token budget--> micro-batches --balance--> packs[mini][rank]
 
-A micro-batch costs the cells that its tensors hold:
+A micro-batch takes memory for the cells that its tensors hold, of which the budget is:
 
 * ``padded``: rows x longest sequence;
 * ``packed``: the sum of the lengths;
 * ``shared_prompt``: distinct prompts x longest prompt + rows x longest response.
+
+It takes time for each cell, and in attention for each cell that a cell sees. All ranks pass their first
+micro-batch together, then their second, and wait for the slowest: each round has micro-batches of like cost.
 """
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,17 +35,23 @@ class Packer:
     """Groups a batch's sequences into micro-batches of at most `token_budget` cells.
 
     Invariants: every sequence is in exactly one micro-batch of one rank; all ranks get equally many (so that
-    collective operations meet), the last ones possibly empty; the loads of the ranks differ by less than one
-    full micro-batch; the same lengths and seed give the same packs.
+    collective operations meet), the last ones possibly empty; the costs of the ranks differ by less than one
+    micro-batch; the same lengths and seed give the same packs.
 
     >>> pairs = [([1], [2, 3]), ([1], [2, 3, 4]), ([1, 2], [3])]
     >>> batch = Packer(token_budget=8).pack_pad_dispatch(TrainBatch.from_examples(pairs))
     >>> [pack.tolist() for pack in batch.packs[0][0]]
-    [[1], [0, 2]]
+    [[0, 2], [1]]
     """
 
     def __init__(
-        self, token_budget: int, num_ranks: int = 1, layout: Layout = "padded", *, mini_batches: int = 1
+        self,
+        token_budget: int,
+        num_ranks: int = 1,
+        layout: Layout = "padded",
+        *,
+        mini_batches: int = 1,
+        even_length: float = math.inf,
     ) -> None:
         counts = {"token_budget": token_budget, "num_ranks": num_ranks, "mini_batches": mini_batches}
         for name, value in counts.items():
@@ -52,6 +63,8 @@ class Packer:
         self.num_ranks = num_ranks
         self.layout: Layout = layout
         self.mini_batches = mini_batches
+        self.even_length = even_length
+        """Tokens of a sequence for which attention takes as long as all else; infinite: it takes no time."""
 
     def pack_pad_dispatch(self, batch: TrainBatch, *, seed: Sequence[int] = (0,)) -> TrainBatch:
         """Fill ``batch.packs``; several mini-batches draw their sequences by `seed`, one has them all.
@@ -86,52 +99,62 @@ class Packer:
         by_mini_batch = []
         for sequences in batch.mini_batches:
             kept = sequences[kept_S[sequences]]
-            packs = CUTS[self.layout](batch, kept, self.token_budget) if len(kept) else [kept]
-            packs = _split_until_divisible(packs, self.num_ranks)
-            shares = _balance([num_cells(batch, pack, self.layout) for pack in packs], self.num_ranks)
-            by_mini_batch.append([[packs[index] for index in share] for share in shares])
+            packs = [kept]
+            if len(kept):
+                packs = CUTS[self.layout](batch, kept, self.token_budget, self.num_ranks, self.even_length)
+            costs = partial(num_cells, batch, layout=self.layout, even_length=self.even_length)
+            by_mini_batch.append(_balance(packs, self.num_ranks, costs))
         return by_mini_batch
 
 
-def num_cells(batch: TrainBatch, pack: Pack, layout: Layout) -> int:
-    """The cost of a micro-batch of these sequences."""
+def num_cells(batch: TrainBatch, pack: Pack, layout: Layout, even_length: float = math.inf) -> int:
+    """The cells of a micro-batch of these sequences; with an `even_length` the time that they take.
+
+    That is in cells without attention: each takes ``seen / even_length`` more, for the cells that it sees.
+    """
     if len(pack) == 0:
         return 0
-    if layout == "packed":
-        return int(batch.lengths[pack].sum())
-    if layout == "padded":
-        return int(len(pack) * batch.lengths[pack].max())
-    num_prompts = len(np.unique(batch.prompt_index[pack]))
     prompts, responses = batch.prompt_lengths[pack], batch.response_lengths[pack]
-    return int(num_prompts * prompts.max() + len(pack) * responses.max())
+    if layout == "packed":
+        return int(_passes(prompts + responses, even_length).sum())
+    if layout == "padded":
+        return int(len(pack) * _passes((prompts + responses).max(), even_length))
+    num_prompts, before = len(np.unique(batch.prompt_index[pack])), prompts.max()
+    own = _passes(before, even_length)
+    return int(num_prompts * own + len(pack) * (_passes(before + responses.max(), even_length) - own))
 
 
-def cut_sorted(batch: TrainBatch, sequences: Pack, budget: int) -> list[Pack]:
+def _passes(lengths: Any, even_length: float) -> Any:
+    """The time of passes over sequences, in cells without attention."""
+    return lengths * (1 + lengths / even_length)
+
+
+def cut_sorted(batch: TrainBatch, sequences: Pack, budget: int, ranks: int = 1, *_: float) -> list[Pack]:
     """Rows of like length together (padded layout): little padding."""
     order = _longest_first(sequences, batch.lengths)
-    return _fewest_even(lambda limit: _cut_rows(order, batch.lengths[order], limit), budget)
+    return _fewest_even(lambda limit: _cut_rows(order, batch.lengths[order], limit), budget, ranks)
 
 
-def fill_bins(batch: TrainBatch, sequences: Pack, budget: int) -> list[Pack]:
-    """Longest first, each sequence into the emptiest of as few bins as that takes (packed layout)."""
+def fill_bins(batch: TrainBatch, sequences: Pack, budget: int, ranks: int, even: float) -> list[Pack]:
+    """Longest first, each sequence into the cheapest of as few bins as that takes (packed layout)."""
     order = _longest_first(sequences, batch.lengths)
     lengths = batch.lengths[order]
-    num_bins = max(1, -(-int(lengths.sum()) // budget))
-    while (bins := _fill(lengths, budget, num_bins)) is None:
-        num_bins += 1
+    num_bins = -(-int(lengths.sum()) // budget // ranks) * ranks
+    while (bins := _fill(lengths, budget, num_bins, even)) is None:
+        num_bins += ranks
     return [order[members] for members in bins]
 
 
-def cut_prompts(batch: TrainBatch, sequences: Pack, budget: int) -> list[Pack]:
+def cut_prompts(batch: TrainBatch, sequences: Pack, budget: int, ranks: int, *_: float) -> list[Pack]:
     """The sequences of a prompt together, if they fit (shared-prompt layout); like lengths in one pack."""
     by_prompt = sequences[np.argsort(batch.prompt_index[sequences], kind="stable")]
     borders = np.flatnonzero(np.diff(batch.prompt_index[by_prompt])) + 1
     blocks = [_longest_first(block, batch.response_lengths) for block in np.split(by_prompt, borders)]
     blocks.sort(key=lambda block: (-batch.response_lengths[block[0]], -batch.prompt_lengths[block[0]]))
-    return _fewest_even(lambda limit: _cut_blocks(batch, blocks, limit), budget)
+    return _fewest_even(lambda limit: _cut_blocks(batch, blocks, limit), budget, ranks)
 
 
-CUTS: Mapping[Layout, Callable[[TrainBatch, Pack, int], list[Pack]]] = {
+CUTS: Mapping[Layout, Callable[[TrainBatch, Pack, int, int, float], list[Pack]]] = {
     "padded": cut_sorted,
     "packed": fill_bins,
     "shared_prompt": cut_prompts,
@@ -142,15 +165,16 @@ def _longest_first(sequences: Pack, lengths: Lengths) -> Pack:
     return sequences[np.argsort(-lengths[sequences], kind="stable")]
 
 
-def _fewest_even(cut: Callable[[int], list[Pack] | None], budget: int) -> list[Pack]:
-    """The cut at the lowest limit that gives no more parts than the budget does: few parts, evenly full."""
+def _fewest_even(cut: Callable[[int], list[Pack] | None], budget: int, num_ranks: int) -> list[Pack]:
+    """The cut at the lowest limit that costs no rank more parts than the budget does: few, evenly full."""
     best = cut(budget)
     assert best is not None, "no sequence is longer than the budget"
+    most = -(-len(best) // num_ranks) * num_ranks
     low, high = 1, budget
     while low < high:
         middle = (low + high) // 2
         tried = cut(middle)
-        if tried is None or len(tried) > len(best):
+        if tried is None or len(tried) > most:
             low = middle + 1
         else:
             best, high = tried, middle
@@ -190,15 +214,16 @@ def _cut_blocks(batch: TrainBatch, blocks: Sequence[Pack], limit: int) -> list[P
     return [np.concatenate(pack) for pack in packs]
 
 
-def _fill(lengths: Lengths, budget: int, num_bins: int) -> list[list[int]] | None:
+def _fill(lengths: Lengths, budget: int, num_bins: int, even_length: float) -> list[list[int]] | None:
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    loads = [(0, number) for number in range(num_bins)]
-    for index, length in enumerate(lengths.tolist()):
-        load, number = loads[0]
-        if load + length > budget:
+    loads, costs = np.zeros(num_bins, np.int64), np.zeros(num_bins)
+    for index, (length, cost) in enumerate(zip(lengths, _passes(lengths, even_length), strict=True)):
+        number = int(np.argmin(np.where(loads + length <= budget, costs, np.inf)))
+        if loads[number] + length > budget:
             return None
         bins[number].append(index)
-        heapq.heapreplace(loads, (load + length, number))
+        loads[number] += length
+        costs[number] += cost
     return [members for members in bins if members]
 
 
@@ -213,17 +238,18 @@ def _split_until_divisible(packs: list[Pack], num_ranks: int) -> list[Pack]:
     return packs
 
 
-def _balance(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
+def _balance(packs: list[Pack], num_ranks: int, costs: Callable[[Pack], int]) -> list[list[Pack]]:
     """Deal packs in rounds, dearest first: in each round the least loaded rank gets the dearest.
 
-    Then the loads never differ by more than the dearest and the cheapest pack of one round do.
+    Then the loads never differ by more than the dearest and the cheapest pack of one round do. All ranks pass
+    the packs of a round at the same time, and wait for the one whose pack takes longest.
     """
-    dearest_first = sorted(range(len(costs)), key=lambda index: -costs[index])
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    packs = sorted(_split_until_divisible(packs, num_ranks), key=costs, reverse=True)
+    shares: list[list[Pack]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for start in range(0, len(costs), num_ranks):
+    for start in range(0, len(packs), num_ranks):
         by_load = sorted(range(num_ranks), key=loads.__getitem__)
-        for rank, index in zip(by_load, dearest_first[start : start + num_ranks], strict=True):
-            shares[rank].append(index)
-            loads[rank] += costs[index]
-    return [sorted(share) for share in shares]
+        for rank, pack in zip(by_load, packs[start : start + num_ranks], strict=True):
+            shares[rank].append(pack)
+            loads[rank] += costs(pack)
+    return shares

@@ -70,8 +70,8 @@ class RankedLearner:
             built = self._call("build", sources, config.model_dump(), dict(settings), torch.get_rng_state())
         self._sizes: Layout
         self.adapter_config: dict[str, Any] | None
-        self.adapter_config, self._sizes = built[0]
-        """As `Learner.adapter_config`."""
+        self.adapter_config, self._sizes, self.even_length = built[0]
+        """As `Learner.adapter_config`; and as `Packer.even_length`."""
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         """The same arguments for every rank."""

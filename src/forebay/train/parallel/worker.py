@@ -39,6 +39,9 @@ from forebay.types import FloatArray
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """For the slowest rank to come to a collective operation."""
+EVEN_WIDTHS = 12.0
+"""`Packer.even_length` in units of the hidden size h: a usual layer makes 24 h^2 operations for a token, and
+2 h L in the attention of one of L tokens, which sees half of them."""
 
 
 class RankWorker:
@@ -74,10 +77,10 @@ class RankWorker:
         config: Mapping[str, Any],
         settings: Mapping[str, Any],
         random_state: torch.Tensor,
-    ) -> tuple[dict[str, Any] | None, Layout]:
+    ) -> tuple[dict[str, Any] | None, Layout, float]:
         """Make the trainer's models and optimizers.
 
-        Returns `Learner.adapter_config`, and `Learner.sizes` laid out.
+        Returns `Learner.adapter_config`, `Learner.sizes` laid out, and `Packer.even_length` of the model.
 
         `sources` say where models are (`forebay.train.parallel.learner.source_of`) and `settings` are plain
         values, by the names that `Learner` has for them. `random_state` is that of torch's CPU generator:
@@ -121,7 +124,8 @@ class RankWorker:
             mesh=mesh,
             rank=self.rank // train.parallel.tensor,
         )
-        return self.learner.adapter_config, lay_out(self.learner.sizes())[0]
+        width = models["model"].config.get_text_config().hidden_size
+        return self.learner.adapter_config, lay_out(self.learner.sizes())[0], EVEN_WIDTHS * width
 
     def token_values(self, name: str, batch: Mapping[str, Any]) -> FloatArray:
         """`Learner.token_values` of a batch (`TrainBatch.to_plain`); 0 on the sequences of other ranks."""

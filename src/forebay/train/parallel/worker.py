@@ -39,9 +39,6 @@ from forebay.types import FloatArray
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """For the slowest rank to come to a collective operation."""
-EVEN_WIDTHS = 12.0
-"""`Packer.even_length` in units of the hidden size h: a usual layer makes 24 h^2 operations for a token, and
-2 h L in the attention of one of L tokens, which sees half of them."""
 
 
 class RankWorker:
@@ -169,3 +166,8 @@ class RankWorker:
         """Leave the process group."""
         vars(self).pop("learner", None)
         distributed.destroy_process_group()
+
+
+EVEN_WIDTHS = 12.0
+"""`Packer.even_length` in units of the hidden size h: a usual layer makes 24 h^2 operations for a token, and
+2 h L in the attention of one of L tokens, which sees half of them."""

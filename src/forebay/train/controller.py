@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -141,7 +140,7 @@ class TrainController:
             "engine_dtype": engine_dtype,
         }
         self._learner: Learner | RankedLearner
-        even_length = math.inf
+        even_length = np.inf
         if ranks is None:
             if isinstance(model, ModelFolder):
                 models["model"] = load_model(model.folder, dtype=model.dtype)

@@ -7,6 +7,7 @@ import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from forebay.io.durable import DiskError
 from forebay.io.messages import Alive
 from forebay.io.shared import MemoryFile, lay_out, views
 from forebay.models.starting_weights import BASE_FINGERPRINT, BaseDiffersError, fingerprint
@@ -23,7 +25,7 @@ from forebay.train import Critic, LocalRanks, RankError, TrainConfig, TrainContr
 from forebay.train.checkpoint import replace_folder
 from forebay.train.objective.losses import POLICY_LOSSES
 from forebay.train.parallel import frames
-from forebay.train.parallel.ranks import Ranks
+from forebay.train.parallel.ranks import Ranks, _attempt
 
 
 @pytest.fixture(scope="module")
@@ -335,6 +337,15 @@ def test_what_one_rank_has_and_several_have_not_says_so(make_model, ranks):
         trainer_for(make_model(), ranks, num_ranks=3)
     with pytest.raises(RuntimeError, match="on the ranks"):
         _ = trainer_for(make_model(), ranks).model
+
+
+def test_a_disk_that_fails_one_rank_is_named(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    error = _attempt(partial((tmp_path / "file" / "part").write_text, "x"))["error"]
+    ranks = LocalRanks(2)
+    with pytest.raises(DiskError, match=r"a rank's files cannot be .*: '.*file/part': Not a directory"):
+        raise ranks._error("finish_save", {1: tuple(error)}, [])
+    assert ranks.pids == []
 
 
 def test_a_rank_that_fails_alone_is_reported_with_its_traceback_and_all_are_ended():

@@ -37,6 +37,7 @@ import torch
 
 from forebay.config import ConfigError
 from forebay.io.channel import BlockingChannel
+from forebay.io.durable import DiskError, disk_errors_named
 from forebay.io.messages import BEATS, Alive, check_limit
 from forebay.io.shared import Layout, MemoryFile, views
 from forebay.train.parallel import frames
@@ -138,9 +139,14 @@ class Ranks:
             # A call beside this one sees ranks that ended, and is to tell the cause.
             self._lost = self._lost or report
             Ranks.close(self)
-        if not (agreed and kind in EXPECTED):
+        expected: Exception
+        if disk := [error[1] for error in failed.values() if error[0] == DiskError.__name__]:
+            # Often of one rank alone. New ranks would find the disk as it is.
+            expected = DiskError(disk[0])
+        elif agreed and kind in EXPECTED:
+            expected = EXPECTED[kind](message)
+        else:
             return report
-        expected = EXPECTED[kind](message)
         expected.__cause__ = report
         return expected
 
@@ -348,7 +354,8 @@ def _serve(socks: Sequence[socket.socket], join: Callable[[], Any], threads: int
 def _attempt(call: Callable[[], Any]) -> dict[str, Any]:
     """The reply that says how `call` went."""
     try:
-        return {"error": None, "result": call()}
+        with disk_errors_named("a rank's files"):
+            return {"error": None, "result": call()}
     # Whatever it is, the caller has to learn of it.
     except Exception as error:
         return {"error": [type(error).__name__, str(error), traceback.format_exc()], "result": None}

@@ -30,6 +30,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import MappingProxyType
@@ -108,6 +109,21 @@ class Component(BaseModel):
     @classmethod
     def _from_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
+
+
+@contextmanager
+def errors_about(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Make errors of these `kinds` a `ConfigError` that begins with what they are about.
+
+    Without `kinds` those of `ConfigError` itself; otherwise these pass as they are, unless they are named.
+    """
+    wanted = kinds or (ConfigError,)
+    try:
+        yield
+    except wanted as error:
+        if isinstance(error, ConfigError) and ConfigError not in wanted:
+            raise
+        raise ConfigError(f"{what}: {error}") from error
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

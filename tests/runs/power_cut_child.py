@@ -13,14 +13,13 @@ import random
 import sys
 from pathlib import Path
 
+from forebay.io.durable import publish, unfinished
 from forebay.ledger import Ledger
 from forebay.runs.folder import (
     checkpoint_path,
     list_checkpoints,
     prune_checkpoints,
-    publish,
     step_of,
-    unfinished,
 )
 
 BOOKS = "ledger.jsonl"

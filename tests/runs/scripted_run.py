@@ -20,12 +20,13 @@ from pathlib import Path
 from forebay.agents.base import AgentLoop
 from forebay.engines import RolloutController
 from forebay.engines.scripted import ScriptedEngine
+from forebay.io.durable import publish
 from forebay.judges.base import Judge
 from forebay.ledger import Ledger
 from forebay.produce import AgentLoopManager, AsyncProduceStrategyConfig, Prompt, Sampler, TaskRunner
 from forebay.replay import ReplayBuffer, SQLStorage, StalenessReplayPolicy
 from forebay.replay.reuse import Reuse
-from forebay.runs.folder import list_checkpoints, prune_checkpoints, publish, step_of
+from forebay.runs.folder import list_checkpoints, prune_checkpoints, step_of
 from forebay.types import SampleParams
 
 TASKS = {"a": 1.0, "b": 2.0}

@@ -150,7 +150,7 @@ def test_weights_held_in_another_dtype_are_named(make_model, tmp_path):
 
 
 def test_leftovers_of_a_crash_are_cleared(tmp_path):
-    for name in ("c.saving", "c.replaced"):
+    for name in ("c.tmp", "c.replaced"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "half").write_text("x")
     with replace_folder(tmp_path / "c") as folder:

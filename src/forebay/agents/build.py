@@ -11,7 +11,7 @@ from forebay.agents.multi_turn import MultiTurnAgentLoop
 from forebay.agents.program import ProgramAgentLoop
 from forebay.agents.single_turn import SingleTurnAgentLoop
 from forebay.agents.tools import ToolAgentLoop
-from forebay.config import Component, ConfigError, StrictModel, find_component, look_up
+from forebay.config import Component, ConfigError, StrictModel, errors_about, find_component, look_up
 from forebay.judges.base import Judge
 from forebay.types import SampleParams
 from forebay.watching.activity import Activities
@@ -91,7 +91,7 @@ def build_agent_loop(
         ConfigError: the name is unknown, or an argument does not fit.
     """
     factory = check_agent(config)
-    try:
+    with errors_about(f"agent {config.name!r}", TypeError, ValueError):
         loop: AgentLoop = factory(
             rollout_controller,
             judge,
@@ -100,8 +100,4 @@ def build_agent_loop(
             activities=activities,
             **config.arguments,
         )
-    except ConfigError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"agent {config.name!r}: {error}") from error
     return loop

@@ -83,17 +83,11 @@ def train(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier run in the run's folder.")
     ] = False,
-    verify_weights: Annotated[
-        bool,
-        typer.Option("--verify-weights", help="Prove after every hand-over that engines hold the weights."),
-    ] = False,
 ) -> None:
     """Train a model as a run file says, or go on with an interrupted run."""
     if resume is not None and run_file is not None:
         # With --resume the first positional argument is an override, not a file.
         overrides, run_file = [str(run_file), *(overrides or [])], None
-    if verify_weights:
-        overrides = [*(overrides or []), "verify_weights=true"]
     with one_message():
         if check:
             _check(run_file, overrides or [])

@@ -144,18 +144,15 @@ def balance_table(balance: Balance) -> Table:
         )
         for name, part in parts.items()
     ]
-    columns = [
-        "task",
-        "generated",
-        "trained",
-        *reasons,
+    others = (
         "live",
         "difference",
         "repeated",
         "retried",
         "reused",
-    ]
-    return table(*columns, *(["rollouts left"] if balance.left else []), rows=lines)
+        *(["rollouts left"] if balance.left else []),
+    )
+    return table("task", "generated", "trained", *reasons, *others, rows=lines)
 
 
 def bias_table(comparisons: Mapping[str, Sequence[Comparison]]) -> Table:

@@ -62,7 +62,7 @@ def simulate_run(
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 
         from forebay.simulation import report
-        from forebay.simulation.sweep import combine, count_runs, parse_axis, rank, run_cases, split_overrides
+        from forebay.simulation.sweep import combine, parse_axis, rank, run_cases, split_overrides
 
         console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
         of_cluster, of_run = split_overrides(overrides or [])
@@ -75,8 +75,12 @@ def simulate_run(
         trace = None if axes else folder / "trace.json"
         columns = (SpinnerColumn(), "simulating", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as progress:
-            bar = progress.add_task("", total=count_runs(cases))
-            outcomes = run_cases(cases, steps, jobs=jobs, trace=trace, on_done=lambda: progress.advance(bar))
+            bar = progress.add_task("", total=None)
+
+            def count(done: int, total: int) -> None:
+                progress.update(bar, completed=done, total=total)
+
+            outcomes = run_cases(cases, steps, jobs=jobs, trace=trace, on_done=count)
         best, *_ = ranked = rank(outcomes)
         if best.result is None:
             raise ConfigError(f"nothing of this can run: {best.problem}")

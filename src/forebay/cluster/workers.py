@@ -229,7 +229,7 @@ class Workers:
         self.num_retries = 0
         """Groups that were generated again because their worker had ended."""
         self._numbers = itertools.count()
-        self._looking: asyncio.Task[None] | None = None
+        self._looking: asyncio.Future[list[None]] | None = None
         self._looked_s = float("-inf")
         self._last_tries = asyncio.Lock()
         self._is_paused = False
@@ -317,10 +317,7 @@ class Workers:
         now_s = asyncio.get_running_loop().time()
         if (self._looking is None or self._looking.done()) and now_s - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = now_s
-            self._looking = asyncio.create_task(self._look_at_all())
-
-    async def _look_at_all(self) -> None:
-        await asyncio.gather(*(worker.look() for worker in self.all))
+            self._looking = asyncio.gather(*(worker.look() for worker in self.all))
 
 
 class PlacedWorker(Supervised):

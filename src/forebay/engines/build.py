@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, create_model
 
-from forebay.config import Component, ConfigError, StrictModel, check_arguments, look_up
+from forebay.config import Component, ConfigError, StrictModel, check_arguments, errors_about, look_up
 from forebay.engines.base import DEFAULT_MAX_BATCH, Engine, EngineLost, EngineSurroundings
 from forebay.engines.servers.build import HTTPArguments, http_engines
 from forebay.models import (
@@ -190,9 +190,5 @@ def build_engines(config: Component, surroundings: EngineSurroundings) -> list[E
         ConfigError: the name is unknown, an argument does not fit, or the engine cannot run the model.
     """
     factory = find_engine(config)
-    try:
+    with errors_about(f"engine {config.name!r}", TypeError, ValueError):
         return list(factory(surroundings, **config.arguments))
-    except ConfigError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"engine {config.name!r}: {error}") from error

@@ -48,7 +48,7 @@ from forebay.environments.workers.stepper import spaces
 from forebay.environments.workers.worker_pool import MODES, WorkerMode, WorkerPool
 from forebay.fragments import FragmentBatch, FragmentStore, ReplayBufferActor
 from forebay.fragments.tallies import DROP_REASONS
-from forebay.io.durable import write_json
+from forebay.io.durable import publish, unfinished, write_json
 from forebay.metrics import STEP_S, MetricsConfig, PhaseTimer, read_jsonl
 from forebay.runs import folder as run_folder
 from forebay.runs.record.history import History
@@ -247,12 +247,12 @@ class FragmentRun:
         }
         final = run_folder.checkpoint_path(self.config.folder, self.trainer.step)
         if not final.exists():
-            with run_folder.unfinished(final) as temporary, self._doing(CHECKPOINT):
+            with unfinished(final) as temporary, self._doing(CHECKPOINT):
                 np.savez(temporary / "arrays.npz", **self.trainer.arrays())  # type: ignore[arg-type]
                 write_json(temporary / "run.json", counts)
                 await self._buffer.save(str(temporary / "fragments"))
                 # In a thread: workers are answered meanwhile.
-                await asyncio.to_thread(run_folder.publish, temporary, final)
+                await asyncio.to_thread(publish, temporary, final)
         run_folder.prune_checkpoints(self.config.folder, NUM_CHECKPOINTS)
 
     @contextlib.asynccontextmanager

@@ -5,6 +5,7 @@
     write_text: name.tmp written -> fsync -> renamed to name -> folder fsynced
     sync:       what was written or renamed at a path reaches the disk
     seal:       checksums of all files of a folder -> FOLDER/checksums.json
+    unfinished, publish: a folder that is there, sealed and durable, or not at all
     check:      the files are those that were sealed, or `DamagedError` names the one that is not
     disk_errors_named: a disk that takes no more becomes one sentence
 
@@ -118,6 +119,38 @@ def seal(folder: Path) -> None:
             if file != folder / CHECKSUMS:
                 files[file.relative_to(folder).as_posix()] = list(_measure(file))
     (folder / CHECKSUMS).write_bytes(_as_list(files))
+
+
+@contextmanager
+def unfinished(final: Path) -> Iterator[Path]:
+    """An empty folder in which the content of `final` is written; the block ends with `publish`.
+
+    If it raises, the folder is deleted: on a full disk, nothing half done takes the room.
+    """
+    temporary = final.with_name(f"{final.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Seal `temporary`, make all of it durable, rename it: a crash leaves nothing or the whole.
+
+    What was at `final` before is put aside for that instant, as ``NAME.replaced``.
+    """
+    seal(temporary)
+    sync_tree(temporary)
+    aside = final.with_name(f"{final.name}.replaced")
+    shutil.rmtree(aside, ignore_errors=True)
+    if final.exists():
+        final.rename(aside)
+    temporary.rename(final)
+    sync(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def check(folder: Path, *, deep: bool = False) -> None:

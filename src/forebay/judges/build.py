@@ -8,7 +8,15 @@ from typing import Any
 
 from pydantic import Field
 
-from forebay.config import Component, ConfigError, StrictModel, check_arguments, look_up, parse_config
+from forebay.config import (
+    Component,
+    ConfigError,
+    StrictModel,
+    check_arguments,
+    errors_about,
+    look_up,
+    parse_config,
+)
 from forebay.judges.answers import ExactMatchJudge
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge
 from forebay.judges.code import CodeJudge
@@ -127,12 +135,8 @@ def build_judge(config: JudgeConfig | None) -> Judge:
     if model is not None or (isinstance(factory, type) and issubclass(factory, Judge)):
         arguments = {"timeout_s": config.timeout_s, **config.arguments}
         check_arguments("judge", config.name, model or factory, config.arguments if model else arguments)
-        try:
+        with errors_about(f"judge {config.name!r}", ValueError):
             judge = factory(**arguments)
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise ConfigError(f"judge {config.name!r}: {error}") from None
     else:
         # The rollout stands for the first argument.
         check_arguments("judge", config.name, partial(factory, None), config.arguments)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay import __version__
-from forebay.config import ConfigError
+from forebay.config import ConfigError, errors_about
 from forebay.extras import require_library
 from forebay.io.durable import made_whole
 from forebay.models.config import PYPI_PREFIX, TINY, Attention, ModelConfig, Precision
@@ -53,15 +53,13 @@ def load_model(folder: Path, *, dtype: Precision = "float32", attention: Attenti
     import torch
     from transformers import AutoModelForCausalLM
 
-    try:
+    with errors_about(f"cannot load the model in {str(folder)!r}", OSError, ValueError):
         return AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=getattr(torch, dtype),
             attn_implementation=attention,
             local_files_only=True,
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load the model in {str(folder)!r}: {error}") from error
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -78,10 +76,8 @@ def load_tokenizer(folder: Path) -> Any:
         )
     from transformers import AutoTokenizer
 
-    try:
+    with errors_about(f"cannot load the tokenizer in {str(folder)!r}", OSError, ValueError):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot load the tokenizer in {str(folder)!r}: {error}") from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"the tokenizer in {str(folder)!r} has no end token (eos_token), so nothing ends a response"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from forebay.plan.estimate import Plan, verdict
 from forebay.plan.hardware import GIB, MIB
@@ -13,11 +13,10 @@ from forebay.plan.hardware import GIB, MIB
 
 def show_plan(plan: Plan, console: Console) -> None:
     """Print the table and the sentences below it."""
-    table = Table(title=f"Memory on {_devices(plan)}", title_justify="left")
-    table.add_column("part")
     unit, size_of_unit = ("GiB", GIB) if plan.total >= GIB else ("MiB", MIB)
-    for turn in plan.turns:
-        table.add_column(f"{turn}, {unit}", justify="right")
+    columns = (Column(f"{turn}, {unit}", justify="right") for turn in plan.turns)
+    where = plan.device.name if plan.device.count == 1 else f"one of {plan.device.count} {plan.device.name}"
+    table = Table("part", *columns, title=f"Memory on {where}", title_justify="left")
     for name in dict.fromkeys(name for parts in plan.turns.values() for name in parts):
         cells = (parts.get(name) for parts in plan.turns.values())
         table.add_row(name, *("" if size is None else f"{size / size_of_unit:,.1f}" for size in cells))
@@ -41,7 +40,3 @@ def sentences(plan: Plan) -> Iterator[str]:
             f"{plan.step_s:.3g} s; generation alone {plan.generation_s:.3g} s, training alone "
             f"{plan.train_s:.3g} s, {plan.tokens_per_step / plan.step_s:,.0f} tokens/s"
         )
-
-
-def _devices(plan: Plan) -> str:
-    return plan.device.name if plan.device.count == 1 else f"one of {plan.device.count} {plan.device.name}"

@@ -26,9 +26,9 @@ import torch
 
 from forebay.agents import IncrementRenderer, prompt_tools, render_prompt
 from forebay.agents.chat.rendering import offered_tools
-from forebay.config import ConfigError
+from forebay.config import ConfigError, errors_about
 from forebay.evaluate import Evaluator
-from forebay.io.durable import DamagedError, check
+from forebay.io.durable import DamagedError, check, publish, unfinished
 from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
 from forebay.models import find_device, load_model, load_tokenizer, precision_on, resolve_model
@@ -38,7 +38,6 @@ from forebay.produce.prompts.sequences import LazySequence
 from forebay.produce.strategies.rules import name_group
 from forebay.replay import StorageBackend
 from forebay.runs.config import RunConfig, to_toml
-from forebay.runs.folder import publish
 from forebay.runs.placement import Cluster, Trainer, base_precision, device_fact, takes_turns
 from forebay.runs.record.events import observe_buffer
 from forebay.runs.record.history import History
@@ -284,7 +283,7 @@ def build_trainer(
     model: Any = ModelFolder(folder=model_folder, dtype=base_precision(with_precisions(config)))
     if device is None and config.cluster is None:
         device = _trainer_device(config)
-    try:
+    with errors_about("[train] cannot be built", ValueError):
         return TrainController(
             model,
             config.train,
@@ -296,10 +295,6 @@ def build_trainer(
             ranks=ranks,
             engine_dtype=engine_precision(config),
         )
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"[train] cannot be built: {error}") from error
 
 
 def _trainer_device(config: RunConfig) -> str:
@@ -340,7 +335,7 @@ def warm_up(
     ]
     shown = Demonstrations(tokenizer)
     drawn = _drawn(prompts, settings, config.seed)
-    try:
+    with errors_about("[warmup] cannot be done", ConfigError, ValueError):
         examples = []
         for prompt in drawn:
             with known_characters(prompt, tokenizer):
@@ -356,12 +351,10 @@ def warm_up(
             dtype=precision_on(device, config.train.dtype),
             on_step=lambda step, loss: display.progress(step, settings.steps, f"loss {loss:.3f}"),
         )
-    except ValueError as error:
-        raise ConfigError(f"[warmup] cannot be done: {error}") from error
-    temporary = target.with_name(target.name + ".tmp")
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    publish(temporary, target)
+    with unfinished(target) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        publish(temporary, target)
     display.message(f"warm-up: {len(losses)} supervised steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     return target
 

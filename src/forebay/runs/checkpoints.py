@@ -20,17 +20,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forebay.config import ConfigError
-from forebay.io.durable import check, write_json
+from forebay.config import ConfigError, errors_about
+from forebay.io.durable import check, publish, unfinished, write_json
 from forebay.produce.recovery import GROUPS, Cut
 from forebay.runs.build import Run
 from forebay.runs.folder import (
     checkpoint_path,
     list_checkpoints,
     prune_checkpoints,
-    publish,
     step_of,
-    unfinished,
 )
 from forebay.runs.placement import device_fact
 from forebay.runs.store import holder_name, keeps_consumed, store_of
@@ -143,7 +141,7 @@ async def resume(run: Run, path: Path, *, has_groups: bool = False) -> None:
     Raises:
         ConfigError: the checkpoint is not one of this run as it is configured.
     """
-    try:
+    with errors_about(f"cannot go on from {str(path)!r}", ConfigError, ValueError):
         # The trainer and the manager check their own folders as they read them.
         await compute(run, check, path)
         state = json.loads((path / "run.json").read_text(encoding="utf-8"))
@@ -151,8 +149,6 @@ async def resume(run: Run, path: Path, *, has_groups: bool = False) -> None:
             raise ValueError(f"it is the checkpoint of train step {state['train_step']}")
         await compute(run, run.trainer.resume, path / "trainer")
         await _resume_production(run, path / "manager", has_groups=has_groups)
-    except ValueError as error:
-        raise ConfigError(f"cannot go on from {str(path)!r}: {error}") from error
     run.train_step = state["train_step"]
     run.history = state["history"]
     run.evaluations = state["evaluations"]

@@ -17,6 +17,7 @@ from forebay.config import (
     OldNames,
     StrictModel,
     check_arguments,
+    errors_about,
     import_object,
     look_up,
 )
@@ -393,7 +394,7 @@ def _check_task(number: int, task: TaskConfig) -> None:
             f"tasks.{number}.sample.temperature is 0, which makes all rollouts of a prompt equal; training "
             f"needs more than 0 (evaluation has its own, evaluate.temperature)"
         )
-    try:
+    with errors_about(f"task {task.name!r}"):
         check_agent(task.agent)
         build_order(task.sampler)
         for data in (task.data, task.eval_data):
@@ -401,8 +402,6 @@ def _check_task(number: int, task: TaskConfig) -> None:
                 check_source(data.source, data.arguments)
         # Thrown away: a judge costs nothing before its first verdict.
         build_judge(task.judge)
-    except ConfigError as error:
-        raise ConfigError(f"task {task.name!r}: {error}") from None
 
 
 def to_toml(config: RunFile) -> str:

@@ -34,9 +34,6 @@ from forebay.io.durable import (
     DiskError,
     check,
     disk_errors_named,
-    seal,
-    sync,
-    sync_tree,
     write_text,
 )
 from forebay.runs.config import RunConfig, RunFile, to_toml
@@ -145,22 +142,6 @@ def checkpoint_path(folder: Path, train_step: int) -> Path:
 def step_of(checkpoint: Path) -> int:
     """The finished train steps of the checkpoint at that path."""
     return int(checkpoint.name.removeprefix("step_"))
-
-
-@contextlib.contextmanager
-def unfinished(final: Path) -> Iterator[Path]:
-    """An empty folder in which the checkpoint `final` is written; the block ends with `publish`.
-
-    If it raises, the folder is deleted: on a full disk, nothing half done takes the room.
-    """
-    temporary = final.with_name(f"{final.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
-        yield temporary
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def prune_checkpoints(folder: Path, keep: int, best: Path | None = None) -> None:
@@ -298,11 +279,3 @@ def _make_free(folder: Path, overwrite: bool) -> Path | None:
     if aside.exists():
         raise ConfigError(f"{str(aside)!r} is in the way: an earlier run is put there; move or delete it")
     return folder.rename(aside)
-
-
-def publish(temporary: Path, final: Path) -> None:
-    """Seal `temporary`, make all of it durable, rename it: a crash leaves nothing or the whole."""
-    seal(temporary)
-    sync_tree(temporary)
-    temporary.rename(final)
-    sync(final.parent)

@@ -23,7 +23,7 @@ import numpy as np
 
 from forebay.agents import AgentLoop, build_agent_loop, prompt_tools, with_max_context
 from forebay.agents.base import Generator
-from forebay.config import Component, ConfigError, look_up
+from forebay.config import Component, ConfigError, errors_about, look_up
 from forebay.engines import Engine, EngineSurroundings, RolloutController, build_engines
 from forebay.evaluate import EvalConfig
 from forebay.judges import build_judge
@@ -116,14 +116,12 @@ def load_data(config: RunConfig) -> list[TaskData]:
     """
     data = []
     for task in config.tasks:
-        try:
+        with errors_about(f"task {task.name!r}"):
             held_out = load_prompts(task.eval_data) if task.eval_data is not None else ()
             training = () if task.data is None else load_prompts(task.data)
             if held_out and training:
                 training = hold_out(training, held_out)
             data.append(TaskData(training, held_out))
-        except ConfigError as error:
-            raise ConfigError(f"task {task.name!r}: {error}") from None
     return data
 
 
@@ -180,10 +178,8 @@ def task_agent(config: RunConfig, task: TaskConfig) -> Component:
     """
     packed = config.train.token_budget
     limit = min(config.model.max_context or packed, packed)
-    try:
+    with errors_about(f"task {task.name!r}"):
         return with_max_context(task.agent, limit, packed=packed)
-    except ConfigError as error:
-        raise ConfigError(f"task {task.name!r}: {error}") from None
 
 
 def _checked(
@@ -198,12 +194,10 @@ def _checked(
             f"task {task.name!r}: sample.max_tokens = {room} leaves no room for a prompt in the context of "
             f"{context}; lower it, or raise model.max_context"
         )
-    try:
+    with errors_about(f"task {task.name!r}"):
         # An agent's own limit ends an episode early, but a prompt must leave room for something.
         limit = min(context - room, own_limit - 1)
         prompts = check_prompt_lengths(prompts, tokenizer, limit, task.overlong_prompts, tools=tools)
-    except ConfigError as error:
-        raise ConfigError(f"task {task.name!r}: {error}") from None
     if budget < context:
         # Rendering all prompts again is the price of finding out before the first rollout.
         try:
@@ -271,12 +265,8 @@ def build_run_engines(
         scratch=scratch or config.folder / "engines",
         lora_rank=lora_rank,
     )
-    try:
+    with errors_about(f"{model.source!r} cannot be run with model.max_context = {model.max_context}"):
         return build_engines(config.engine, surroundings)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{model.source!r} cannot be run with model.max_context = {model.max_context}: {error}"
-        ) from error
 
 
 def build_rollouts(

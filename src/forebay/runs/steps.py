@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 from forebay.agents import AgentLoop
 from forebay.config import ConfigError
 from forebay.engines import EngineLost
+from forebay.io.durable import publish, unfinished
 from forebay.produce import ProduceBatchResult, ProductionError
 from forebay.runs.build import Run
 from forebay.runs.checkpoints import begin_checkpoint as begin_checkpoint
@@ -37,7 +38,6 @@ from forebay.runs.evaluation import is_due as is_due
 from forebay.runs.evaluation import is_evaluated as is_evaluated
 from forebay.runs.evaluation import refuse_failed as refuse_failed
 from forebay.runs.evaluation import sync_weights as sync_weights
-from forebay.runs.folder import publish
 from forebay.runs.record.events import name_groups
 from forebay.runs.reporting import report as report
 from forebay.runs.reporting import totals
@@ -222,11 +222,9 @@ async def finish(run: Run) -> None:
 
 
 def _publish_model(source: Path, target: Path) -> None:
-    temporary = target.with_name(target.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(source, temporary)
-    shutil.rmtree(target, ignore_errors=True)
-    publish(temporary, target)
+    with unfinished(target) as temporary:
+        shutil.copytree(source, temporary, dirs_exist_ok=True)
+        publish(temporary, target)
 
 
 async def close_rollouts(rollouts: Rollouts | Run) -> None:

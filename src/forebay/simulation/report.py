@@ -14,7 +14,7 @@ from pathlib import Path
 
 import tomli_w
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from forebay.simulation.calibration import Measured
@@ -76,10 +76,8 @@ def comparison_table(outcome: Outcome, title: str) -> Table:
     columns = [("this run", outcome.result)]
     if outcome.synchronous is not None:
         columns.append(("synchronous", outcome.synchronous))
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    table.add_column("")
-    for name, _ in columns:
-        table.add_column(name)
+    names = [name for name, _ in columns]
+    table = Table("", *names, box=box.SIMPLE_HEAD, title=title, title_justify="left")
     rows = [result_rows(result) for _, result in columns]
     for cells in zip(*rows, strict=True):
         table.add_row(cells[0][0], *(text for _, text in cells))
@@ -105,11 +103,9 @@ _SWEEP_COLUMNS: dict[str, Callable[[Outcome, SimulationResult], str]] = {
 
 def sweep_table(ranked: Sequence[Outcome]) -> Table:
     """All cases, the best first and marked."""
-    table = Table(box=box.SIMPLE_HEAD)
     keys = list(ranked[0].case.settings)
-    table.add_column("")
-    for name in (*(key.removeprefix("produce.") for key in keys), *_SWEEP_COLUMNS):
-        table.add_column(name, justify="right")
+    names = (*(key.removeprefix("produce.") for key in keys), *_SWEEP_COLUMNS)
+    table = Table("", *(Column(name, justify="right") for name in names), box=box.SIMPLE_HEAD)
     for place, outcome in enumerate(ranked):
         result, cells = outcome.result, list[Text | str]([Text("cannot run", "red")])
         if result is not None:
@@ -122,9 +118,8 @@ def sweep_table(ranked: Sequence[Outcome]) -> Table:
 
 def calibration_table(measured: Measured, predicted: SimulationResult) -> Table:
     """A real run beside its prediction."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("", "measured", "predicted", "off by"):
-        table.add_column(name, justify="right" if name else "left")
+    names = ("measured", "predicted", "off by")
+    table = Table("", *(Column(name, justify="right") for name in names), box=box.SIMPLE_HEAD)
     error = predicted.step_s / measured.step_s - 1
     table.add_row("step", f"{number(measured.step_s)} s", f"{number(predicted.step_s)} s", f"{error:+.1%}")
     table.add_row(

@@ -128,14 +128,16 @@ def run_cases(
     *,
     jobs: int | None = None,
     trace: Path | None = None,
-    on_done: Callable[[], None] = lambda: None,
+    on_done: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Outcome]:
     """Simulate all cases, and the synchronous run of every workload once; in `jobs` processes.
 
-    Order is that of `cases`. The timeline of the first is written to `trace`. `on_done` is called after each
-    simulation, of which there are `count_runs`.
+    Order is that of `cases`. The timeline of the first is written to `trace`. `on_done` is told after each
+    simulation how many were made, and how many there are.
     """
-    work = _work(cases)
+    pairs = [(case.config, case.cluster) for case in cases]
+    pairs += [(synchronous(case.config), case.cluster) for case in cases]
+    work = {_key(config, cluster): (config, cluster) for config, cluster in pairs}
     jobs = min(jobs or os.cpu_count() or 1, len(work))
     found: dict[str, tuple[SimulationResult | None, str]] = {}
     with ProcessPoolExecutor(jobs) if jobs > 1 else nullcontext() as pool:
@@ -143,18 +145,13 @@ def run_cases(
         answers = (pool.map if pool else map)(_try, *zip(*work.values(), strict=True), repeat(steps), traces)
         for key, answer in zip(work, answers, strict=True):
             found[key] = answer
-            on_done()
+            on_done(len(found), len(work))
     outcomes = []
     for case in cases:
         result, problem = found[_key(case.config, case.cluster)]
         other, _ = found[_key(synchronous(case.config), case.cluster)]
         outcomes.append(Outcome(case=case, result=result, problem=problem, synchronous=other))
     return outcomes
-
-
-def count_runs(cases: Sequence[Case]) -> int:
-    """The simulations that `run_cases` makes."""
-    return len(_work(cases))
 
 
 def rank(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -178,12 +175,6 @@ def _try(
         return simulate(config, cluster, steps=steps, trace=trace), ""
     except ProductionError as error:
         return None, str(error)
-
-
-def _work(cases: Sequence[Case]) -> dict[str, tuple[RunConfig, ClusterConfig]]:
-    pairs = [(case.config, case.cluster) for case in cases]
-    pairs += [(synchronous(case.config), case.cluster) for case in cases]
-    return {_key(config, cluster): (config, cluster) for config, cluster in pairs}
 
 
 def _key(config: RunConfig, cluster: ClusterConfig) -> str:

@@ -2,7 +2,7 @@
 
 ::
 
-    replace_folder(path): path.saving/ (files written) -> checksums -> fsync -> old path aside -> rename
+    replace_folder(path): path.tmp/ (files written) -> checksums -> fsync -> old path aside -> rename
                           -> old one deleted
 
     TrainerParts --begin_save--> copies on the CPU --(a thread, while training goes on)--> files --> done
@@ -22,7 +22,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -48,7 +47,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 
-from forebay.io.durable import check, seal, sync, sync_tree
+from forebay.io.durable import check, publish, unfinished
 from forebay.train.model.critic import Critic
 from forebay.train.model.lora import adapter_config, adapter_weights, is_lora, model_weights, without_adapters
 from forebay.train.optimization import Optimizer
@@ -66,23 +65,9 @@ ADAPTER_FILE = "adapter_model.safetensors"
 @contextmanager
 def replace_folder(path: Path) -> Iterator[Path]:
     """Give an empty folder to write to, and make it `path` once the block ends without an error."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new, old = path.with_name(path.name + ".saving"), path.with_name(path.name + ".replaced")
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    new.mkdir()
-    try:
+    with unfinished(path) as new:
         yield new
-        seal(new)
-        sync_tree(new)
-        if path.exists():
-            path.rename(old)
-        new.rename(path)
-        sync(path.parent)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-        if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
+        publish(new, path)
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, **metadata: str) -> None:
@@ -160,17 +145,11 @@ class TrainerParts:
     """Everything of a trainer that changes with training, and the model that it began with."""
 
     model: nn.Module
-    optimizer: Optimizer
     critic: Critic | None
-    critic_optimizer: Optimizer | None
+    optimizers: Mapping[str, Optimizer]
+    """By the beginning of their names in a checkpoint: ``optimizer``, and that of a critic."""
     starting_weights: str | None
     """`fingerprint` of the frozen weights that are not saved: below adapters, or the reference model."""
-
-    def optimizers(self) -> Iterator[tuple[str, Optimizer]]:
-        """Those that there are, by the beginning of their names in a checkpoint."""
-        yield "optimizer", self.optimizer
-        if self.critic_optimizer is not None:
-            yield "critic_optimizer", self.critic_optimizer
 
     @property
     def dtype(self) -> str:
@@ -221,7 +200,7 @@ def begin_save(
             save_tensors(adapters, folder / "adapter" / ADAPTER_FILE)
             save_json(adapter_config(parts.model), folder / "adapter" / "adapter_config.json")
     state = _weights(parts)
-    for prefix, optimizer in parts.optimizers():
+    for prefix, optimizer in parts.optimizers.items():
         state |= {f"{prefix}.{name}": value for name, value in optimizer.state_tensors()}
     copies, places = {}, {}
     for name, value in state.items():
@@ -347,7 +326,7 @@ def load_trainer(folder: Path, parts: TrainerParts) -> int:
         raise ValueError(f"the saved weights are of another model; names that differ: {different[:5]}")
     blocks = {name: in_one_piece(value) for name, value in weights.items()}
     moments: dict[str, dict[str, torch.Tensor]] = {}
-    for prefix, optimizer in parts.optimizers():
+    for prefix, optimizer in parts.optimizers.items():
         of_this = {name: value for name, value in found.items() if name.startswith(f"{prefix}.")}
         moments[prefix] = {
             name: _place_for(value, optimizer.weight_of(name.removeprefix(f"{prefix}.")))
@@ -358,7 +337,7 @@ def load_trainer(folder: Path, parts: TrainerParts) -> int:
     load(blocks, storage_reader=reader, no_dist=True)
     for name, value in weights.items():
         put_back(value, blocks[name])
-    for prefix, optimizer in parts.optimizers():
+    for prefix, optimizer in parts.optimizers.items():
         for name, value in moments[prefix].items():
             put_back(value, blocks[name])
         optimizer.load_state_tensors(

@@ -112,15 +112,15 @@ class Learner:
         self._mesh = mesh
         # FSDP casts what it gathers, so autocast has only what every rank has whole to cast.
         self._casts = is_half and (mesh is None or lora.is_lora(model))
-        for part in (lora.without_adapters(model), self.ref_model, self.critic):
-            if part is not None:
-                _place(part, self.device, mesh)
+        held = (lora.without_adapters(model), self.ref_model, self.critic)
+        parts = [part for part in held if part is not None]
+        for part in parts:
+            _place(part, self.device, mesh)
         model.eval()
         self._routing = routing.Routing(lora.without_adapters(model))
         kernel = self._settle_attention(lora.without_adapters(model), has_content)
-        for part in (lora.without_adapters(model), self.ref_model, self.critic) if config.compile else ():
-            if part is not None:
-                compile_layers(part, self.device)
+        for part in parts if config.compile else ():
+            compile_layers(part, self.device)
         self._rank = rank
         borders = kernel in attention.VARIABLE_LENGTH
         self._collate = partial(collate, pad_token_id=pad_token_id, device=self.device, with_borders=borders)
@@ -128,13 +128,12 @@ class Learner:
         self._corrector = Corrector(config.correction, config.band)
         make_optimizer = partial(Optimizer, settings=config, total_steps=total_steps, mesh=mesh)
         self._optimizer = make_optimizer(model)
-        self._critic_optimizer: Optimizer | None = None
-        if self.critic is not None and config.critic_lr is not None:
-            self._critic_optimizer = make_optimizer(self.critic, lr=config.critic_lr)
+        self._optimizers = {"optimizer": self._optimizer}
+        if self.critic is not None:
+            self._optimizers["critic_optimizer"] = make_optimizer(self.critic, lr=config.critic_lr)
         self._parts = checkpoint.TrainerParts(
-            model=model, optimizer=self._optimizer, critic=self.critic,
-            critic_optimizer=self._critic_optimizer, starting_weights=fixed,
-        )  # fmt: skip
+            model=model, critic=self.critic, optimizers=self._optimizers, starting_weights=fixed
+        )
         self._writing: Callable[[], None] | None = None
         self._set_modes()
 
@@ -219,17 +218,16 @@ class Learner:
         for _ in range(self.config.epochs):
             for sequences, ranks in zip(batch.mini_batches, batch.packs, strict=True):
                 # An interrupted step, or one that was not taken, may have left gradients behind.
-                for optimizer in (self._optimizer, self._critic_optimizer):
-                    if optimizer is not None:
-                        optimizer.zero_grad()
+                for optimizer in self._optimizers.values():
+                    optimizer.zero_grad()
                 for pack in ranks[self._rank]:
                     self._backward(batch, pack, records)
                 # Of all sequences, also those without a pass, or with one on another rank.
                 if not trained_S[sequences].any():
                     continue
                 norms.append(self._optimizer.step(train_step))
-                if self._critic_optimizer is not None:
-                    critic_norms.append(self._critic_optimizer.step(train_step))
+                if self.critic is not None:
+                    critic_norms.append(self._optimizers["critic_optimizer"].step(train_step))
         columns = records.columns()
         columns["weight"] = batch.token_weights[columns["token_index"]]
         return Update(columns, norms, critic_norms, lr)
@@ -242,22 +240,20 @@ class Learner:
         self._set_modes()
         for pack in packs:
             self._backward(batch, pack, TokenRecords())
-        for optimizer in (self._optimizer, self._critic_optimizer):
-            if optimizer is not None:
-                optimizer.clip()
-                optimizer.apply(lr=0.0)
+        for optimizer in self._optimizers.values():
+            optimizer.clip()
+            optimizer.apply(lr=0.0)
 
     def moments(self) -> Iterator[torch.Tensor]:
         """The state of the optimizers, as it lies in memory."""
-        for optimizer in (self._optimizer, self._critic_optimizer):
-            if optimizer is not None:
-                yield from optimizer.moments()
+        for optimizer in self._optimizers.values():
+            yield from optimizer.moments()
 
     def places(self, *, weights: bool) -> Iterator[Place]:
         """Where the moments, and the models' weights if asked, are: for `forebay.train.offload`."""
-        for kind, optimizer in (("policy", self._optimizer), ("critic", self._critic_optimizer)):
-            for name, tensor, put in optimizer.places() if optimizer is not None else ():
-                yield f"moments|{kind}|{name}", tensor, put
+        for kind, optimizer in self._optimizers.items():
+            for name, tensor, put in optimizer.places():
+                yield f"{kind}|{name}", tensor, put
         for kind, model in (("policy", self.model), ("critic", self.critic), ("reference", self.ref_model)):
             for name, weight in model.named_parameters() if weights and model is not None else ():
                 yield f"{kind}|{name}", weight.data, partial(setattr, weight, "data")

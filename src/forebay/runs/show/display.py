@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Self
 
 from rich import box
 from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from forebay.agents.extra_fields import conversation_of
@@ -341,11 +341,9 @@ def _standard_output() -> Console:
 
 
 def _before_and_after(before: Mapping[str, float | None], after: Mapping[str, float | None]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="dim")
-    table.add_column("held-out")
-    steps = (f"step {before['train_step']:.0f}", f"step {after['train_step']:.0f}", "change")
-    for name in steps:
-        table.add_column(name, justify="right")
+    names = (f"step {before['train_step']:.0f}", f"step {after['train_step']:.0f}", "change")
+    columns = (Column(name, justify="right") for name in names)
+    table = Table("held-out", *columns, box=box.SIMPLE_HEAD, header_style="dim")
     last = _eval_scopes(after)
     for scope, values in _eval_scopes(before).items():
         for name, first_value in values.items():

@@ -186,11 +186,11 @@ def _plan(bench: Bench, keys: Mapping[str, Any]) -> Row:
     return {
         "planned GiB": (plan.total - CONTEXT_BYTES) / 2**30,
         "measured GiB": peak,
-        "planned s": plan.step_s or float("nan"),
+        "planned s": plan.times.step_s if plan.times else float("nan"),
         "measured s": seconds,
-        "training, planned s": plan.train_s or float("nan"),
+        "training, planned s": plan.times.training_s if plan.times else float("nan"),
         "training, measured s": min(times),
-        "generation, planned s": plan.generation_s or float("nan"),
+        "generation, planned s": plan.times.generation_s if plan.times else float("nan"),
         "generation, measured s": seconds - min(times),
     }
 

@@ -154,9 +154,7 @@ def _line(row: Row) -> bytes:
 
 
 def _step(row: Row) -> int:
-    step = row["train_step"]
-    assert step is not None
-    return int(step)
+    return int(row["train_step"] or 0)
 
 
 def read_jsonl(path: Path) -> list[Row]:

@@ -64,7 +64,7 @@ def test_a_run_file_can_be_planned(name: str, tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym")
     found = plan(name, "H100-80GB", "", tmp_path, num_layers=1)
     assert found.fits
-    assert found.step_s is not None
+    assert found.times is not None
     assert {"training", "generating"} <= found.turns.keys()
     assert "trainer: weights" in found.turns["training"]
     # A server beside the trainer sleeps while that trains.

@@ -81,7 +81,7 @@ def test_the_parts_of_a_run_in_one_process(model: Path) -> None:
     assert at_once.total == plan.total + at_once.parts["engine: key/value cache"]
     assert plan.fits
     assert verdict(plan).startswith("It fits: ")
-    assert plan.step_s is None
+    assert plan.times is None
 
 
 def test_engines_of_their_own_device_are_not_counted(model: Path) -> None:
@@ -118,10 +118,10 @@ def test_times_follow_from_arithmetic_and_bandwidth(model: Path) -> None:
     fast = device(10 * GIB, flop_per_s=1e13, bytes_per_s=1e12)
     plan, faster = (make_plan(run_config(model), gpu, prompt_tokens=32) for gpu in (slow, fast))
     in_float32 = run_config(model, train={"token_budget": 1024, "dtype": "float32"})
-    assert make_plan(in_float32, fast, prompt_tokens=32).step_s is None
-    assert plan.train_s is not None
-    assert faster.train_s == pytest.approx(plan.train_s / 10, rel=0.01)
-    assert plan.step_s == pytest.approx(plan.train_s + (plan.generation_s or 0), rel=0.2)
+    assert make_plan(in_float32, fast, prompt_tokens=32).times is None
+    times = plan.times
+    assert faster.times.training_s == pytest.approx(times.training_s / 10, rel=0.01)
+    assert times.step_s == pytest.approx(times.training_s + times.generation_s, rel=0.2)
     assert "tokens/s" in list(sentences(plan))[1]
 
 

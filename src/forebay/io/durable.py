@@ -140,7 +140,7 @@ def unfinished(final: Path) -> Iterator[Path]:
 def publish(temporary: Path, final: Path) -> None:
     """Seal `temporary`, make all of it durable, rename it: a crash leaves nothing or the whole.
 
-    What was at `final` before is put aside for that instant, as ``NAME.replaced``.
+    An older folder at `final` is put aside for that instant, as ``NAME.replaced``.
     """
     seal(temporary)
     sync_tree(temporary)

@@ -39,7 +39,7 @@ from forebay.runs.config import RunConfig
 from forebay.runs.placement import base_precision
 from forebay.runs.rollouts import load_data, task_agent, with_alphabet, with_precisions
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
-from forebay.simulation.prediction import simulate
+from forebay.simulation.prediction import SimulationResult, simulate
 from forebay.train import TrainConfig
 from forebay.train.batch import TrainBatch
 
@@ -62,9 +62,8 @@ class Plan:
     """Overrides, each added to those before, until the run fits; empty if it does."""
     advised_bytes: int | None = None
     """Memory with them; None: none of them is enough, or it fits."""
-    train_s: float | None = None
-    generation_s: float | None = None
-    step_s: float | None = None
+    times: SimulationResult | None = None
+    """Of a step, if every response were as long as it may be; None: for an unknown device."""
     tokens_per_step: int = 0
 
     @property
@@ -221,7 +220,8 @@ def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: i
         num_parameters=step.num_parameters,
         longest=longest,
         host_bytes=step.host_bytes if device.is_gpu else 0,
-        **_times(config, device, hugging_face, step, longest),
+        times=_times(config, device, hugging_face, step, longest),
+        tokens_per_step=config.batch_size * config.rollouts_per_prompt * longest,
     )
     if plan.share <= WARN_SHARE:
         return plan
@@ -326,11 +326,11 @@ def _with_server_share(config: RunConfig, plan: Plan) -> RunConfig:
 
 def _times(
     config: RunConfig, device: Device, hugging_face: Any, step: StepMemory, longest: int
-) -> dict[str, Any]:
-    """Seconds of a step if every response were as long as it may be; nothing for an unknown device."""
+) -> SimulationResult | None:
+    """A simulation in which every response is as long as it may be; None for an unknown device."""
     # The data sheets' arithmetic is that of bfloat16; float32 is several times slower.
     if device.flop_per_s is None or device.bytes_per_s is None or config.train.dtype != "bfloat16":
-        return {}
+        return None
     # Passes without gradient are a third of the work of one with.
     extra = config.train.needs_old_logprobs * (config.train.correction != "ratio") + (
         config.train.uses_reference
@@ -361,10 +361,4 @@ def _times(
         train_tokens_per_s=train_rate,
         sync_s=step.num_parameters * engine_itemsize(config) / device.bytes_per_s,
     )
-    simulated = simulate(config, described, steps=SIMULATED_STEPS)
-    return {
-        "train_s": simulated.training_s,
-        "generation_s": simulated.generation_s,
-        "step_s": simulated.step_s,
-        "tokens_per_step": config.batch_size * config.rollouts_per_prompt * longest,
-    }
+    return simulate(config, described, steps=SIMULATED_STEPS)

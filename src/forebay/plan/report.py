@@ -34,9 +34,9 @@ def sentences(plan: Plan) -> Iterator[str]:
     yield verdict(plan)
     if plan.host_bytes:
         yield f"Beside it, pinned memory of the host: {plan.host_bytes / GIB:.3g} GiB."
-    if plan.step_s is not None and plan.train_s is not None and plan.generation_s is not None:
+    if (times := plan.times) is not None:
         yield (
             f"A step, if all responses are as long as they may be ({plan.longest} tokens with the prompt): "
-            f"{plan.step_s:.3g} s; generation alone {plan.generation_s:.3g} s, training alone "
-            f"{plan.train_s:.3g} s, {plan.tokens_per_step / plan.step_s:,.0f} tokens/s"
+            f"{times.step_s:.3g} s; generation alone {times.generation_s:.3g} s, training alone "
+            f"{times.training_s:.3g} s, {plan.tokens_per_step / times.step_s:,.0f} tokens/s"
         )

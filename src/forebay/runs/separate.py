@@ -93,23 +93,18 @@ async def _after_step(run: Run, train_step: int) -> None:
     # The last one is made where production has come to its end.
     is_last = train_step == config.steps or run.stop.is_set()
     save = steps.is_due(train_step, config.checkpoint_every) and not is_last
-    if sync and config.produce.in_flight_update and not due:
-        await steps.sync_weights(run)
-        await run.manager.continue_produce(run.controller.model_step)
+    rests = bool(due) or (sync and not config.produce.in_flight_update)
+    async with steps.production_paused(run) if rests else contextlib.nullcontext():
+        if sync:
+            await steps.sync_weights(run)
+        if sync and not rests:
+            await run.manager.continue_produce(run.controller.model_step)
+        if due:
+            await steps.evaluate(run, f"step {train_step}", due)
         if save:
+            # Begun where nothing is in flight, if production rests anyway, so that interrupted rollouts are
+            # saved with their tokens; it is written while production goes on.
             await steps.begin_checkpoint(run)
-    elif sync or due:
-        async with steps.production_paused(run):
-            if sync:
-                await steps.sync_weights(run)
-            if due:
-                await steps.evaluate(run, f"step {train_step}", due)
-            if save:
-                # Begun where nothing is in flight anyway, so that interrupted rollouts are saved with their
-                # tokens; it is written while production goes on.
-                await steps.begin_checkpoint(run)
-    elif save:
-        await steps.begin_checkpoint(run)
 
 
 @contextlib.asynccontextmanager

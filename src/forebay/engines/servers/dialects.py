@@ -201,26 +201,35 @@ class Dialect:
         Raises:
             BadAnswer: the event tells of an error, or is not what this server sends.
         """
-        _check_no_error(event)
+        if "error" in event:
+            raise ErrorEvent(f"the server failed: {event['error']}")
         try:
-            if not event["choices"]:
-                return Piece()
-            choice = event["choices"][0]
-            ids, reason = choice["token_ids"] or [], choice["finish_reason"]
-            logprobs: list[float] = []
-            if ids and self.by_token:
-                logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
-            elif ids:
-                logprobs = choice["logprobs"]["token_logprobs"]
-            versions, experts = _versions(choice), choice.get("routed_experts")
+            piece, num_new = self._piece(event, num_made)
         except (KeyError, TypeError) as error:
             raise BadAnswer(f"no token ids and log probabilities in {event}: {error!r}") from error
-        if len(ids) != len(logprobs):
-            raise BadAnswer(f"{len(ids)} token ids but {len(logprobs)} log probabilities in {event}")
-        routed = None if experts is None else _routed_experts(experts)
-        return Piece(
-            ids=ids, logprobs=logprobs, finish_reason=reason, versions=versions, routed_experts=routed
+        if num_new != len(piece.logprobs):
+            raise BadAnswer(f"{num_new} new tokens but {len(piece.logprobs)} log probabilities in {event}")
+        return piece
+
+    def _piece(self, event: dict[str, Any], num_made: int) -> tuple[Piece, int]:
+        """The new tokens of an event, and how many it says there are."""
+        if not event["choices"]:
+            return Piece(), 0
+        choice = event["choices"][0]
+        ids, experts = choice["token_ids"] or [], choice.get("routed_experts")
+        logprobs: list[float] = []
+        if ids and self.by_token:
+            logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+        elif ids:
+            logprobs = choice["logprobs"]["token_logprobs"]
+        piece = Piece(
+            ids=ids,
+            logprobs=logprobs,
+            finish_reason=choice["finish_reason"],
+            versions=_versions(choice),
+            routed_experts=None if experts is None else _routed_experts(experts),
         )
+        return piece, len(ids)
 
     def load(self, folder: str, version: str) -> tuple[Call, ...]:
         """Take over the weights in `folder` while paused, and forget what the old ones computed."""
@@ -367,24 +376,18 @@ class SGLang(Dialect):
             "stream": True,
         }
 
-    def read(self, event: dict[str, Any], num_made: int) -> Piece:
-        """New tokens of one event, which holds all so far or the new ones only: an option of the server."""
-        _check_no_error(event)
-        try:
-            meta = event["meta_info"]
-            num_new = meta["completion_tokens"] - num_made
-            made = meta["output_token_logprobs"][-num_new:] if num_new else []
-            ended, versions = meta["finish_reason"], _versions(meta)
-        except (KeyError, TypeError) as error:
-            raise BadAnswer(f"no log probabilities of output tokens in {event}: {error!r}") from error
-        if len(made) != num_new:
-            raise BadAnswer(f"{num_new} new tokens but {len(made)} log probabilities in {event}")
-        return Piece(
+    def _piece(self, event: dict[str, Any], num_made: int) -> tuple[Piece, int]:
+        """An event holds all tokens so far, or the new ones only: an option of the server."""
+        meta = event["meta_info"]
+        num_new, ended = meta["completion_tokens"] - num_made, meta["finish_reason"]
+        made = meta["output_token_logprobs"][-num_new:] if num_new else []
+        piece = Piece(
             ids=[token_id for _, token_id, *_ in made],
             logprobs=[logprob for logprob, *_ in made],
             finish_reason=ended["type"] if isinstance(ended, dict) else ended,
-            versions=versions if ended else (),
+            versions=_versions(meta) if ended else (),
         )
+        return piece, num_new
 
     def load(self, folder: str, version: str) -> tuple[Call, ...]:
         """Read the weights in `folder`, and flush the cache."""
@@ -455,8 +458,3 @@ def _sampling(params: SampleParams) -> dict[str, Any]:
         "skip_special_tokens": False,
         "stream_interval": TOKENS_PER_PIECE,
     }
-
-
-def _check_no_error(event: Mapping[str, Any]) -> None:
-    if "error" in event:
-        raise ErrorEvent(f"the server failed: {event['error']}")

@@ -100,7 +100,8 @@ class RunDisplay:
         self._eval_score: float | None = None
         self._step, self._total = 0, 0
         self._phase, self._phase_at = "", clock()
-        self._phase_name, self._progress_at = "", self._phase_at
+        self.phase_name, self._progress_at = "", self._phase_at
+        """Of the latest `phase`."""
         self._produced: tuple[int, int] | None = None
 
     def __enter__(self) -> Self:
@@ -127,15 +128,10 @@ class RunDisplay:
             self._live.look = status.count_buffer
             status.on_change = self._live.note
 
-    @property
-    def phase_name(self) -> str:
-        """Of the latest `phase`."""
-        return self._phase_name
-
     def phase(self, name: str) -> None:
         """The run now does `name`."""
         self._phase, self._phase_at, self._produced = name, self._clock(), None
-        self._phase_name, self._progress_at = name, self._phase_at
+        self.phase_name, self._progress_at = name, self._phase_at
         if self._live is not None and self._status is None:
             # While a run is being built the event loop stands still, and no timer would draw.
             self._live.draw()
@@ -144,7 +140,7 @@ class RunDisplay:
     def progress(self, done: int, total: int, note: str) -> None:
         """`done` of `total` parts of the present phase are done: in the live view, or a line now and then."""
         now = self._clock()
-        text = f"{self._phase_name} {done}/{total}, {note}"
+        text = f"{self.phase_name} {done}/{total}, {note}"
         if self._live is not None:
             if now - self._progress_at >= MIN_PERIOD_S:
                 self._phase, self._progress_at = text, now
@@ -262,7 +258,7 @@ class RunDisplay:
 
     def stopped(self, what_is_kept: str) -> None:
         """The run was stopped before its first step."""
-        during = f" ({self._phase_name})" if self._phase_name else ""
+        during = f" ({self.phase_name})" if self.phase_name else ""
         self.message(f"stopped before the first train step{during}: {what_is_kept}")
 
     def close(self) -> None:

@@ -1,17 +1,11 @@
 """The fate of every group, its reason, and whether dropping some of them bends the rest."""
 
-from forebay.ledger.accounts import Balance, Ledger
-from forebay.ledger.bias import AGED, Comparison, Summary, compare_dropped, length_bias
-from forebay.ledger.histories import GroupId, GroupLife
-
-__all__ = [
-    "AGED",
-    "Balance",
-    "Comparison",
-    "GroupId",
-    "GroupLife",
-    "Ledger",
-    "Summary",
-    "compare_dropped",
-    "length_bias",
-]
+from forebay.ledger.accounts import Balance as Balance
+from forebay.ledger.accounts import Ledger as Ledger
+from forebay.ledger.bias import AGED as AGED
+from forebay.ledger.bias import Comparison as Comparison
+from forebay.ledger.bias import Summary as Summary
+from forebay.ledger.bias import compare_dropped as compare_dropped
+from forebay.ledger.bias import length_bias as length_bias
+from forebay.ledger.histories import GroupId as GroupId
+from forebay.ledger.histories import GroupLife as GroupLife

@@ -1,21 +1,13 @@
 """Tools that a model may call while it answers: a calculator, Python, search, and functions of your own."""
 
-from forebay.tools.base import TOOLS, FunctionTool, build_tool, check_tool, schema_of
-from forebay.tools.calculator import Calculator
-from forebay.tools.contract import Tool, ToolError, ToolUnavailableError
-from forebay.tools.python import Python
-from forebay.tools.search import Search
-
-__all__ = [
-    "TOOLS",
-    "Calculator",
-    "FunctionTool",
-    "Python",
-    "Search",
-    "Tool",
-    "ToolError",
-    "ToolUnavailableError",
-    "build_tool",
-    "check_tool",
-    "schema_of",
-]
+from forebay.tools.base import TOOLS as TOOLS
+from forebay.tools.base import FunctionTool as FunctionTool
+from forebay.tools.base import build_tool as build_tool
+from forebay.tools.base import check_tool as check_tool
+from forebay.tools.base import schema_of as schema_of
+from forebay.tools.calculator import Calculator as Calculator
+from forebay.tools.contract import Tool as Tool
+from forebay.tools.contract import ToolError as ToolError
+from forebay.tools.contract import ToolUnavailableError as ToolUnavailableError
+from forebay.tools.python import Python as Python
+from forebay.tools.search import Search as Search

@@ -1,4 +1,7 @@
-"""An extension of griffe: examples in docstrings become blocks of code on the pages of the API."""
+"""An extension of griffe: examples in docstrings become blocks of code on the pages of the API.
+
+A package's public names are those that it imports as themselves (``from .. import X as X``).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,11 @@ class Doctests(griffe.Extension):
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None and ">>>" in obj.docstring.value:
             obj.docstring.value = "\n\n".join(map(_fenced, obj.docstring.value.split("\n\n")))
+
+    def on_alias_instance(self, *, node: Any, alias: griffe.Alias, **_: Any) -> None:
+        """Mark as public what a package imports under its own name."""
+        if any(name.asname == alias.name == name.name for name in getattr(node, "names", ())):
+            alias.public = True
 
 
 def _fenced(paragraph: str) -> str:

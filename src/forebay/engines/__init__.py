@@ -2,39 +2,23 @@
 
 from typing import TYPE_CHECKING
 
-from forebay.engines.base import (
-    Completion,
-    Engine,
-    EngineHealth,
-    EngineLost,
-    EngineSurroundings,
-    GenerateRequest,
-)
-from forebay.engines.build import ENGINES, EngineConfig, build_engines, find_engine
-from forebay.engines.controller import RolloutController
-from forebay.engines.scripted import ScriptedEngine
+from forebay.engines.base import Completion as Completion
+from forebay.engines.base import Engine as Engine
+from forebay.engines.base import EngineHealth as EngineHealth
+from forebay.engines.base import EngineLost as EngineLost
+from forebay.engines.base import EngineSurroundings as EngineSurroundings
+from forebay.engines.base import GenerateRequest as GenerateRequest
+from forebay.engines.build import ENGINES as ENGINES
+from forebay.engines.build import EngineConfig as EngineConfig
+from forebay.engines.build import build_engines as build_engines
+from forebay.engines.build import find_engine as find_engine
+from forebay.engines.controller import RolloutController as RolloutController
+from forebay.engines.scripted import ScriptedEngine as ScriptedEngine
 from forebay.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from forebay.engines.local.transformers import TransformersEngine
-    from forebay.engines.servers.engine import HTTPEngine
-
-__all__ = [
-    "ENGINES",
-    "Completion",
-    "Engine",
-    "EngineConfig",
-    "EngineHealth",
-    "EngineLost",
-    "EngineSurroundings",
-    "GenerateRequest",
-    "HTTPEngine",
-    "RolloutController",
-    "ScriptedEngine",
-    "TransformersEngine",
-    "build_engines",
-    "find_engine",
-]
+    from forebay.engines.local.transformers import TransformersEngine as TransformersEngine
+    from forebay.engines.servers.engine import HTTPEngine as HTTPEngine
 
 
 # The first loads torch and transformers, which the other names do without.

@@ -7,29 +7,16 @@
 Everything ends as a folder in Hugging Face format, so the rest of the program knows one kind of model only.
 """
 
-from forebay.models.attention import attention_choices
-from forebay.models.config import (
-    DEVICE_PATTERN,
-    AttentionKey,
-    ModelConfig,
-    Precision,
-    TinyConfig,
-)
-from forebay.models.devices import find_device, precision_on, spread_devices
-from forebay.models.loading import context_of, load_model, load_tokenizer, resolve_model
-
-__all__ = [
-    "DEVICE_PATTERN",
-    "AttentionKey",
-    "ModelConfig",
-    "Precision",
-    "TinyConfig",
-    "attention_choices",
-    "context_of",
-    "find_device",
-    "load_model",
-    "load_tokenizer",
-    "precision_on",
-    "resolve_model",
-    "spread_devices",
-]
+from forebay.models.attention import attention_choices as attention_choices
+from forebay.models.config import DEVICE_PATTERN as DEVICE_PATTERN
+from forebay.models.config import AttentionKey as AttentionKey
+from forebay.models.config import ModelConfig as ModelConfig
+from forebay.models.config import Precision as Precision
+from forebay.models.config import TinyConfig as TinyConfig
+from forebay.models.devices import find_device as find_device
+from forebay.models.devices import precision_on as precision_on
+from forebay.models.devices import spread_devices as spread_devices
+from forebay.models.loading import context_of as context_of
+from forebay.models.loading import load_model as load_model
+from forebay.models.loading import load_tokenizer as load_tokenizer
+from forebay.models.loading import resolve_model as resolve_model

@@ -1,12 +1,7 @@
 """Plans: whether a run fits a device and how long its steps will take, before it is started."""
 
-from forebay.plan.estimate import fit_memory, make_plan, verdict
-from forebay.plan.hardware import parse_devices, this_machine
-
-__all__ = [
-    "fit_memory",
-    "make_plan",
-    "parse_devices",
-    "this_machine",
-    "verdict",
-]
+from forebay.plan.estimate import fit_memory as fit_memory
+from forebay.plan.estimate import make_plan as make_plan
+from forebay.plan.estimate import verdict as verdict
+from forebay.plan.hardware import parse_devices as parse_devices
+from forebay.plan.hardware import this_machine as this_machine

@@ -8,43 +8,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from forebay.lazy import lazy_names
-from forebay.train.batch import TrainBatch
-from forebay.train.config import TrainConfig, WarmupConfig, check_staleness_rule
-from forebay.train.objective.corrections import Correction
-from forebay.train.objective.guard import GuardDecision, OffPolicyError, OffPolicyGuard
-from forebay.train.packing import Packer
+from forebay.train.batch import TrainBatch as TrainBatch
+from forebay.train.config import TrainConfig as TrainConfig
+from forebay.train.config import WarmupConfig as WarmupConfig
+from forebay.train.config import check_staleness_rule as check_staleness_rule
+from forebay.train.objective.corrections import Correction as Correction
+from forebay.train.objective.guard import GuardDecision as GuardDecision
+from forebay.train.objective.guard import OffPolicyError as OffPolicyError
+from forebay.train.objective.guard import OffPolicyGuard as OffPolicyGuard
+from forebay.train.packing import Packer as Packer
 
 if TYPE_CHECKING:
-    from forebay.train.controller import TrainController
-    from forebay.train.learner import supervised_warmup
-    from forebay.train.model.critic import Critic
-    from forebay.train.objective.losses import PolicyInputs, PolicyLoss
-    from forebay.train.parallel.ranks import LocalRanks, RankError, Ranks
-    from forebay.train.parallel.worker import RankWorker
-    from forebay.train.weight_sync import AdapterReceiver, WeightReceiver
+    from forebay.train.controller import TrainController as TrainController
+    from forebay.train.learner import supervised_warmup as supervised_warmup
+    from forebay.train.model.critic import Critic as Critic
+    from forebay.train.objective.losses import PolicyInputs as PolicyInputs
+    from forebay.train.objective.losses import PolicyLoss as PolicyLoss
+    from forebay.train.parallel.ranks import LocalRanks as LocalRanks
+    from forebay.train.parallel.ranks import RankError as RankError
+    from forebay.train.parallel.ranks import Ranks as Ranks
+    from forebay.train.parallel.worker import RankWorker as RankWorker
+    from forebay.train.weight_sync import AdapterReceiver as AdapterReceiver
+    from forebay.train.weight_sync import WeightReceiver as WeightReceiver
 
-__all__ = [
-    "AdapterReceiver",
-    "Correction",
-    "Critic",
-    "GuardDecision",
-    "LocalRanks",
-    "OffPolicyError",
-    "OffPolicyGuard",
-    "Packer",
-    "PolicyInputs",
-    "PolicyLoss",
-    "RankError",
-    "RankWorker",
-    "Ranks",
-    "TrainBatch",
-    "TrainConfig",
-    "TrainController",
-    "WarmupConfig",
-    "WeightReceiver",
-    "check_staleness_rule",
-    "supervised_warmup",
-]
 
 # These load torch.
 __getattr__ = lazy_names(

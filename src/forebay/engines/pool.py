@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, TypeVar, cast
@@ -36,6 +36,7 @@ from forebay.engines.base import (
     GenerateRequest,
     joined_experts,
 )
+from forebay.engines.members import Member, Members
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdapterConfig, Weights
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
@@ -95,12 +96,10 @@ class EnginePool:
 
     @engines.setter
     def engines(self, engines: Sequence[Engine]) -> None:
-        # Not by `isinstance`: an engine may be wrapped by one that lets all its names through.
-        self._members = [
-            _Member(engine, number, is_remote=remote, is_up=not remote)
-            for number, engine in enumerate(engines)
-            for remote in [hasattr(engine, "bring_up")]
-        ]
+        self._members, self._are_started = Members(), False
+        self._context: int | None = None
+        for engine in engines:
+            self._members.add(engine)
 
     @property
     def model_step(self) -> int:
@@ -121,7 +120,10 @@ class EnginePool:
     @property
     def max_context_tokens(self) -> int:
         """The smallest context of all engines."""
-        return min(member.engine.max_context_tokens for member in self._members)
+        # Asked for every turn of a rollout; an engine's own may change only where it is brought up.
+        if self._context is None:
+            self._context = min(member.engine.max_context_tokens for member in self._members)
+        return self._context
 
     def num_made(self, request_id: str) -> int:
         """How many tokens a running request has by now, over all engines it was at; else 0."""
@@ -149,13 +151,14 @@ class EnginePool:
             member = await self._place(call.request.session_id)
             if member is None:
                 return Completion(finish_reason="abort")
-            member.num_in_flight += 1
-            call.engine = member.engine
+            begun_s = self._members.begin(member)
+            call.engine, num_tokens = member.engine, 0
             try:
                 completion = await member.engine.generate(call.rest())
+                num_tokens = len(completion.response_ids)
             finally:
                 call.engine = None
-                member.num_in_flight -= 1
+                self._members.end(member, begun_s, num_tokens)
             if not completion.lost:
                 return completion
             why = completion.error_msg or "lost"
@@ -227,7 +230,7 @@ class EnginePool:
         )
 
     @property
-    def _left(self) -> list[_Member]:
+    def _left(self) -> list[Member]:
         """Those that are up, or may come back."""
         return [member for member in self._members if not member.gone]
 
@@ -277,7 +280,7 @@ class EnginePool:
             lambda member: cast("Any", member.engine).load_adapters(shared, model_step, config=config),
         )
 
-    async def _load(self, model_step: int, load: Callable[[_Member], Awaitable[None]]) -> None:
+    async def _load(self, model_step: int, load: Callable[[Member], Awaitable[None]]) -> None:
         self._given_step = model_step
         self._wake()
         what = f"load the weights of step {model_step}"
@@ -326,21 +329,21 @@ class EnginePool:
 
     # Which engine gets a request
 
-    async def _place(self, session_id: str | None) -> _Member | None:
-        """The session's engine if it is up, else the least busy one (the first of equals).
+    async def _place(self, session_id: str | None) -> Member | None:
+        """The session's engine if it is up and no straggler, else the least busy one (the first of equals).
 
         None: there is none, and a pause or the end keeps it from waiting for one.
         """
         self._start()
-        while not (up := [member for member in self._members if member.is_up]):
+        while (least_busy := self._members.least_busy()) is None:
             if self._paused or self._closed:
                 return None
             await self._change()
-        least_busy = min(up, key=lambda member: member.num_in_flight)
         if session_id is None:
             return least_busy
-        number = self._engine_of_session.pop(session_id, least_busy.number)
-        member = self._members[number] if self._members[number].is_up else least_busy
+        member = self._members.get(self._engine_of_session.pop(session_id, None))
+        if member is None or member.slowness > 1:
+            member = least_busy
         self._engine_of_session[session_id] = member.number
         if len(self._engine_of_session) > _MAX_SESSIONS:
             # The first is the one unused for longest.
@@ -351,18 +354,21 @@ class EnginePool:
 
     def _start(self) -> None:
         """Begin to bring up what has not been started yet; here, because it needs the event loop."""
+        if self._are_started:
+            return
+        self._are_started = True
         for member in self._members:
             if not (self._closed or member.is_up or member.gone or member.bringing_up):
                 member.bringing_up = asyncio.create_task(self._bring_up(member, again=False))
 
-    def _lose(self, member: _Member, why: str) -> None:
+    def _lose(self, member: Member, why: str) -> None:
         member.lost_because = why
         if member.is_up and member.is_remote and not self._closed:
             logger.warning("%s is lost: %s", member, why)
             member.is_up = False
             member.bringing_up = asyncio.create_task(self._bring_up(member, again=True))
 
-    async def _bring_up(self, member: _Member, *, again: bool) -> None:
+    async def _bring_up(self, member: Member, *, again: bool) -> None:
         try:
             for num_left in reversed(range(_BRING_UP_TRIES)):
                 # After a try that failed, too: `sleep` waits for engines that start, and this for its end.
@@ -380,6 +386,7 @@ class EnginePool:
                         raise
                     logger.warning("%s is brought up once more: %s", member, error)
             member.is_up = True
+            self._members.note_load(member)
             if again:
                 self.counts["engine_restarts"] += 1
                 logger.warning("%s is back", member)
@@ -388,16 +395,17 @@ class EnginePool:
             member.gone, member.lost_because = True, str(error)
             logger.error("%s is given up: %s", member, error)
         finally:
-            member.bringing_up, member.is_starting = None, False
+            member.bringing_up, member.is_starting, self._context = None, False, None
+            self._are_started &= member.is_up or member.gone
             self._changes.note()
 
-    async def _rest_as_others_do(self, member: _Member) -> None:
+    async def _rest_as_others_do(self, member: Member) -> None:
         """Pause an engine that came up, if the others are; a pause may begin or end meanwhile."""
         member.paused = False
         while member.paused is not self._paused:
             await answered(self._follow_pause(member), f"{member} was asked to pause or resume")
 
-    async def _follow_pause(self, member: _Member) -> None:
+    async def _follow_pause(self, member: Member) -> None:
         member.paused = self._paused
         await (member.engine.pause() if member.paused else member.engine.resume())
 
@@ -415,9 +423,9 @@ class EnginePool:
     async def _ask_all(
         self,
         what: str,
-        ask: Callable[[_Member], Awaitable[T]],
+        ask: Callable[[Member], Awaitable[T]],
         *,
-        among: Sequence[_Member] | None = None,
+        among: Iterable[Member] | None = None,
         limit_s: float = ANSWER_LIMIT_S,
     ) -> dict[int, T]:
         """The answers of every engine that is up, or `among` these, by its place.
@@ -427,11 +435,11 @@ class EnginePool:
         """
         self._start()
 
-        async def asked(member: _Member) -> T:
+        async def asked(member: Member) -> T:
             # Called only here: cancelled before it has begun, nothing is left that was never awaited.
             return await answered(ask(member), f"{member} was asked to {what}", limit_s)
 
-        members = [member for member in self._members if member.is_up] if among is None else among
+        members = [member for member in self._members if member.is_up] if among is None else list(among)
         answers = await asyncio.gather(*map(asked, members), return_exceptions=True)
         good: dict[int, T] = {}
         failed: BaseException | None = None
@@ -445,25 +453,6 @@ class EnginePool:
         if failed is not None:
             raise failed
         return good
-
-
-@dataclass(eq=False, slots=True)
-class _Member:
-    engine: Engine
-    number: int
-    is_remote: bool
-    is_up: bool
-    paused: bool = False
-    num_in_flight: int = 0
-    bringing_up: asyncio.Task[None] | None = None
-    is_starting: bool = False
-    """It is being brought up, and does not wait for that."""
-    lost_because: str = "not started yet"
-    gone: bool = False
-    """It could not be brought up: it gets nothing any more."""
-
-    def __str__(self) -> str:
-        return f"engine {self.number} ({type(self.engine).__name__})"
 
 
 @dataclass(eq=False, slots=True)

@@ -1,0 +1,174 @@
+"""The engines of a pool by how busy they are: which one gets the next request, and which one is far too slow.
+
+::
+
+    up, begun, ended --> load of one engine --> heap --> the least busy
+                  '----> tokens by request-second, of each engine --every so often--> median --> stragglers
+
+A choice costs the logarithm of the number of engines. A straggler makes less than a tenth of the median's
+tokens by second of a request: it is named once, and counts as that much busier, so that it gets fewer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from forebay.engines.base import Engine
+from forebay.watching.activity import loop_time
+
+logger = logging.getLogger(__name__)
+
+STRAGGLER = 10.0
+"""Times slower than the median."""
+_LOOK_EVERY = 32
+"""Requests of each engine on average between two looks for stragglers."""
+_ENOUGH = 16
+"""Requests that an engine is judged by, or their usual time where it takes longer: single ones differ."""
+_MOST_SLOWNESS = 100.0
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """An engine of a pool."""
+
+    engine: Engine
+    number: int
+    is_remote: bool
+    is_up: bool
+    paused: bool = False
+    num_in_flight: int = 0
+    bringing_up: asyncio.Task[None] | None = None
+    is_starting: bool = False
+    """It is being brought up, and does not wait for that."""
+    lost_because: str = "not started yet"
+    gone: bool = False
+    """It could not be brought up: it gets nothing any more."""
+    slowness: float = 1.0
+    """How much busier it counts than it is; above 1 for a straggler."""
+    is_named: bool = False
+    """As a straggler, to people."""
+    speed: float | None = None
+    """Tokens by second of a request, when it was judged last."""
+    num_ended: int = 0
+    num_tokens: int = 0
+    ended_s: float = 0.0
+    """Requests that ended since then, their tokens and their time."""
+    begun_s: float = 0.0
+    """Sum of the moments in which those in flight began."""
+
+    @property
+    def load(self) -> float:
+        """Its requests, one more included, by its speed."""
+        return (self.num_in_flight + 1) * self.slowness
+
+    def __str__(self) -> str:
+        return f"engine {self.number} ({type(self.engine).__name__})"
+
+
+class Members:
+    """All engines of a pool, by their numbers.
+
+    Invariant: `least_busy` is the first of those that are up with the smallest load.
+    """
+
+    def __init__(self) -> None:
+        self._by_number: dict[int, Member] = {}
+        self._num_ever = 0
+        self._loads: list[tuple[float, int]] = []
+        """A heap; entries that are not of a member's load of now are passed over."""
+        self._num_ended = 0
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._by_number.values())
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def add(self, engine: Engine) -> Member:
+        """Another engine; its number was nobody's before."""
+        # Not by `isinstance`: an engine may be wrapped by one that lets all its names through.
+        is_remote = hasattr(engine, "bring_up")
+        member = Member(engine, self._num_ever, is_remote=is_remote, is_up=not is_remote)
+        self._num_ever += 1
+        self._by_number[member.number] = member
+        self.note_load(member)
+        return member
+
+    def get(self, number: int | None) -> Member | None:
+        """The one with this number, if it is here and takes requests."""
+        member = None if number is None else self._by_number.get(number)
+        return member if member is not None and member.is_up else None
+
+    def least_busy(self) -> Member | None:
+        """None: none is up."""
+        while self._loads:
+            load, number = self._loads[0]
+            member = self.get(number)
+            if member is not None and member.load == load:
+                return member
+            heapq.heappop(self._loads)
+        return None
+
+    def note_load(self, member: Member) -> None:
+        """It is up, or its load has changed."""
+        if len(self._loads) > 4 * len(self._by_number) + 64:
+            self._loads = [(other.load, other.number) for other in self if other.is_up]
+            heapq.heapify(self._loads)
+        heapq.heappush(self._loads, (member.load, member.number))
+
+    def begin(self, member: Member) -> float:
+        """A request is on its way to it, from now on, which is the result."""
+        now_s = loop_time()
+        member.num_in_flight += 1
+        member.begun_s += now_s
+        self.note_load(member)
+        return now_s
+
+    def end(self, member: Member, begun_s: float, num_tokens: int) -> None:
+        """A request that began at `begun_s` has ended there, after so many tokens."""
+        member.num_in_flight -= 1
+        member.begun_s -= begun_s
+        member.num_ended += 1
+        member.num_tokens += num_tokens
+        member.ended_s += loop_time() - begun_s
+        self.note_load(member)
+        self._num_ended += 1
+        if self._num_ended >= _LOOK_EVERY * len(self):
+            self._num_ended = 0
+            self._judge()
+
+    def _judge(self) -> None:
+        up, now_s = [member for member in self if member.is_up], loop_time()
+        usual_s = sum(member.ended_s for member in up) / max(1, sum(member.num_ended for member in up))
+        for member in up:
+            time_s = member.ended_s + member.num_in_flight * now_s - member.begun_s
+            if time_s > 0 and (member.num_ended >= _ENOUGH or time_s > _ENOUGH * usual_s):
+                member.speed = member.num_tokens / time_s
+                member.num_ended, member.num_tokens, member.ended_s = 0, 0, 0.0
+            elif not member.num_in_flight:
+                # A straggler that the others leave nothing for: it may have recovered.
+                member.speed = None
+        speeds = [member.speed for member in up if member.speed is not None]
+        median = statistics.median_high(speeds) if speeds else 0.0
+        for member in up:
+            slowness = 1.0
+            if member.speed is not None and member.speed * STRAGGLER < median:
+                slowness = median / max(member.speed, median / _MOST_SLOWNESS)
+            if slowness != member.slowness:
+                member.slowness = slowness
+                self.note_load(member)
+            if slowness > 1 and not member.is_named:
+                member.is_named = True
+                logger.warning(
+                    "%s is a straggler: %.3g tokens/s a request, while the median of %d engines is %.3g; it "
+                    "gets fewer requests",
+                    *(member, member.speed, len(speeds), median),
+                )
+            elif member.is_named and slowness == 1 and member.speed is not None:
+                member.is_named = False
+                logger.warning("%s is no straggler any more", member)

@@ -32,44 +32,6 @@ _ENOUGH = 16
 _MOST_SLOWNESS = 100.0
 
 
-@dataclass(eq=False, slots=True)
-class Member:
-    """An engine of a pool."""
-
-    engine: Engine
-    number: int
-    is_remote: bool
-    is_up: bool
-    paused: bool = False
-    num_in_flight: int = 0
-    bringing_up: asyncio.Task[None] | None = None
-    is_starting: bool = False
-    """It is being brought up, and does not wait for that."""
-    lost_because: str = "not started yet"
-    gone: bool = False
-    """It could not be brought up: it gets nothing any more."""
-    slowness: float = 1.0
-    """How much busier it counts than it is; above 1 for a straggler."""
-    is_named: bool = False
-    """As a straggler, to people."""
-    speed: float | None = None
-    """Tokens by second of a request, when it was judged last."""
-    num_ended: int = 0
-    num_tokens: int = 0
-    ended_s: float = 0.0
-    """Requests that ended since then, their tokens and their time."""
-    begun_s: float = 0.0
-    """Sum of the moments in which those in flight began."""
-
-    @property
-    def load(self) -> float:
-        """Its requests, one more included, by its speed."""
-        return (self.num_in_flight + 1) * self.slowness
-
-    def __str__(self) -> str:
-        return f"engine {self.number} ({type(self.engine).__name__})"
-
-
 class Members:
     """All engines of a pool, by their numbers.
 
@@ -172,3 +134,41 @@ class Members:
             elif member.is_named and slowness == 1 and member.speed is not None:
                 member.is_named = False
                 logger.warning("%s is no straggler any more", member)
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """An engine of a pool."""
+
+    engine: Engine
+    number: int
+    is_remote: bool
+    is_up: bool
+    paused: bool = False
+    num_in_flight: int = 0
+    bringing_up: asyncio.Task[None] | None = None
+    is_starting: bool = False
+    """It is being brought up, and does not wait for that."""
+    lost_because: str = "not started yet"
+    gone: bool = False
+    """It could not be brought up: it gets nothing any more."""
+    slowness: float = 1.0
+    """How much busier it counts than it is; above 1 for a straggler."""
+    is_named: bool = False
+    """As a straggler, to people."""
+    speed: float | None = None
+    """Tokens by second of a request, when it was judged last."""
+    num_ended: int = 0
+    num_tokens: int = 0
+    ended_s: float = 0.0
+    """Requests that ended since then, their tokens and their time."""
+    begun_s: float = 0.0
+    """Sum of the moments in which those in flight began."""
+
+    @property
+    def load(self) -> float:
+        """Its requests, one more included, by its speed."""
+        return (self.num_in_flight + 1) * self.slowness
+
+    def __str__(self) -> str:
+        return f"engine {self.number} ({type(self.engine).__name__})"

@@ -54,9 +54,6 @@ MAX_RETRIES = 3
 _BRING_UP_TRIES = 3
 """For an engine that comes up, but then does not follow the others: each try limits itself."""
 
-_MAX_SESSIONS = 65_536
-"""Sessions whose engine is remembered; more than run at once, so only finished ones are forgotten."""
-
 
 class EnginePool:
     """Engines that stand in for each other; for the rollout controller.
@@ -453,6 +450,10 @@ class EnginePool:
         if failed is not None:
             raise failed
         return good
+
+
+_MAX_SESSIONS = 65_536
+"""Sessions whose engine is remembered; more than run at once, so only finished ones are forgotten."""
 
 
 @dataclass(eq=False, slots=True)

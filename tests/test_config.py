@@ -330,6 +330,7 @@ _FREE_WORDS = """
     produce.staleness_rule produce.over_sample_threshold produce.enable_partial_rollout
     produce.tail_batch_trigger_size produce.tail_batch_max_tries produce.max_retries
     produce.in_flight_update produce.stall_after_s produce.min_members produce.max_failed_groups
+    produce.save_partial_every_s
     train.lr train.schedule train.weight_decay train.max_grad_norm
     train.mini_batches train.epochs train.token_budget train.layout train.dtype train.attention train.ranks
     train.adam train.preset train.credit train.discount train.overlong

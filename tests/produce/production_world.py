@@ -92,12 +92,13 @@ class World:
     buffer: object = None
     strategies: dict = field(default_factory=dict)
     manager_options: dict = field(default_factory=dict)
+    controller_options: dict = field(default_factory=dict)
 
     def build(self):
         self.engine = ScriptedEngine(
             script_of(self.seed, self.longest), token_latency_s=self.token_s, max_running=self.slots
         )
-        self.controller = RolloutController(self.engine, seed=self.seed)
+        self.controller = RolloutController(self.engine, seed=self.seed, **self.controller_options)
         if self.buffer is None:
             self.buffer = AsyncReplayBufferConfig(limit=self.limit).build()
         self.loops = {}

@@ -15,13 +15,16 @@ from pathlib import Path
 import pytest
 import scripted_run
 
+from forebay.agents.extra_fields import TURNS_KEY
 from forebay.config import load_config
 from forebay.ledger import Ledger
 from forebay.ledger.journal import read_events
 from forebay.metrics import read_jsonl
 from forebay.produce import Sampler
 from forebay.produce.prompts.dataset import load_prompts
+from forebay.produce.unfinished import COPIES
 from forebay.replay import AsyncReplayBufferConfig, SQLStorage
+from forebay.replay.format.packed import GroupCodec
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import list_checkpoints, prune_checkpoints, step_of
 from forebay.types import Status
@@ -263,6 +266,13 @@ async def live_groups(checkpoint, store):
 
 
 def check_real_run(folder, store):
+    check_real_books(folder, store)
+    rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "train/loss" in row]
+    assert [row["train_step"] for row in rows] == list(range(1, STEPS + 1))
+    assert all(0 <= row["staleness"] < STALE_FROM for row in rows)
+
+
+def check_real_books(folder, store):
     config = load_config(RunConfig, folder / "run.toml")
     samplers = [
         Sampler(
@@ -279,9 +289,6 @@ def check_real_run(folder, store):
         if event["event"] == "trained":
             trained.setdefault(event["train_step"], []).append(event["group"])
     check_books(folder, samplers, trained, STEPS, BATCH_SIZE, store)
-    rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "train/loss" in row]
-    assert [row["train_step"] for row in rows] == list(range(1, STEPS + 1))
-    assert all(0 <= row["staleness"] < STALE_FROM for row in rows)
 
 
 def kill_real_runs(nursery, places, tmp_path, min_kills, seed, kinds):
@@ -305,6 +312,73 @@ def kill_real_runs(nursery, places, tmp_path, min_kills, seed, kinds):
 
 def test_a_separate_run_with_a_real_model_survives_kills(nursery, tmp_path):
     kill_real_runs(nursery, None, tmp_path, min_kills=2, seed=3, kinds=["sqlite"])
+
+
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.soak)])
+def test_long_episodes_go_on_from_their_turns_after_a_kill(nursery, tmp_path, kind, request):
+    folder, age_s = tmp_path / "run", 0.4
+    store = str(folder / "buffer.db") if kind == "sqlite" else request.getfixturevalue("places")()
+    arguments = f"arguments = {{ folder = '{tmp_path}' }}"
+    plays = f"max_turns = 30, environment = {{ name = 'slow_episodes:Replies', {arguments} }}"
+    agent = f"agent = {{ name = 'multi_turn', arguments = {{ {plays} }} }}"
+    engine = f"engine = {{ name = 'slow_episodes:build', {arguments} }}"
+    run_file = RUN_FILE.replace(
+        "judge = {", f"{agent}\njudge = {{ name = 'forebay.agents:episode_reward' }}\n# "
+    ).replace("seed = 5", f"seed = 5\n{engine}")
+    (tmp_path / "run.toml").write_text(run_file)
+    changes = [
+        f"output={tmp_path}",
+        "checkpoint_every=1",
+        f"replay.store={kind}",
+        "produce.staleness_rule=correct",
+        "produce.in_flight_update=true",
+        "produce.filter=none",
+        f"produce.save_partial_every_s={age_s}",
+        "tasks.0.sample.max_tokens=400",
+    ]
+    environment = {"FOREBAY_REPLAY_URL": store}
+
+    def copies():
+        storage = SQLStorage(store)
+        storage.use_codec(GroupCodec())
+        try:
+            return {row.tags["group"]: list(row.item) for row in asyncio.run(storage.get(COPIES))}
+        finally:
+            storage.close()
+
+    nursery.tell(json.dumps(["train", str(tmp_path / "run.toml"), *changes, environment]))
+    pid = int(nursery.read_to("@pid")[-1].split()[1])
+    lines = nursery.read_to(f"1/{STEPS}", "@end")
+    assert not lines[-1].startswith("@"), "".join(lines)
+    deadline = time.monotonic() + 60
+    while not (list_checkpoints(folder) and any(num_turns(s) > 3 for g in copies().values() for s in g)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    nursery.end(pid)
+    nursery.tell("reap")
+    nursery.read_to("@exit")
+    saved = {state.rollout_id: state for group in copies().values() for state in group}
+    # The first line of each rollout after this says where it went on.
+    files = [tmp_path / "engine.jsonl", tmp_path / "environment.jsonl"]
+    sizes = [file.stat().st_size for file in files]
+    assert nursery.run("train", "--resume", folder, environment)
+    inputs, replies = map(first_lines, files, sizes)
+    going_on = {name: state for name, state in saved.items() if state.status is Status.ABORTED}
+    assert max(map(num_turns, going_on.values())) > 3
+    for name, state in going_on.items():
+        assert inputs[name] == [*state.prompt_ids, *state.response_ids]
+        assert replies[name] == num_turns(state) + 1
+    check_real_books(folder, store)
+
+
+def first_lines(file, start):
+    """What is first said of each rollout from this byte on."""
+    lines = file.read_bytes()[start:].splitlines()
+    return dict(reversed([json.loads(line) for line in lines]))
+
+
+def num_turns(state):
+    return state.extra_fields.get(TURNS_KEY, 0)
 
 
 @pytest.mark.soak

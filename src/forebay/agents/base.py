@@ -80,8 +80,14 @@ class AgentLoop(ABC):
     Arguments: ClassVar[type[StrictModel] | None] = NoArguments
     """The model of the keywords of its own; None: those of the constructor that the class defines."""
 
+    is_whole_at_awaits: ClassVar[bool] = False
+    """Whether a rollout has all that is needed to go on with it whenever `generate_sample` waits, and is
+    COMPLETED only at its end: then copies of it are saved while it is generated."""
+
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
+        if "generate_sample" in vars(cls) and "is_whole_at_awaits" not in vars(cls):
+            cls.is_whole_at_awaits = False
         if "__init__" in vars(cls) and "Arguments" not in vars(cls):
             cls.Arguments = None
 

@@ -88,6 +88,7 @@ class MultiTurnAgentLoop(AgentLoop):
         None: no limit. To resume a rollout may take as long as its replies together."""
 
     arguments: Arguments
+    is_whole_at_awaits = True
 
     def set_up(self) -> None:
         """Make the environment."""
@@ -124,11 +125,14 @@ class MultiTurnAgentLoop(AgentLoop):
         try:
             async with self._opened(state) as record:
                 while record.ended_by is None:
+                    # For copies that are saved while the turn or the reply is waited for.
+                    state.extra_fields[EPISODE_KEY] = asdict(record)
+                    if record.awaits_reply:
+                        await self._reply(state, record)
+                        continue
+                    await self._generate_turn(state, record)
                     if not record.awaits_reply:
-                        await self._generate_turn(state, record)
-                        if not record.awaits_reply:
-                            break
-                    await self._reply(state, record)
+                        break
         except Interrupted:
             state.status, state.finish_reason = Status.ABORTED, "abort"
         return state

@@ -25,6 +25,8 @@ class SingleTurnAgentLoop(AgentLoop):
         ValueError: the tokenizer has no chat template.
     """
 
+    is_whole_at_awaits = True
+
     def set_up(self) -> None:
         """Check that the tokenizer has a chat template."""
         self._prompts = PromptRenderer(self.tokenizer)

@@ -229,6 +229,7 @@ class ToolAgentLoop(AgentLoop):
         """Text of those messages, with ``{result}`` where the result goes: ``Result: {result}``."""
 
     arguments: Arguments
+    is_whole_at_awaits = True
 
     def set_up(self) -> None:
         """Make the tools, and the loop that takes turns with them."""

@@ -58,10 +58,13 @@ class RolloutController:
         seed: int = 0,
         concurrency: int | None = None,
         time_limit_s: float | None = None,
+        goes_on: bool = False,
     ) -> None:
         """`concurrency` limits the rollouts that engines see at once, over all engines; None: no limit.
 
-        `time_limit_s` is what one call may run: a straggler ends ABORTED with its tokens, others go on.
+        `time_limit_s` is what one request may run: a straggler ends ABORTED with its tokens, others go on. If
+        it `goes_on`, another request follows at once, and so a rollout has its tokens after each limit; the
+        engine computes its context anew each time.
 
         Raises:
             ValueError: no engine, a concurrency below 1, or a time limit that is not positive.
@@ -72,6 +75,7 @@ class RolloutController:
         if time_limit_s is not None and time_limit_s <= 0:
             raise ValueError(f"time_limit_s must be positive or None, got {time_limit_s}")
         self._time_limit_s = time_limit_s
+        self._goes_on = goes_on
         self._seed = seed
         self._places = None if concurrency is None else asyncio.Semaphore(concurrency)
         self._num_unnamed = 0
@@ -114,31 +118,40 @@ class RolloutController:
                 f"rollout {state.rollout_id!r} has neither tokens nor prompt_ids; render its messages first"
             )
         fill_token_fields(state)
-        params = state.sample_params or SampleParams()
-        budget = params.max_tokens - int(state.response_mask.sum())
-        context_used_up = len(state.response_ids) and len(state.tokens) >= self._pool.max_context_tokens
-        if budget <= 0 or context_used_up:
-            completion = Completion(finish_reason="length")
-        else:
-            async with self._places or contextlib.nullcontext():
-                request = self._request(state, params, budget)
-                # Those without an id have a request id that is theirs alone.
-                name = request.request_id if state.rollout_id is None else state.rollout_id
-                self._at_engine[name] = request
-                try:
-                    completion = await self._pool.generate(request)
-                finally:
-                    self._at_engine.pop(name, None)
-        state.append(completion.response_ids, logprobs=completion.logprobs, model_step=completion.model_steps)
-        state.routed_experts = joined_experts(
-            state.routed_experts, completion.routed_experts, len(state.tokens) - 1
-        )
+        time_limit_s = self._time_limit_s
+        while True:
+            completion = await self._continue(state, time_limit_s)
+            ids, logprobs, steps = completion.response_ids, completion.logprobs, completion.model_steps
+            state.append(ids, logprobs=logprobs, model_step=steps)
+            experts = joined_experts(state.routed_experts, completion.routed_experts, len(state.tokens) - 1)
+            state.routed_experts = experts
+            # An abort with a message is that of the time limit.
+            if not (self._goes_on and completion.finish_reason == "abort" and completion.error_msg):
+                break
+            # A request that made nothing in its time, for its long context perhaps, would never end.
+            time_limit_s = self._time_limit_s if len(completion.response_ids) else None
         state.finish_reason = completion.finish_reason
         state.status = status_from_finish_reason(completion.finish_reason)
         state.error_msg = None
         if completion.error_msg is not None:
             state.error_msg = f"rollout {state.rollout_id}: {completion.error_msg}"
         return state
+
+    async def _continue(self, state: RolloutState, time_limit_s: float | None) -> Completion:
+        """The answer to one request for what is left of the budget."""
+        budget = (state.sample_params or SampleParams()).max_tokens - int(state.response_mask.sum())
+        context_used_up = len(state.response_ids) and len(state.tokens) >= self._pool.max_context_tokens
+        if budget <= 0 or context_used_up:
+            return Completion(finish_reason="length")
+        async with self._places or contextlib.nullcontext():
+            request = self._request(state, budget, time_limit_s)
+            # Those without an id have a request id that is theirs alone.
+            name = request.request_id if state.rollout_id is None else state.rollout_id
+            self._at_engine[name] = request
+            try:
+                return await self._pool.generate(request)
+            finally:
+                self._at_engine.pop(name, None)
 
     generate = generate_sample
 
@@ -233,8 +246,8 @@ class RolloutController:
         """End everything and free the engines; one that does not answer is left as it is."""
         await self._pool.close()
 
-    def _request(self, state: RolloutState, params: SampleParams, budget: int) -> GenerateRequest:
-        name = state.rollout_id
+    def _request(self, state: RolloutState, budget: int, time_limit_s: float | None) -> GenerateRequest:
+        name, params = state.rollout_id, state.sample_params or SampleParams()
         if name is None:
             # Without an id the rollouts of one prompt would all draw alike; count them instead.
             self._num_unnamed += 1
@@ -248,5 +261,5 @@ class RolloutController:
             # The name is mixed into a user's seed too, or a group would be k equal rollouts.
             seed=request_seed(self._seed if params.seed is None else params.seed, name, state.num_tries, 0),
             session_id=None if state.session_id is None else str(state.session_id),
-            time_limit_s=self._time_limit_s,
+            time_limit_s=time_limit_s,
         )

@@ -42,6 +42,7 @@ from forebay.produce.strategies.base import ProduceBatchStatus
 from forebay.produce.strategies.context import Generation, GroupCallback, ProduceContext
 from forebay.produce.strategies.pending import ProductionError
 from forebay.produce.strategies.rules import GroupRules
+from forebay.produce.unfinished import copies_saved
 from forebay.replay import ReplayBuffer
 from forebay.types import RolloutState
 from forebay.watching.activity import WAIT_BATCH, Activities
@@ -67,6 +68,8 @@ class AgentLoopManager:
         activities: where waits and puts are noted.
         rules: what is asked of a generated group; None: groups are stored, and trained, as they are.
         keeps_dropped: dropped groups stay in the buffer, ARCHIVED, until it is told to `commit`.
+        save_partial_every_s: no token of an unfinished group is lost by a kill that is this old, where the
+            store is durable and the controller goes on at half of it; None: all are.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class AgentLoopManager:
         activities: Activities | None = None,
         rules: GroupRules | None = None,
         keeps_dropped: bool = False,
+        save_partial_every_s: float | None = None,
     ) -> None:
         names = [runner.task_name for runner in task_runners]
         if not names or len(set(names)) != len(names):
@@ -91,6 +95,7 @@ class AgentLoopManager:
         self.on_group = on_group
         self.stall_watch = stall_watch
         self.activities = Activities() if activities is None else activities
+        self.save_partial_every_s = save_partial_every_s
         self.progress = ProduceProgress.build(names)
         """Of the separate run; one object for producer and consumer."""
         self._runners = {runner.task_name: runner for runner in task_runners}
@@ -195,7 +200,7 @@ class AgentLoopManager:
         }
         await tell(self.rollout_controller, "go on")
         try:
-            async with self._watched():
+            async with self._watched(), self._copies_saved():
                 statuses = await produce_tasks(self._runners, contexts)
         finally:
             update_event.set()
@@ -215,7 +220,8 @@ class AgentLoopManager:
             ProductionError: production cannot go on; `get_batch` raises one, too.
         """
         self._split(batch_size, self.progress.producer_future_step)
-        await self._background.run(batch_size)
+        async with self._copies_saved():
+            await self._background.run(batch_size)
 
     async def get_batch(self, batch_size: int, train_step: int) -> ProduceBatchResult:
         """Wait for the batch of `train_step` and take it.
@@ -300,6 +306,9 @@ class AgentLoopManager:
             self.stall_watch.progressed()
         if self.on_group is not None:
             self.on_group(task_name, group)
+
+    def _copies_saved(self) -> contextlib.AbstractAsyncContextManager[None]:
+        return copies_saved(self.replay_buffer, lambda: self.ledger, self._runners, self.save_partial_every_s)
 
     def _watched(self) -> contextlib.AbstractAsyncContextManager[None]:
         return contextlib.nullcontext() if self.stall_watch is None else self.stall_watch.guard()

@@ -11,6 +11,7 @@
         consumed or dropped after S                  live, or none                  live: restore(S)
         live                                         live                           live
         live                                         none, or only admitted         entered from the row
+        copy of an unfinished one, without another   live, or none                  live, with its tokens
         live (a power cut took the last commits)     trained or dropped             deleted
         FAILED, perhaps for want of a lost part      any                            generated again
         none: it was in flight, at S or at the end   live                           generated again
@@ -35,7 +36,9 @@ from forebay.io.durable import seal, write_json, write_text
 from forebay.ledger import GroupId, Ledger
 from forebay.produce.sampler import Sampler
 from forebay.produce.strategies.rules import GROUP_TAG, name_group
+from forebay.produce.unfinished import COPIES, is_settled
 from forebay.replay import ReplayBuffer, StorageItem
+from forebay.replay.stores.slices import revive
 from forebay.types import Status
 
 logger = logging.getLogger(__name__)
@@ -90,17 +93,22 @@ async def settle(
         # Of an earlier version, or put by a program of its own.
         unnamed = {"uid": {"$in": [row.uid for row in rows if row.uid not in names]}}
         names |= {row.uid: name_group(row.item) for row in await buffer.storage.get(unnamed)}
+    copies = await buffer.storage.get(COPIES, order="-timestamp_id", rows_only=True)
+    names |= {row.uid: row.tags[GROUP_TAG] for row in copies}
     held: dict[str, set[Any]] = {name: set() for name in samplers}
     settled: list[int] = []
-    for place, row in enumerate(rows):
+    # Copies come last, the latest first: a group that has a row of its own is further on.
+    for place, row in enumerate([*rows, *copies]):
         group_id = names[row.uid]
-        if row.status is not Status.FAILED and _enter(ledger, group_id, row):
-            held.setdefault(row.task_name, set()).add(group_id)
+        of_task = held.setdefault(row.task_name, set())
+        if row.status is not Status.FAILED and group_id not in of_task and _enter(ledger, group_id, row):
+            of_task.add(group_id)
         else:
             settled.append(row.uid)
         if place % ROWS_AT_ONCE == 0:
             await asyncio.sleep(0)
     await buffer.storage.delete(settled)
+    await revive(buffer.storage, COPIES)
     for name, sampler in samplers.items():
         missing = [group_id for group_id in ledger.name_live(name) if group_id not in held[name]]
 
@@ -124,10 +132,10 @@ ROWS_AT_ONCE = 1000
 def _enter(ledger: Ledger, group_id: GroupId, row: StorageItem) -> bool:
     """Enter in the books what the row says and they do not know; False if they say that it is settled."""
     life = ledger.life(group_id, row.task_name)
+    if is_settled(ledger, group_id, row.task_name):
+        return False
     if life is None:
         ledger.record(group_id, row.task_name, "admitted", found=True)
-    elif life.place in ("trained", "dropped"):
-        return False
     facts: dict[str, Any] = {
         name: row.tags[name] for name in ("num_tokens", "latency_s", "score") if name in row.tags
     }

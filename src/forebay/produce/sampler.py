@@ -32,6 +32,7 @@ from forebay.produce.prompts.dataset import Prompt
 from forebay.produce.prompts.orders import Order, Tried
 from forebay.produce.prompts.sequences import LazySequence, Permutation
 from forebay.replay import ReplayBuffer
+from forebay.replay.stores.archiving import COPY_STEP
 from forebay.types import RolloutState, SampleParams, Status, reset_rollout_response
 
 _FORMAT = "forebay-sampler/1"
@@ -78,6 +79,8 @@ class Sampler:
     already_has: Callable[[str], bool] | None = None
     """Asked for each new group's id; a group that is held elsewhere (in a durable store, in the ledger) is
     skipped."""
+    leaves_copies: bool = False
+    """An interrupted group that is taken up again stays in the buffer, as a copy that is no live row."""
 
     def __post_init__(self) -> None:
         if len(self.prompts) == 0:
@@ -126,11 +129,18 @@ class Sampler:
             version: int | None = getattr(self.replay_buffer, "version", None)
             if version is not None and self._empty_at.get(status) == version:
                 return None
-            for group in await self.replay_buffer.get(1, self.task_name, status):
+            for group in await self._get(status):
                 return group
             if version is not None:
                 self._empty_at[status] = version
             return None
+
+    async def _get(self, status: Status) -> list[list[RolloutState]]:
+        buffer, task = self.replay_buffer, self.task_name
+        if not (self.leaves_copies and status is Status.ABORTED):
+            return await buffer.get(1, task, status)
+        number = min(1, await buffer.count(task, status))
+        return (await buffer.take_batch({task: number}, group_status=status, train_step=COPY_STEP))[0][task]
 
     def catch_up(self, is_known: Callable[[str], bool], missing: Iterable[str | int]) -> list[str | int]:
         """Go on from an earlier place: skip the groups that are known, hand out the missing ones first.
@@ -144,8 +154,7 @@ class Sampler:
                 foreign.append(group_id)
             else:
                 self._again.append((int(place[1]), int(place[2])))
-        before = self.already_has
-        self.already_has = lambda name: is_known(name) or (before is not None and before(name))
+        self.already_has = is_known
         return foreign
 
     @property

@@ -40,7 +40,7 @@ from forebay.replay.format.packed import GroupCodec, hand_out
 from forebay.replay.policies import ReplayPolicy
 from forebay.replay.query import QueryLike, StorageIndices
 from forebay.replay.reuse import Reuse, superfluous
-from forebay.replay.stores.archiving import ArchivingStorage, taking
+from forebay.replay.stores.archiving import COPY_STEP, ArchivingStorage, taking
 from forebay.replay.stores.contract import StorageBackend, StorageItem, TagValue
 from forebay.replay.stores.errors import StepPassed
 from forebay.replay.stores.indexed import IndexedStorage
@@ -214,10 +214,9 @@ class ReplayBuffer:
         self, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
     ) -> int:
         """The number of groups of that task and status."""
+        query = StorageIndices(task_name, group_status, tags).get_key()
         async with self._looking():
-            return await self.policy.count(
-                StorageIndices(task_name, group_status, tags).get_key(), self.storage
-            )
+            return await self.policy.count(query, self.storage)
 
     async def count_statuses(
         self, task_names: Iterable[str], statuses: Iterable[Status]
@@ -304,7 +303,7 @@ class ReplayBuffer:
         may exceed `limit`; nothing is evicted before the next `put`. The next train step that is named for a
         task stands, also an older one; nothing else makes the step of a task fall.
         """
-        query = {"status": Status.ARCHIVED, "train_step": {"$gt": train_step}}
+        query = {"status": Status.ARCHIVED, "train_step": {"$gt": train_step, "$lt": COPY_STEP}}
         async with self._lock.alone():
             with self._changes.noted_if_cut_short():
                 # First: what is live again was not used.

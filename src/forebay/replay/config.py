@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from pathlib import Path
+from typing import ClassVar, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
-from forebay.config import StrictModel
+from forebay.config import ConfigError, StrictModel
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.policies import FIFOReplayPolicy, ReplayPolicy, StalenessReplayPolicy
 from forebay.replay.reuse import ReuseConfig
@@ -49,3 +50,23 @@ class AsyncReplayBufferConfig(BufferConfig):
     """A buffer that hands out the most stale groups first, so that none expires unused."""
 
     policy = StalenessReplayPolicy
+
+
+class ReplayConfig(BufferConfig):
+    """Where groups wait for the trainer, and for how long they are kept."""
+
+    store: Literal["memory", "sqlite", "postgresql"] | None = None
+    """``memory``; ``sqlite``: a file; ``postgresql``: the database at the URL in the environment variable
+    ``FOREBAY_REPLAY_URL``. From the last two a killed run goes on with every finished group. None: ``sqlite``
+    on Ray, else ``memory``."""
+    path: Path | None = None
+    """The SQLite file, on a local disk; None: ``buffer.db`` in the run's folder."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ReplayConfig:
+        if self.path is not None and self.store != "sqlite":
+            raise ConfigError(
+                f"replay.path = {str(self.path)!r} is the file of store 'sqlite', and replay.store is "
+                f"{self.store!r}: set replay.store = 'sqlite', or leave replay.path out"
+            )
+        return self

@@ -29,7 +29,7 @@ from forebay.models import DEVICE_PATTERN, ModelConfig
 from forebay.produce import STALENESS_RULES, DataConfig, default_is_valid_sample_fn, has_reward_variance
 from forebay.produce.prompts.orders import build_order
 from forebay.produce.prompts.sources import check_source
-from forebay.replay.config import BufferConfig
+from forebay.replay.config import ReplayConfig
 from forebay.train import TrainConfig, WarmupConfig, check_staleness_rule
 from forebay.train.presets import DYNAMIC_SAMPLING
 from forebay.types import SampleParams
@@ -125,6 +125,10 @@ class ProduceConfig(StrictModel):
     twice the batch, and at least 8."""
     in_flight_update: bool = False
     """Hand weights over while rollouts run; they go on over the new weights instead of being interrupted."""
+    save_partial_every_s: float | None = Field(default=None, gt=0)
+    """Most seconds of an unfinished rollout that a kill loses: its tokens and turns are saved in the store,
+    SQLite or PostgreSQL, and go on after ``--resume``. Engines compute its context anew twice in that time.
+    None: it begins again."""
     stall_after_s: float = Field(default=900.0, gt=0)
     """Seconds without any progress after which the run ends with a report of what hangs."""
 
@@ -180,26 +184,6 @@ ASYNC_ONLY = (
     "max_retries",
 )
 """Keys of ``[produce]`` that are options of the asynchronous strategy."""
-
-
-class ReplayConfig(BufferConfig):
-    """Where groups wait for the trainer, and for how long they are kept."""
-
-    store: Literal["memory", "sqlite", "postgresql"] | None = None
-    """``memory``; ``sqlite``: a file; ``postgresql``: the database at the URL in the environment variable
-    ``FOREBAY_REPLAY_URL``. From the last two a killed run goes on with every finished group. None: ``sqlite``
-    on Ray, else ``memory``."""
-    path: Path | None = None
-    """The SQLite file, on a local disk; None: ``buffer.db`` in the run's folder."""
-
-    @model_validator(mode="after")
-    def _check(self) -> ReplayConfig:
-        if self.path is not None and self.store != "sqlite":
-            raise ConfigError(
-                f"replay.path = {str(self.path)!r} is the file of store 'sqlite', and replay.store is "
-                f"{self.store!r}: set replay.store = 'sqlite', or leave replay.path out"
-            )
-        return self
 
 
 class RunFile(BaseModel):
@@ -343,6 +327,13 @@ class RunConfig(RunFile):
                 "evaluate.mode = 'beside' needs production that goes on beside training, and engines of this "
                 "machine: set produce.mode = 'separate' and leave cluster out, or set evaluate.mode = 'pause'"
             )
+        if self.produce.save_partial_every_s is not None:
+            is_durable = self.replay.store in ("sqlite", "postgresql")
+            if self.cluster is not None or not (is_durable and self.produce.enable_partial_rollout):
+                raise ConfigError(
+                    "produce.save_partial_every_s saves rollouts of this process that can go on: leave it or "
+                    "cluster out, set replay.store = 'sqlite' and produce.enable_partial_rollout = true"
+                )
         self.replay.reuse.check(train.correction, self.produce.staleness_rule, compares=train.compares)
         own_limits = [task.name for task in self.tasks if task.max_staleness is not None]
         if own_limits and not self.produce.is_async:

@@ -31,7 +31,7 @@ from forebay.replay import ConnectionLost, StorageBackend
 from forebay.runs import steps
 from forebay.runs.build import Run, open_run
 from forebay.runs.colocated import run_colocated
-from forebay.runs.config import ReplayConfig, RunConfig, changed
+from forebay.runs.config import RunConfig, changed
 from forebay.runs.folder import (
     RUN_FILE,
     check_checkpoint,
@@ -366,7 +366,7 @@ async def try_all(config: RunConfig, say: Callable[[str], None]) -> None:
                 "metrics": type(config.metrics)(),
                 "record": False,
                 "history_gb": 0,
-                "replay": ReplayConfig(store="memory"),
+                "replay": type(config.replay)(store="memory"),
             }
         )
         async with opened_cluster(trial) as cluster:

@@ -297,7 +297,8 @@ def build_rollouts(
         if trains and config.evaluate.mode == "beside" and any(part.held_out for part in data):
             engines, apart = _apart(config, engines, model_folder, tokenizer, lora_rank)
             eval_controller, eval_activities = RolloutController(apart, seed=config.seed), Activities()
-        controller = RolloutController(engines, seed=config.seed)
+        limit_s = (every_s := config.produce.save_partial_every_s) and every_s / 2
+        controller = RolloutController(engines, seed=config.seed, time_limit_s=limit_s, goes_on=True)
 
     def agent_loop(task: TaskConfig, *, held_out: bool = False) -> GroupGenerator:
         if cluster is not None:
@@ -337,10 +338,9 @@ def build_rollouts(
         activities=activities,
         rules=group_rules(config, context) if trains else None,
         keeps_dropped=keeps_consumed(config),
+        save_partial_every_s=config.produce.save_partial_every_s,
     )
-    eval_watch = None
-    if eval_controller is not None:
-        eval_watch = _watch(config, eval_activities, eval_controller)
+    eval_watch = None if eval_controller is None else _watch(config, eval_activities, eval_controller)
     return Rollouts(tokenizer, controller, eval_sets, manager, activities, eval_controller, eval_watch)
 
 

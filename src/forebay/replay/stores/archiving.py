@@ -17,6 +17,10 @@ from forebay.replay.query import ARCHIVED, QueryLike
 from forebay.replay.stores.contract import StorageBackend, StorageItem, copy_row
 from forebay.replay.stores.slices import change, slices_of
 
+COPY_STEP = 2**62
+"""The train step of ARCHIVED rows that none consumed: copies of unfinished groups, which no `restore` makes
+live, and no `commit` prunes."""
+
 
 class ArchivingStorage:
     """A view of `storage` whose takes and `delete` archive rows for `train_step`, or remove them if None.

@@ -156,13 +156,8 @@ class ReuseConfig(StrictModel):
         if self.times == 1:
             return None
         threshold = (self.max_staleness + 1) * sync_weights_interval
-        return Reuse(
-            times=self.times,
-            share=self.share,
-            order=self.order,
-            stale_threshold=threshold,
-            compares=compares,
-        )
+        given = self.model_dump(exclude={"max_staleness"})
+        return Reuse(**given, stale_threshold=threshold, compares=compares)
 
 
 def _uses(row: StorageItem) -> list[int]:

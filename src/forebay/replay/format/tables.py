@@ -26,11 +26,11 @@ import pyarrow.compute as pc
 
 from forebay.extras import needed_by
 from forebay.replay.format.values import Decoder, Encoder, damage_named
-from forebay.replay.groups import StoredGroup
+from forebay.replay.groups import StoredGroup, build_states
 from forebay.replay.query import FIELD_KINDS, plain_value
 from forebay.replay.stores.contract import StorageItem, check_priority, check_tags, staleness_at
 from forebay.replay.stores.frame import rows_to_frame
-from forebay.types import FIELDS, ROLLOUT_SLOTS, RolloutState, Status
+from forebay.types import FIELDS, ROLLOUT_FIELDS, ROLLOUT_SLOTS, RolloutState, Status
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -242,41 +242,28 @@ def read_groups(batch: pa.RecordBatch) -> Iterator[tuple[int, StoredGroup]]:
         ValueError: a place holds what no rollout has there.
     """
     with damage_named("the table of rollouts"):
-        columns = [batch.column(name).to_pylist() for name in _PLAIN_COLUMNS]
+        columns: dict[str, Any] = dict.fromkeys(NESTED_FIELDS, [None] * batch.num_rows)
+        columns |= {name: batch.column(name).to_pylist() for name in (*TEXT_FIELDS, *INT_FIELDS)}
+        columns["status"] = list(map(Status, batch.column("status").to_pylist()))
         for name in ARRAY_FIELDS:
             column = batch.column(name)
             ends, values = column.offsets.to_pylist(), column.values.to_numpy()
             # Copies, so that they can be written to and do not keep the file in memory.
-            columns.append([values[start:end].copy() for start, end in pairwise(ends)])
-        # One tuple per rollout, in the order of `_WRITERS`.
-        plain = list(zip(*columns, strict=True))
-        nested = batch.column("fields").to_pylist()
-        blobs = batch.column("blobs")
+            columns[name] = [values[start:end].copy() for start, end in pairwise(ends)]
+        states = build_states(columns[name] for name in ROLLOUT_FIELDS)
+        nested, blobs = batch.column("fields").to_pylist(), batch.column("blobs")
         has_blobs = len(blobs.values) > 0
         for uid, lines in groupby(enumerate(batch.column("uid").to_pylist()), key=itemgetter(1)):
             indices = [index for index, _ in lines]
             own = [blob.as_buffer() for i in indices for blob in blobs[i].values] if has_blobs else []
             decoder = Decoder(own)
-            yield uid, StoredGroup([_read_rollout(plain[i], json.loads(nested[i]), decoder) for i in indices])
+            for index in indices:
+                for name, tree in json.loads(nested[index]).items():
+                    _JSON_WRITERS[name](states[index], decoder.decode(tree))
+            yield uid, StoredGroup([states[index] for index in indices])
 
 
-def _read_rollout(plain: tuple[Any, ...], nested: dict[str, Any], decoder: Decoder) -> RolloutState:
-    state = RolloutState.__new__(RolloutState)
-    for write, value in zip(_WRITERS, plain, strict=True):
-        write(state, value)
-    state.status = _STATUSES[plain[0]]
-    for name in NESTED_FIELDS:
-        if name not in nested:
-            _JSON_WRITERS[name](state, None)
-    for name, tree in nested.items():
-        _JSON_WRITERS[name](state, decoder.decode(tree))
-    return state
-
-
-_PLAIN_COLUMNS = ("status", *TEXT_FIELDS, *INT_FIELDS)
-_WRITERS = tuple(ROLLOUT_SLOTS[name].__set__ for name in (*_PLAIN_COLUMNS, *ARRAY_FIELDS))
 _JSON_WRITERS = {name: ROLLOUT_SLOTS[name].__set__ for name in (*TEXT_FIELDS, *INT_FIELDS, *NESTED_FIELDS)}
-_STATUSES = {status.value: status for status in Status}
 
 
 _ROLLOUT_COLUMNS = {

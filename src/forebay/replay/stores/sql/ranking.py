@@ -112,11 +112,6 @@ def _counts(query: Query, steps: Mapping[str, int | None]) -> list[sa.Select[Any
     return [counted.where(arm.where) for arm in plan_arms(query, steps, by_age=False)]
 
 
-def _steps_for(connection: sa.Connection, query: Query) -> dict[str, int | None]:
-    """The train steps, if the arms of `query` depend on them: most counts ask for no age."""
-    return train_steps(connection) if asks_age(query) else {}
-
-
 def read_priorities(connection: sa.Connection, query: Query, codec: Codec) -> SumTree:
     """The priorities of the rows that match; of each row only its ids and its priority are read."""
     lines: list[Any]
@@ -125,7 +120,7 @@ def read_priorities(connection: sa.Connection, query: Query, codec: Codec) -> Su
         lines = [(row.timestamp_id, row.uid, row.priority) for row in rows]
     else:
         light = sa.select(groups.c.timestamp_id, groups.c.uid, groups.c.priority)
-        arms = plan_arms(query, _steps_for(connection, query), by_age=False)
+        arms = plan_arms(query, train_steps(connection), by_age=False)
         lines = [line for arm in arms for line in connection.execute(light.where(arm.where))]
     timestamp_ids, uids, priorities = ([line[i] for line in lines] for i in range(3))
     return SumTree(timestamp_ids, uids, priorities)
@@ -155,7 +150,7 @@ def lock_matching(connection: sa.Connection, query: Query, codec: Codec) -> list
     if needs_scan(query):
         return [row.uid for row in _scan(connection, query, codec, "wait")]
     uids: list[int] = []
-    for arm in plan_arms(query, _steps_for(connection, query), by_age=False):
+    for arm in plan_arms(query, train_steps(connection), by_age=False):
         # By uid, so that two processes that lock the same rows do not wait for each other.
         statement = sa.select(groups.c.uid).where(arm.where).order_by(groups.c.uid)
         uids += connection.scalars(_locking(statement, "wait"))

@@ -260,9 +260,7 @@ class SecondChances(Environment):
 
     async def shut_down(self) -> None:
         """Close the judge."""
-        close = getattr(self._judge, "aclose", None)
-        if close is not None:
-            await close()
+        await self._judge.aclose()
 
 
 ENVIRONMENTS: dict[str, Any] = {"live": LiveEnvironment, "second_chances": SecondChances}

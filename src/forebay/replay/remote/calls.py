@@ -213,9 +213,6 @@ class Served:
         await self.buffer.restore(train_step)
         await self.room.measure()
 
-    async def _update_priorities(self, priorities: list[tuple[Any, float]], **options: Any) -> int:
-        return await self.buffer.update_priorities(dict(priorities), **options)
-
     async def _resume(self, path: str) -> None:
         await self.buffer.resume(path)
         await recover(self.buffer)

@@ -237,8 +237,8 @@ class RemoteReplayBuffer:
     async def update_priorities(
         self, priorities: Mapping[Any, float], *, by: str = "uid", task_name: str | None = None
     ) -> int:
-        pairs = [(value, check_priority(priority)) for value, priority in priorities.items()]
-        return int(await self._call("update_priorities", priorities=pairs, by=by, task_name=task_name))
+        checked = {value: check_priority(priority) for value, priority in priorities.items()}
+        return int(await self._call("update_priorities", priorities=checked, by=by, task_name=task_name))
 
     async def save(self, path: str | Path) -> None:
         """Write a snapshot; the server writes, on its machine."""

@@ -146,7 +146,7 @@ class ClientConnection(Session):
             if isinstance(message, Call):
                 if len(self.calls) >= SLACK * (messages.MAX_CALLS + messages.MAX_PUTS):
                     raise FrameError(f"{len(self.calls)} calls wait for their answers already")
-                if message.method in messages.PUTS:
+                if message.method == "put_groups":
                     self._hold(message.number, buffers)
                 elif message.number in self._puts:
                     raise FrameError(f"{message.method} brings no groups")

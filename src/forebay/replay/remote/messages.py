@@ -18,7 +18,7 @@ only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
@@ -27,12 +27,13 @@ from forebay.io.channel import Buffer
 from forebay.io.messages import ERRORS as PLAIN_ERRORS
 from forebay.io.messages import SILENCE_LIMIT_S, FrameError, Note
 from forebay.replay.arrival import Arrival
+from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.format.encode import PackedGroup
 from forebay.replay.stores.contract import StorageItem, TagValue
 from forebay.replay.stores.errors import OwnerLost, StoreBusy
 from forebay.types import ROLLOUT_FIELDS, RolloutState, Status
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 MAX_FRAME_BYTES = 256 << 20
 """Of the groups of one call: 16 rollouts of 128k tokens take 40 MB as raw arrays, and images need room."""
@@ -45,9 +46,6 @@ MAX_PUTS = 512
 
 MAX_CALLS = 1024
 """Other calls of one client that wait for their answers at most."""
-
-PUTS = ("put_groups",)
-"""Methods that bring groups."""
 
 KEY_BYTES = 16
 """Of the random key by which a put or a take is known again on another connection."""
@@ -169,36 +167,28 @@ class TakeArguments(msgspec.Struct, forbid_unknown_fields=True):
     tags: Tags | None = None
 
 
-def _plain(method: str, *arguments: tuple[str, Any]) -> Any:
-    return msgspec.defstruct(method, arguments, forbid_unknown_fields=True)
+def _arguments_of(method: str, **other: Any) -> Any:
+    """The arguments of a method of `ReplayBuffer`, of its types or of these."""
+    kinds = get_type_hints(getattr(ReplayBuffer, method)) | other
+    del kinds["return"]
+    return msgspec.defstruct(method, [*kinds.items()], forbid_unknown_fields=True)
 
+
+_AS_THEY_ARE = ("count", "commit", "restore", "update_priorities", "wait_for_change")
+_Settled = msgspec.defstruct("Settled", [("key", bytes)], forbid_unknown_fields=True)
 
 ARGUMENTS: dict[str, Any] = {
     "put_groups": PutArguments,
     "take_batch": TakeArguments,
     # These settle an earlier take.
-    "keep": _plain("keep", ("key", bytes)),
-    "release": _plain("release", ("key", bytes)),
-    "count": _plain("count", ("task_name", str), ("group_status", Status), ("tags", Tags | None)),
-    "count_statuses": _plain("count_statuses", ("task_names", list[str]), ("statuses", list[Status])),
-    "commit": _plain("commit", ("train_step", int)),
-    "restore": _plain("restore", ("train_step", int)),
-    "refresh_staleness": _plain(
-        "refresh_staleness",
-        ("task_stale_thresholds", dict[str, int]),
-        ("current_train_step", int),
-        ("statuses", list[Status] | None),
-    ),
-    # Pairs, because keys may be of any plain kind.
-    "update_priorities": _plain(
-        "update_priorities",
-        ("priorities", list[tuple[str | int | float | bool | None, float]]),
-        ("by", str),
-        ("task_name", str | None),
-    ),
-    "save": _plain("save", ("path", str)),
-    "resume": _plain("resume", ("path", str)),
-    "wait_for_change": _plain("wait_for_change", ("version", int)),
+    "keep": _Settled,
+    "release": _Settled,
+    **{method: _arguments_of(method) for method in _AS_THEY_ARE},
+    # Of an `Iterable` msgspec takes any items.
+    "count_statuses": _arguments_of("count_statuses", task_names=list[str], statuses=list[Status]),
+    "refresh_staleness": _arguments_of("refresh_staleness", statuses=list[Status] | None),
+    # On the server's machine.
+    **{method: _arguments_of(method, path=str) for method in ("save", "resume")},
 }
 """By method: what a client may call, and the types of its arguments."""
 

@@ -20,7 +20,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import islice
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from sqlalchemy.dialects import sqlite
 from forebay.replay.query import ARCHIVED, plain_value
 from forebay.replay.stores.contract import Codec, StorageItem, TagValue, check_row, staleness_at
 from forebay.replay.stores.errors import DamagedRowError
+from forebay.replay.stores.slices import slices_of
 from forebay.replay.stores.sql.query import INT_MAX, INT_MIN, encode_text
 from forebay.replay.stores.sql.schema import (
     ID_LOCK,
@@ -206,7 +206,7 @@ def replace_rows(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None
     connection.execute(_UPDATE, [{"key": row.uid, **new} for row, new in zip(rows, columns, strict=True)])
     if data := [_payload("key", row) for row in rows if row.data is not None]:
         connection.execute(payloads.update().where(payloads.c.uid == sa.bindparam("key")), data)
-    for chunk in chunks(rows):
+    for chunk in slices_of(rows, CHUNK):
         connection.execute(tags.delete().where(tags.c.uid.in_([row.uid for row in chunk])))
     # Of rows with the same uid the last one counts.
     _insert_tags(connection, list({row.uid: row for row in rows}.values()))
@@ -225,7 +225,7 @@ def _insert_tags(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None
 
 def delete_rows(connection: sa.Connection, uids: Iterable[int]) -> None:
     """Delete the rows of these uids."""
-    for chunk in chunks(uids):
+    for chunk in slices_of(uids, CHUNK):
         for statement in _DELETE:
             connection.execute(statement, {"uids": chunk})
 
@@ -234,7 +234,7 @@ def archive_rows(connection: sa.Connection, uids: Iterable[int], train_step: int
     """Make the rows of these uids ARCHIVED."""
     before = sa.case((groups.c.status == ARCHIVED, groups.c.status_before), else_=groups.c.status)
     archived = groups.update().values(status=ARCHIVED, status_before=before, train_step=train_step)
-    for chunk in chunks(uids):
+    for chunk in slices_of(uids, CHUNK):
         connection.execute(archived.where(groups.c.uid.in_(chunk)))
 
 
@@ -249,7 +249,7 @@ def lock_rows(
     """The rows of these uids that exist, without payload; no other process changes them before the commit."""
     found: dict[int, StorageItem] = {}
     # By uid, so that two processes that lock the same rows do not wait for each other.
-    for chunk in chunks(sorted(set(uids))):
+    for chunk in slices_of(sorted(set(uids)), CHUNK):
         statement = SELECT_ROWS.where(groups.c.uid.in_(chunk)).order_by(groups.c.uid)
         lines = connection.execute(statement.with_for_update(skip_locked=skip_locked))
         found.update((item.uid, item) for item in read_rows(lines, codec, train_steps))
@@ -282,14 +282,14 @@ def attach_payloads(connection: sa.Connection, items: Sequence[StorageItem], cod
     Raises:
         ValueError: a payload is damaged or of another codec.
     """
-    for chunk in chunks(items):
+    for chunk in slices_of(items, CHUNK):
         Removed(chunk, read_payloads(connection, [item.uid for item in chunk])).decode(codec)
 
 
 def read_payloads(connection: sa.Connection, uids: Iterable[int]) -> dict[int, StoredPayload]:
     """The bytes of the payloads of these rows, unchecked; DamagedRowError if there are none."""
     found: dict[int, StoredPayload] = {}
-    for chunk in chunks(uids):
+    for chunk in slices_of(uids, CHUNK):
         statement = sa.select(payloads).where(payloads.c.uid.in_(chunk))
         found.update((uid, StoredPayload(data, sum_)) for uid, data, sum_ in connection.execute(statement))
         for uid in chunk:
@@ -358,13 +358,6 @@ class Removed:
                 row.uid for row in found.values() if row.is_archived and row.train_step == self.train_step
             }
             replace_rows(connection, [row for row in rows if row.uid in held])
-
-
-def chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
-    """The values in lists that a statement can take."""
-    iterator = iter(values)
-    while chunk := list(islice(iterator, CHUNK)):
-        yield chunk
 
 
 def storable_uids(uids: Iterable[int]) -> list[int]:

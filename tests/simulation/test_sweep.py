@@ -10,7 +10,7 @@ from forebay.simulation.sweep import combine, parse_axis, rank, run_cases
 
 
 def cases_of(*sweeps, **changes):
-    return list(combine(run_table(**changes), [], cluster(trainers=2), [parse_axis(text) for text in sweeps]))
+    return list(combine(run_table(**changes), [], cluster(trainers=2), dict(map(parse_axis, sweeps))))
 
 
 def test_axes_make_every_combination():

@@ -67,7 +67,7 @@ def simulate_run(
         console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
         of_cluster, of_run = split_overrides(overrides or [])
         run_file, described, measured = _read(run_file, calibrate, cluster, of_cluster)
-        axes = [parse_axis(text) for text in sweep or []]
+        axes = dict(parse_axis(text) for text in sweep or [])
         cases = list(combine(read_toml(run_file), of_run, described, axes, beside=run_file.parent))
         config = cases[0].config
         folder = out or config.output / f"{config.name}.simulation"

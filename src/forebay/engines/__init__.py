@@ -22,7 +22,4 @@ if TYPE_CHECKING:
 
 
 # The first loads torch and transformers, which the other names do without.
-__getattr__ = lazy_names(
-    __name__,
-    {"local.transformers": ["TransformersEngine"], "servers.engine": ["HTTPEngine"]},
-)
+__getattr__ = lazy_names(__name__, __file__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forebay.config import ConfigError
@@ -36,17 +36,20 @@ class Device:
 
 
 _GPUS = {
-    # name: (GiB that torch reports, dense bfloat16 TFLOP/s, GB/s)
-    "A10G-24GB": (22.1, 70, 600),
-    "A100-40GB": (39.4, 312, 1555),
-    "A100-80GB": (79.2, 312, 2039),
-    "B200-180GB": (178.4, 2250, 7700),
-    "H100-80GB": (79.2, 989, 3350),
-    "H200-141GB": (139.8, 989, 4800),
-    "L4-24GB": (22.0, 121, 300),
-    "L40S-48GB": (44.4, 362, 864),
-    "RTX4090-24GB": (23.5, 165, 1008),
-    "RTX5090-32GB": (31.4, 210, 1792),
+    name: Device(name=name, memory_bytes=int(gib * GIB), flop_per_s=tflop * 1e12, bytes_per_s=gigabytes * 1e9)
+    for name, gib, tflop, gigabytes in (
+        # GiB that torch reports, dense bfloat16 TFLOP/s, GB/s
+        ("A10G-24GB", 22.1, 70, 600),
+        ("A100-40GB", 39.4, 312, 1555),
+        ("A100-80GB", 79.2, 312, 2039),
+        ("B200-180GB", 178.4, 2250, 7700),
+        ("H100-80GB", 79.2, 989, 3350),
+        ("H200-141GB", 139.8, 989, 4800),
+        ("L4-24GB", 22.0, 121, 300),
+        ("L40S-48GB", 44.4, 362, 864),
+        ("RTX4090-24GB", 23.5, 165, 1008),
+        ("RTX5090-32GB", 31.4, 210, 1792),
+    )
 }
 
 
@@ -63,14 +66,7 @@ def parse_devices(text: str) -> Device:
         raise ConfigError(
             f"--gpus {text!r}: write NAME or COUNTxNAME, with one of {', '.join(sorted(_GPUS))}"
         )
-    gib, tflop, gigabytes = _GPUS[name]
-    return Device(
-        name=name,
-        memory_bytes=int(gib * GIB),
-        flop_per_s=tflop * 1e12,
-        bytes_per_s=gigabytes * 1e9,
-        count=count,
-    )
+    return replace(_GPUS[name], count=count)
 
 
 def this_machine(device: str = "auto") -> Device:
@@ -86,17 +82,15 @@ def this_machine(device: str = "auto") -> Device:
         properties = torch.cuda.get_device_properties(found)
         plain = properties.name.upper().replace(" ", "")
         # The longest name that is in it (L40S, not L4), and of two sizes the nearer one.
-        known = max(
-            (name for name in _GPUS if name.split("-")[0] in plain),
-            key=lambda name: (len(name.split("-")[0]), -abs(_GPUS[name][0] - properties.total_memory / GIB)),
-            default=None,
+        like = max(
+            (gpu for gpu in _GPUS.values() if gpu.name.split("-")[0] in plain),
+            key=lambda gpu: (gpu.name.index("-"), -abs(gpu.memory_bytes - properties.total_memory)),
+            default=Device(name="unknown", memory_bytes=0),
         )
-        _, tflop, gigabytes = _GPUS[known] if known else (0, None, None)
-        return Device(
+        return replace(
+            like,
             name=properties.name,
             memory_bytes=properties.total_memory,
-            flop_per_s=tflop * 1e12 if tflop else None,
-            bytes_per_s=gigabytes * 1e9 if gigabytes else None,
             count=torch.cuda.device_count(),
             precision=precision_on(found, "auto"),
         )

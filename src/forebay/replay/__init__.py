@@ -33,12 +33,4 @@ if TYPE_CHECKING:
 
 
 # SQLAlchemy and msgspec are loaded only where a SQL store or a server is used.
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "remote.client": ["RemoteReplayBuffer"],
-        "remote.messages": ["ConnectionLost", "ServerClosed"],
-        "remote.server": ["BufferServer", "serve"],
-        "stores.sql.store": ["SQLStorage"],
-    },
-)
+__getattr__ = lazy_names(__name__, __file__)

@@ -13,13 +13,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "RunConfig", "build_run", "run_colocated", "run_separate", "steps"]
 
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "build": ["Run", "build_run"],
-        "colocated": ["run_colocated"],
-        "config": ["RunConfig"],
-        "steps": ["steps"],
-        "separate": ["run_separate"],
-    },
-)
+__getattr__ = lazy_names(__name__, __file__)

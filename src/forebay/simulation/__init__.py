@@ -11,4 +11,4 @@ if TYPE_CHECKING:
 __all__ = ["ClusterConfig", "LengthConfig", "SimulationResult", "simulate"]
 
 # The loops of a run load torch.
-__getattr__ = lazy_names(__name__, {"prediction": ["SimulationResult", "simulate"]})
+__getattr__ = lazy_names(__name__, __file__)

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain, product, repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from forebay.config import ConfigError, apply_overrides, parse_config
 from forebay.produce import ProductionError
@@ -29,13 +29,6 @@ SPLIT = "split"
 """The key that shares devices out: ENGINES:TRAINERS."""
 NEAR_BEST = 0.01
 """Speeds this close are equal: what is fresher wins."""
-
-
-class Axis(NamedTuple):
-    """One setting and the values to try."""
-
-    key: str
-    values: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,28 +59,28 @@ class Outcome:
         return self.synchronous.step_s / self.result.step_s
 
 
-def parse_axis(text: str) -> Axis:
+def parse_axis(text: str) -> tuple[str, tuple[str, ...]]:
     """``KEY=VALUE,VALUE,...``; a key without a dot that ``[produce]`` has is that table's.
 
     Raises:
         ConfigError: no key, or no values.
 
     >>> parse_axis("max_staleness=0,1")
-    Axis(key='produce.max_staleness', values=('0', '1'))
+    ('produce.max_staleness', ('0', '1'))
     """
     key, separator, values = text.partition("=")
     parts = tuple(value.strip() for value in values.split(",") if value.strip())
     if not separator or not key.strip() or not parts:
         raise ConfigError(f"sweep {text!r} is not of the form key=value,value, such as max_staleness=0,1,2")
     key = key.strip()
-    return Axis(f"produce.{key}" if key in ProduceConfig.model_fields else key, parts)
+    return f"produce.{key}" if key in ProduceConfig.model_fields else key, parts
 
 
 def combine(
     run_table: Mapping[str, Any],
     overrides: Sequence[str],
     cluster: ClusterConfig,
-    axes: Sequence[Axis],
+    axes: Mapping[str, Sequence[str]],
     *,
     beside: Path | None = None,
 ) -> Iterator[Case]:
@@ -98,8 +91,8 @@ def combine(
     Raises:
         ConfigError: a value does not fit.
     """
-    for values in product(*(axis.values for axis in axes)):
-        settings = {axis.key: value for axis, value in zip(axes, values, strict=True)}
+    for values in product(*axes.values()):
+        settings = dict(zip(axes, values, strict=True))
         changes = [f"{key}={value}" for key, value in settings.items() if key != SPLIT]
         of_cluster, of_run = split_overrides(changes)
         table = apply_overrides(run_table, [*overrides, *of_run])

@@ -33,15 +33,4 @@ if TYPE_CHECKING:
 
 
 # These load torch.
-__getattr__ = lazy_names(
-    __name__,
-    {
-        "controller": ["TrainController"],
-        "learner": ["supervised_warmup"],
-        "model.critic": ["Critic"],
-        "objective.losses": ["PolicyInputs", "PolicyLoss"],
-        "parallel.ranks": ["LocalRanks", "RankError", "Ranks"],
-        "parallel.worker": ["RankWorker"],
-        "weight_sync": ["AdapterReceiver", "WeightReceiver"],
-    },
-)
+__getattr__ = lazy_names(__name__, __file__)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from typing import Any, ParamSpec
 
 from forebay import given
 from forebay.config import ConfigError, apply_overrides, parse_config, read_toml
+from forebay.metrics import read_jsonl
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import RUN_FILE
 
@@ -42,7 +42,7 @@ class RunResult:
     """The run folder; ``forebay eval`` and ``forebay.run(resume=...)`` take it."""
     model: Path | None
     """The trained model, a Hugging Face folder; None if the run was stopped before its end."""
-    metrics: list[dict[str, Any]] = field(repr=False)
+    metrics: Sequence[Mapping[str, Any]] = field(repr=False)
     """The rows of ``metrics.jsonl``, one for each train step, and those of evaluations."""
     summary: str | None
     """Accuracy on the held-out prompts before and after; None without such prompts."""
@@ -114,12 +114,11 @@ async def run_async(
         if warning is not None:
             logger.warning("%s", warning)
         summary, interrupted = await launch(read, resume=folder, overwrite=overwrite)
-    lines = (read.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     model = read.folder / "model"
     return RunResult(
         folder=read.folder,
         model=model if model.is_dir() else None,
-        metrics=[json.loads(line) for line in lines],
+        metrics=read_jsonl(read.folder / "metrics.jsonl"),
         summary=summary,
         interrupted=interrupted,
     )

@@ -54,9 +54,6 @@ class Evaluator:
     1.0
     """
 
-    def __init__(self, *, solved_score: float = SOLVED_SCORE) -> None:
-        self.solved_score = solved_score
-
     def evaluate(self, groups: Sequence[Sequence[RolloutState]], *, whole: bool = True) -> dict[str, float]:
         """Mean score, accuracy, pass@k (k = 1, 2, 4, .. up to the group size), length and truncation.
 
@@ -92,7 +89,7 @@ class Evaluator:
         ]
         values = {
             "score": _mean(scores),
-            "accuracy": _mean([score >= self.solved_score for score in scores]),
+            "accuracy": _mean([score >= SOLVED_SCORE for score in scores]),
             "length": _mean(lengths),
             "truncated": _mean([state.finish_reason == "length" for state in rollouts]),
             "failed": 1.0 - len(rollouts) / num_rollouts,
@@ -107,7 +104,7 @@ class Evaluator:
         """Over groups with no failed member, so that every k has the same prompts behind it."""
         size = max((len(group) for group in judged), default=0)
         complete = [group for group in judged if len(group) == size and size > 1]
-        correct = [sum(_score(state) >= self.solved_score for state in group) for group in complete]
+        correct = [sum(_score(state) >= SOLVED_SCORE for state in group) for group in complete]
         ks = [2**i for i in range(size.bit_length()) if 2**i <= size]
         return {f"pass@{k}": _mean([pass_at_k(size, c, k) for c in correct]) for k in ks if correct}
 

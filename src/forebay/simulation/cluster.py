@@ -100,10 +100,6 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
         rate = self.train_tokens_per_s
         return self.train_s + (0.0 if rate is None else num_tokens / rate)
 
-    def lengths_of(self, task_name: str) -> LengthConfig:
-        """The response lengths of a task."""
-        return self.task_lengths.get(task_name, self.lengths)
-
     def split(self, engines: int, trainers: int) -> ClusterConfig:
         """The same devices shared out otherwise; training time falls in proportion to its devices.
 

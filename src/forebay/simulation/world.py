@@ -130,7 +130,8 @@ def _engine(cluster: ClusterConfig) -> ModeledEngine:
     def length(request: GenerateRequest) -> int:
         """The same for all calls of one try, however often it is interrupted."""
         task_name = (request.session_id or "").rsplit("/", 3)[0]
-        whole = cluster.lengths_of(task_name).quantile((request.seed + 0.5) / _SEED_SPAN)
+        lengths = cluster.task_lengths.get(task_name, cluster.lengths)
+        whole = lengths.quantile((request.seed + 0.5) / _SEED_SPAN)
         return whole - request.num_earlier
 
     return ModeledEngine(

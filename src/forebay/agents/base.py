@@ -226,11 +226,9 @@ class Generator(Protocol):
 
     async def generate_sample(self, state: RolloutState) -> RolloutState:
         """Continue ``state.tokens`` within the remaining budget, in place."""
-        ...
 
     async def pause_generation(self) -> None:
         """End what is running as aborted."""
-        ...
 
 
 def split_attempts(group: Sequence[RolloutState]) -> list[Attempt]:

@@ -115,11 +115,9 @@ class Episode(Protocol):
 
     async def reset(self, state: RolloutState) -> None:
         """Begin."""
-        ...
 
     async def step(self, text: str) -> Reply:
         """Reply to one turn of the model."""
-        ...
 
 
 def _check_make(make: Any) -> Any:

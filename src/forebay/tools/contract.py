@@ -41,7 +41,6 @@ class Tool(Protocol):
             ToolError: the arguments do not fit or the call has no result.
             ToolUnavailableError: the tool does not work.
         """
-        ...
 
 
 def make_schema(name: str, description: str, **parameters: str) -> Schema:

@@ -198,15 +198,12 @@ class ChatTokenizer(Protocol):
 
     def apply_chat_template(self, conversation: list[Message], **kwargs: Any) -> Any:
         """The token ids, or the text, of a chat."""
-        ...
 
     def encode(self, text: str, **kwargs: Any) -> list[int]:
         """The token ids of a text."""
-        ...
 
     def decode(self, token_ids: Any, **kwargs: Any) -> Any:
         """The text of token ids."""
-        ...
 
 
 NO_TOOLS = "none"

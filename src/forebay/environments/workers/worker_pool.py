@@ -112,7 +112,6 @@ class WorkerMode(Protocol):
         Raises:
             WorkerDied: it ended in another way.
         """
-        ...
 
 
 class ProcessWorkers:

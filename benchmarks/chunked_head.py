@@ -34,7 +34,7 @@ def in_slices(model, micro, rows: int) -> torch.Tensor:
             checkpoint(
                 forward._token_outputs,
                 logits_NV[part],
-                micro.targets[part],
+                micro.targets[part, None],
                 None,
                 "measure",
                 use_reentrant=False,

@@ -186,9 +186,9 @@ def version_01_head() -> Iterator[None]:
 
 
 def _version_01_logprobs(
-    model: Any, micro: MicroBatch, *, entropy: str = "none", routing: Any = None
+    model: Any, micro: MicroBatch, *, entropy: str = "none", **unused: Any
 ) -> TokenOutputs:
-    """As `response_logprobs`; `routing` is not used, since the models measured here have no experts."""
+    """As `response_logprobs`; the models measured here have neither experts nor teachers."""
     head = output_head(model)
 
     def logits_at(place: slice, cells: Cells, **inputs: Any) -> tuple[torch.Tensor, Any]:

@@ -250,10 +250,11 @@ def test_the_head_of_a_16_bit_pass_adds_to_gradients_that_are_there(tied, make_g
 def test_log_probabilities_and_entropies_have_the_gradients_of_torch(entropy):
     generator = torch.Generator().manual_seed(0)
     logits_NV = torch.randn(5, 7, dtype=torch.float64, generator=generator).requires_grad_()
-    targets_N = torch.tensor([0, 6, 3, 3, 1])
-    results_NK = _LogProbabilities.apply(logits_NV, targets_N, entropy)
+    # The second row has one twice.
+    targets_NT = torch.tensor([[0, 1], [6, 6], [3, 0], [3, 2], [1, 5]])
+    results_NK = _LogProbabilities.apply(logits_NV, targets_NT, entropy)
     every_NV = logits_NV.log_softmax(-1)
-    expected = [every_NV.gather(1, targets_N[:, None]).squeeze(1)]
+    expected = [*every_NV.gather(1, targets_NT).unbind(1)]
     if entropy != "none":
         entropy_N = -(every_NV.exp() * every_NV).sum(-1)
         expected.append(entropy_N if entropy == "train" else entropy_N.detach())

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from forebay.agents import prompt_tools
 from forebay.config import ConfigError
 from forebay.models import attention, load_tokenizer, resolve_model
-from forebay.models.config import TINY
+from forebay.models.config import TINY, ModelConfig
 from forebay.models.loading import model_config
 from forebay.plan.hardware import GIB, Device, this_machine
 from forebay.plan.memory import StepMemory, step_memory
@@ -296,7 +296,9 @@ def _memory(
     )
     try:
         held = base_precision(config)
-        step = step_memory(hugging_face, config.train, batch, attention=kernel, held=held)
+        source = train.teacher
+        teacher = None if source is None else model_config(ModelConfig(source=source), seed=config.seed)
+        step = step_memory(hugging_face, train, batch, attention=kernel, held=held, teacher=teacher)
     except (RuntimeError, ValueError) as error:
         kind = hugging_face.model_type
         raise ConfigError(f"a train step of a model of type {kind!r} cannot be planned: {error}") from error

@@ -124,12 +124,14 @@ def step_memory(
     *,
     attention: Attention = "sdpa",
     held: Precision = "float32",
+    teacher: Any = None,
 ) -> StepMemory:
     """The peak of one optimizer step on one device and rank, whose part of a mini-batch is `batch`.
 
     `model_config` is transformers' config of the model. Two micro-batches are passed, if there are as many:
     the second finds the gradients of the first. Importance weights are taken as computed before. `attention`
-    is the kernel (`planned_attention`), whatever the config's. The policy's weights are `held` so.
+    is the kernel (`planned_attention`), whatever the config's. The policy's weights are `held` so. `teacher`
+    is the config of ``train.teacher``.
 
     Raises:
         ValueError: the model cannot be trained so, or `batch` does not fit the token budget.
@@ -148,13 +150,17 @@ def step_memory(
         patch.object(functional, "grouped_mm", _grouped_mm),
     ):
         # Fake tensors cannot be copied, so models that the learner would copy are made once more.
-        has_reference = config.uses_reference and config.lora_rank == 0
+        reference = None
+        if teacher is not None:
+            reference = _model(teacher, "bfloat16" if config.dtype == "bfloat16" else "float32")
+        elif config.uses_reference and config.lora_rank == 0:
+            reference = _model(model_config)
         learner = Learner(
             _model(model_config, held),
             config,
             pad_token_id=0,
             total_steps=1,
-            ref_model=_model(model_config) if has_reference else None,
+            ref_model=reference,
             value_model=_critic(_model(model_config)) if config.uses_critic else None,
         )
         trained = [learner.model] if learner.critic is None else [learner.model, learner.critic]

@@ -291,10 +291,28 @@ def build_trainer(
             total_steps=config.steps,
             seed=config.seed,
             tokenizer=tokenizer,
+            ref_model=None if config.train.teacher is None else find_teacher(config, tokenizer),
             device=device,
             ranks=ranks,
             engine_dtype=engine_precision(config),
         )
+
+
+def find_teacher(config: RunConfig, tokenizer: Any) -> ModelFolder:
+    """The model of ``train.teacher``, held in the precision of its passes.
+
+    Raises:
+        ConfigError: there is none, or its tokens are not those of `tokenizer`.
+    """
+    source = config.train.teacher or ""
+    folder = resolve_model(source, seed=config.seed)
+    if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"train.teacher = {source!r} has another vocabulary than the model: a teacher reads the "
+            f"student's own tokens, and text is not aligned between vocabularies; name a model of one family"
+        )
+    device = find_device(config.device if config.cluster is None else "cpu")
+    return ModelFolder(folder=folder, dtype=precision_on(device, config.train.dtype))
 
 
 def _trainer_device(config: RunConfig) -> str:

@@ -432,6 +432,7 @@ FIXED = {
     "tasks.*.data.shuffle_seed": _PROMPTS,
     "tasks.*.data.start": _PROMPTS,
     "tasks.*.data.size": _PROMPTS,
+    "train.teacher": "the checkpoint was trained toward it",
     "train.lora_rank": _ADAPTERS,
     "train.lora_alpha": _ADAPTERS,
     "train.lora_targets": _ADAPTERS,

@@ -99,6 +99,9 @@ class TrainBatch:
     """float32, R: of the policy that the ratio is taken against; NaN where the loss reads none."""
     ref_logprobs: FloatArray | None = None
     """float32, R: of the reference model; NaN as above."""
+    ref_top: FloatArray | None = None
+    """float32, R x 2 K: log probabilities of the reference's K likeliest tokens at each place, then their
+    ids; NaN as above. None: the loss reads none."""
     trainer_logprobs: FloatArray | None = None
     """float32, R: of the trained policy in the step's first epoch, set by it; NaN where there was no pass."""
     values: FloatArray | None = None

@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from forebay.config import ConfigError, StrictModel, look_up
+from forebay.config import ConfigError, StrictModel, locate, look_up
 from forebay.models.config import AttentionKey, PrecisionKey
 from forebay.train.batch import Layout
 from forebay.train.objective.corrections import CORRECTIONS, DEFAULT_BANDS, Band
@@ -25,7 +25,7 @@ from forebay.train.presets import with_papers
 
 logger = logging.getLogger(__name__)
 
-ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline", "gae")
+ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline", "gae", "none")
 LOSS_NAMES = ("clipped", "gspo", "cispo")
 """The keys of `ADVANTAGES` and `POLICY_LOSSES` (`forebay.train.objective`), so that run files are checked
 without them: both modules read this one, and losses load torch."""
@@ -116,7 +116,8 @@ class TrainConfig(StrictModel):
     """A method with all settings of its paper; keys that are given win over it."""
     advantage: str = "grpo"
     """``grpo``, ``dr_grpo``, ``rloo``, ``opo``, ``reinforce_pp``, ``reinforce_pp_baseline``, ``gae``,
-    ``pass_at_8`` (or any other number), or ``package.module:function``."""
+    ``pass_at_8`` (or any other number), ``package.module:function``; ``none``: scores are only measured, and
+    the divergence from a `teacher` is all that is trained on."""
     credit: Literal["rollout", "turn", "token"] = "rollout"
     """A score counts for all tokens of its ``rollout``; or rewards are summed, discounted, from the end to
     each ``turn`` or ``token``, and these are compared. ``gae`` goes by token, or by ``turn``."""
@@ -133,10 +134,15 @@ class TrainConfig(StrictModel):
     critic's clip range. With loss ``gspo`` [3e-4, 4e-4], with ``cispo`` [1.0, 4.0]."""
     kl_coef: NonNegative | tuple[Positive, Positive] = 0.0
     """Weight of the divergence from the reference model; 0 needs no reference model. A pair is the first
-    weight, and the divergence in nats per token that it is then steered to."""
-    kl_estimator: Literal["k1", "k2", "k3", "reward"] = "k3"
-    """How samples estimate the divergence in the loss (Schulman, 2020); ``k3`` is unbiased and never
-    negative. ``reward``: k1 is taken from the rewards instead, token by token."""
+    weight, and the divergence in nats per token that it is then steered to. With a `teacher`: 1."""
+    kl_estimator: str = Field(default="k3", pattern=r"^(k[123]|reward|advantage|top_[1-9]\d*)$")
+    """How samples estimate the divergence in the loss (Schulman, 2020): ``k1``, ``k2``, or ``k3``, which is
+    unbiased and never negative. ``reward``: k1 is taken from the rewards instead, token by token;
+    ``advantage``: from each token's own advantage (with a `teacher`, where nothing is said). ``top_64``: the
+    divergence itself over the reference's 64 likeliest tokens, and over all others as one."""
+    teacher: str | None = None
+    """A model with the same tokenizer, named as ``model.source`` is: the reference in place of the model
+    before training, so that the trained one is distilled from it on its own rollouts."""
     entropy_coef: float | tuple[Positive, Positive] = 0.0
     """Weight of the entropy bonus; a pair is the first weight, and the entropy in nats it is steered to."""
     normalization: Literal["token-mean", "sequence-mean"] | Annotated[int, Field(ge=1)] = "token-mean"
@@ -179,7 +185,7 @@ class TrainConfig(StrictModel):
     @property
     def compares(self) -> bool:
         """Whether the advantage compares the rollouts of a group, as far as its name says."""
-        return self.advantage not in ("gae", "reinforce_pp") and ":" not in self.advantage
+        return self.advantage not in ("gae", "reinforce_pp", "none") and ":" not in self.advantage
 
     @property
     def pass_k(self) -> int | None:
@@ -222,6 +228,11 @@ class TrainConfig(StrictModel):
         return self.uses_reference and self.kl_estimator == "reward"
 
     @property
+    def kl_tokens(self) -> int:
+        """How many of the reference's likeliest tokens the divergence is summed over; 0: it is estimated."""
+        return int(self.kl_estimator.removeprefix("top_")) if self.kl_estimator.startswith("top_") else 0
+
+    @property
     def clip_low(self) -> float:
         """The ratio counts down to ``1 - clip_low``."""
         return self.clip[0] if isinstance(self.clip, tuple) else self.clip
@@ -261,7 +272,15 @@ class TrainConfig(StrictModel):
     @classmethod
     def _fill_in(cls, given: Any) -> Any:
         """The papers' settings for the names in the table, where it does not say otherwise."""
-        return with_papers(_joined(given)) if isinstance(given, Mapping) else given
+        if not isinstance(given, Mapping):
+            return given
+        own = _joined(given)
+        return with_papers(own) | (DISTILLING if own.get("teacher") else {}) | own
+
+    @field_validator("teacher")
+    @classmethod
+    def _found(cls, teacher: str | None, info: ValidationInfo) -> str | None:
+        return teacher and locate(teacher, info.context)
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -288,8 +307,13 @@ class TrainConfig(StrictModel):
                 f"credit = {self.credit!r} is not read by advantage {self.advantage!r}, which is of whole "
                 f"rollouts; use one of {', '.join(BY_PARTS)}, or leave credit out"
             )
-        if self.kl_in_reward and (self.advantage == "opo" or self.pass_k is not None):
+        if self.kl_in_reward and (self.advantage in ("opo", "none") or self.pass_k is not None):
             yield f"kl_estimator = 'reward' is not read by advantage {self.advantage!r}; leave one out"
+        if not self.uses_reference and (self.teacher is not None or self.advantage == "none"):
+            yield (
+                f"advantage = {self.advantage!r} and teacher = {self.teacher!r} go with a divergence from a "
+                f"teacher, and kl_coef is 0: set teacher, and kl_coef over 0 or not at all"
+            )
         if self.clip_low > 1:
             yield f"clip = {self.clip} lets the ratio fall under 0; the low clip is at most 1"
         if self.dual_clip is not None and self.loss != "clipped":
@@ -348,6 +372,10 @@ def _joined(given: Mapping[str, Any]) -> dict[str, Any]:
         logger.warning("train.%s is now a part of train.%s", key, JOINED[key])
     return table
 
+
+DISTILLING = {"kl_coef": 1.0, "kl_estimator": "advantage"}
+"""With a teacher, where the run file says nothing: each token earns ``log teacher - log student``, without a
+discount (Lu et al. 2025, "On-Policy Distillation", Thinking Machines Lab)."""
 
 JOINED = {"schedule_warmup_steps": "schedule", "dual_clip": "clip", "lam": "discount"}
 """Keys of earlier versions, by the keys that they are entries of."""

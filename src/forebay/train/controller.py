@@ -65,8 +65,9 @@ class TrainController:
     trained policy is the one that sampled; after train step m the weights are those of model step m.
 
     With ``lora_rank`` the given model gets adapters in place. With ``kl_coef`` and neither LoRA nor a
-    `ref_model`, the reference is a frozen copy of the model as given. With ``critic_lr`` and no
-    `value_model`, the critic starts as a copy of the model's body.
+    `ref_model`, the reference is a frozen copy of the model as given; a `ref_model` with the same tokenizer
+    is a teacher (``config.teacher`` is read by the run, not here). With ``critic_lr`` and no `value_model`,
+    the critic starts as a copy of the model's body.
 
     Trained weights and their moments are float32: a model given in another dtype is cast, in place (with
     `lora_rank` the adapters are float32, and what lies below them stays). Engines get `engine_dtype`.
@@ -95,7 +96,7 @@ class TrainController:
         config: TrainConfig,
         *,
         pad_token_id: int,
-        ref_model: nn.Module | None = None,
+        ref_model: nn.Module | ModelFolder | None = None,
         value_model: Critic | None = None,
         temperature: float = 1.0,
         seed: int = 0,
@@ -142,8 +143,9 @@ class TrainController:
         self._learner: Learner | RankedLearner
         even_length = np.inf
         if ranks is None:
-            if isinstance(model, ModelFolder):
-                models["model"] = load_model(model.folder, dtype=model.dtype)
+            for name, given in models.items():
+                if isinstance(given, ModelFolder):
+                    models[name] = load_model(given.folder, dtype=given.dtype)
             self._learner = Learner(**models, config=config, **settings, device=device)
         else:
             try:
@@ -259,6 +261,8 @@ class TrainController:
         with timed(batch, name):
             values_R = self._token_values(name, self._only(batch, read_S))
         values_R[batch.response_mask & ~read_S[batch.response_rows]] = np.nan
+        if values_R.ndim > 1:
+            values_R, batch.ref_top = values_R[:, 0], values_R[:, 1:]
         setattr(batch, name, values_R)
         return batch
 

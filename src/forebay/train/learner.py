@@ -39,17 +39,11 @@ from forebay.train.config import TrainConfig, WarmupConfig
 from forebay.train.measures import Columns, TokenRecords
 from forebay.train.model import lora
 from forebay.train.model.critic import Critic
-from forebay.train.model.forward import Entropy, output_head, response_logprobs
+from forebay.train.model.forward import Entropy, TokenOutputs, output_head, response_logprobs
 from forebay.train.model.layers import checkpoint_activations, compile_layers
 from forebay.train.model.trial import settle_attention
+from forebay.train.objective import losses
 from forebay.train.objective.corrections import Corrector
-from forebay.train.objective.losses import (
-    POLICY_LOSSES,
-    PolicyInputs,
-    PolicyLossFunction,
-    kl_penalty,
-    value_loss,
-)
 from forebay.train.offload import Place
 from forebay.train.optimization import Optimizer
 from forebay.train.packing import cut_sorted
@@ -124,7 +118,7 @@ class Learner:
         self._rank = rank
         borders = kernel in attention.VARIABLE_LENGTH
         self._collate = partial(collate, pad_token_id=pad_token_id, device=self.device, with_borders=borders)
-        self._policy_loss: PolicyLossFunction = look_up("loss", config.loss, POLICY_LOSSES)
+        self._policy_loss: losses.PolicyLossFunction = look_up("loss", config.loss, losses.POLICY_LOSSES)
         self._corrector = Corrector(config.correction, config.band)
         make_optimizer = partial(Optimizer, settings=config, total_steps=total_steps, mesh=mesh)
         self._optimizer = make_optimizer(model)
@@ -164,7 +158,8 @@ class Learner:
     def token_values(self, name: str, batch: TrainBatch) -> FloatArray:
         """``old_logprobs``, ``ref_logprobs`` or ``values`` by response token (R).
 
-        It is 0 where the mask is 0, and on the sequences of other ranks.
+        It is 0 where the mask is 0, and on the sequences of other ranks. A divergence over K tokens makes it
+        R x (1 + 2 K): the token's own, then `TrainBatch.ref_top`.
 
         Raises:
             ValueError: there is no reference model, or no critic.
@@ -180,6 +175,12 @@ class Learner:
         # The reference's own experts, also where it is the policy without its adapters.
         self._routing.replay(None)
         chosen = self._routing if name == "old_logprobs" else None
+        top = None
+        if name == "ref_logprobs" and self.config.kl_tokens:
+            # A vocabulary may be filled up to a round number, another one for each size of a family.
+            plain: list[Any] = [lora.without_adapters(self.model), lora.without_adapters(model)]
+            known = min(int(each.config.get_text_config().vocab_size) for each in plain)
+            top = min(self.config.kl_tokens, known), known
         tokens, parts = [], []
         with torch.no_grad(), self._autocast(), adapters:
             for pack in [pack for ranks in batch.packs for pack in ranks[self._rank]]:
@@ -187,12 +188,16 @@ class Learner:
                 if name == "values":
                     values_N = model(micro)
                 else:
-                    values_N = response_logprobs(model, micro, routing=chosen).logprobs
+                    output = response_logprobs(model, micro, routing=chosen, top=top)
+                    values_N = output.logprobs
+                    if output.others is not None:
+                        values_N = torch.cat([values_N[:, None], output.others], dim=1)
                 tokens.append(micro.token_index)
                 parts.append(values_N)
-        results_R = np.zeros(batch.num_response_tokens, np.float32)
         # Once, after the passes: a copy from a device waits for it.
-        results_R[np.concatenate(tokens)] = torch.cat(parts).cpu().numpy()
+        found_N = torch.cat(parts).cpu().numpy()
+        results_R = np.zeros((batch.num_response_tokens, *found_N.shape[1:]), np.float32)
+        results_R[np.concatenate(tokens)] = found_N
         return results_R
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -273,7 +278,7 @@ class Learner:
             with self._autocast():
                 values_N = self.critic(micro)
             old_N, returns_N = micro.gather(batch.values), micro.gather(batch.returns)
-            loss_N, clipped_N = value_loss(values_N, old_N, returns_N, self.config.clip_high)
+            loss_N, clipped_N = losses.value_loss(values_N, old_N, returns_N, self.config.clip_high)
             records.add(value_loss=loss_N, value_clip=clipped_N)
             loss = (weight_N * loss_N).sum()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -283,7 +288,12 @@ class Learner:
         config = self.config
         with self._autocast():
             entropy: Entropy = "train" if config.uses_entropy else "measure"
-            output = response_logprobs(self.model, micro, entropy=entropy, routing=self._routing)
+            others_NK = None
+            if batch.ref_top is not None:
+                others_NK = micro.gather(batch.ref_top).chunk(2, dim=1)[1].long()
+            output = response_logprobs(
+                self.model, micro, entropy=entropy, routing=self._routing, others=others_NK
+            )
         assert output.entropy is not None
         assert batch.advantages is not None
         # The ratio's denominator. Without old logprobs there is one optimizer step, taken by the old policy.
@@ -291,8 +301,15 @@ class Learner:
         if batch.old_logprobs is not None:
             old_N = micro.gather(batch.old_logprobs)
         advantages_N = micro.gather(batch.advantages)
+        kl_coef, entropy_coef = batch.penalties or config.penalties
+        kl_N = self._divergence(batch, micro, output, old_N)
+        if kl_N is not None and config.kl_estimator == "advantage":
+            # Of the tokens as they were sampled: weights, masks and clips of the policy's loss hold for it.
+            advantages_N = advantages_N - kl_coef * kl_N
         policy = self._policy_loss(
-            PolicyInputs(output.logprobs, old_N, advantages_N, micro.sequence_index, micro.num_sequences),
+            losses.PolicyInputs(
+                output.logprobs, old_N, advantages_N, micro.sequence_index, micro.num_sequences
+            ),
             config,
         )
         # The correction weighs the policy's loss alone: the penalties are not of the engine's distribution.
@@ -304,10 +321,8 @@ class Learner:
             behavior_N = micro.gather(batch.rollout_logprobs)
             applied = self._corrector.weigh(old_N, behavior_N, micro.sequence_index, micro.num_sequences)
             policy_N = policy_N * applied.weights.to(old_N.dtype)
-        loss_N, kl_N = policy_N, None
-        kl_coef, entropy_coef = batch.penalties or config.penalties
-        if batch.ref_logprobs is not None and not config.kl_in_reward:
-            kl_N = kl_penalty(output.logprobs, micro.gather(batch.ref_logprobs), config.kl_estimator)
+        loss_N = policy_N
+        if kl_N is not None and config.kl_estimator != "advantage":
             loss_N = loss_N + kl_coef * kl_N
         if config.uses_entropy:
             loss_N = loss_N - entropy_coef * output.entropy
@@ -322,6 +337,21 @@ class Learner:
             clip_high=policy.clipped_high,
         )
         return loss_N
+
+    def _divergence(
+        self, batch: TrainBatch, micro: MicroBatch, output: TokenOutputs, old_N: torch.Tensor
+    ) -> torch.Tensor | None:
+        """N: from the reference, as the config estimates it; None where the loss reads none."""
+        if batch.ref_logprobs is None or self.config.kl_in_reward:
+            return None
+        if output.others is not None:
+            assert batch.ref_top is not None
+            ref_NK = micro.gather(batch.ref_top)[:, : output.others.shape[1]]
+            return losses.top_divergence(output.others, ref_NK)
+        ref_N = micro.gather(batch.ref_logprobs)
+        if self.config.kl_estimator == "advantage":
+            return losses.kl_penalty(old_N, ref_N, "k1")
+        return losses.kl_penalty(output.logprobs, ref_N, self.config.kl_estimator)
 
     # Weights and files
 

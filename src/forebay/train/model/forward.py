@@ -47,14 +47,24 @@ class TokenOutputs(NamedTuple):
     """float32, N."""
     entropy: torch.Tensor | None
     """float32, N, of the whole distribution, in nats; without gradient unless asked for."""
+    others: torch.Tensor | None = None
+    """float32, N x K: the log probabilities of the tokens `others`; or, of the likeliest `top`, N x 2 K:
+    their log probabilities from the largest on, then their ids, which are exact below 2^24."""
 
 
 def response_logprobs(
-    model: nn.Module, micro: MicroBatch, *, entropy: Entropy = "none", routing: Routing | None = None
+    model: nn.Module,
+    micro: MicroBatch,
+    *,
+    entropy: Entropy = "none",
+    routing: Routing | None = None,
+    others: torch.Tensor | None = None,
+    top: tuple[int, int] | None = None,
 ) -> TokenOutputs:
     """Log-probabilities of the trained tokens and, if asked for, the entropy at their positions.
 
-    With `routing`, which is the model's, tokens go to the experts that they went to in the engine.
+    With `routing`, which is the model's, tokens go to the experts that they went to in the engine. At each
+    position also those of `others` (int64, N x K), or with `top` = (K, V) of the K likeliest of the first V.
 
     Raises:
         ValueError: the model has no output head that its forward pass calls.
@@ -63,10 +73,12 @@ def response_logprobs(
     plain: Any = without_adapters(model)
 
     def tail_at(place: slice) -> Tail:
-        targets_N = micro.targets[place]
+        targets_NT = micro.targets[place, None]
+        if others is not None:
+            targets_NT = torch.cat([targets_NT, others[place]], dim=1)
         scale_N = None if micro.inverse_temperature is None else micro.inverse_temperature[place]
         return lambda logits_nV, part: _token_outputs(
-            logits_nV, targets_N[part], None if scale_N is None else scale_N[part], entropy
+            logits_nV, targets_NT[part], None if scale_N is None else scale_N[part], entropy, top
         )
 
     def outputs_at(place: slice, cells: Cells, **inputs: Any) -> tuple[torch.Tensor, Any]:
@@ -93,58 +105,70 @@ def response_logprobs(
             raise ValueError(f"{type(plain).__name__} computes its logits without its output embeddings")
         return tail(output.logits.squeeze(0), slice(None)), output.get("past_key_values")
 
-    logprobs_N, *entropies = run_passes(outputs_at, micro).unbind(1)
-    if not entropies:
-        return TokenOutputs(logprobs_N, None)
-    return TokenOutputs(logprobs_N, entropies[0] if entropy == "train" else entropies[0].detach())
+    results_NK = run_passes(outputs_at, micro)
+    logprobs_N, others_NK, entropy_N = results_NK[:, 0], results_NK[:, 1:], None
+    if entropy != "none":
+        others_NK, entropy_N = results_NK[:, 1:-1], results_NK[:, -1]
+        entropy_N = entropy_N if entropy == "train" else entropy_N.detach()
+    has_others = top is not None or others is not None
+    return TokenOutputs(logprobs_N, entropy_N, others_NK if has_others else None)
 
 
 def _token_outputs(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, scale_N: torch.Tensor | None, entropy: Entropy
+    logits_NV: torch.Tensor,
+    targets_NT: torch.Tensor,
+    scale_N: torch.Tensor | None,
+    entropy: Entropy,
+    top: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """N x 1: log probabilities; N x 2 with entropies."""
+    """N x T: log probabilities; with `top` 2 K columns more, and one with the entropies."""
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if scale_N is not None:
         logits_NV = logits_NV * scale_N[:, None]
-    results: torch.Tensor = _LogProbabilities.apply(logits_NV, targets_N, entropy)  # type: ignore[no-untyped-call]
-    return results
+    if top is not None:
+        ids_NK = logits_NV[:, : top[1]].topk(top[0]).indices
+        targets_NT = torch.cat([targets_NT, ids_NK], dim=1)
+    results: torch.Tensor = _LogProbabilities.apply(logits_NV, targets_NT, entropy)  # type: ignore[no-untyped-call]
+    return results if top is None else torch.cat([results, ids_NK], dim=1)
 
 
 class _LogProbabilities(torch.autograd.Function):
-    """Of the targets (column 0) and, if asked for, the entropies (column 1) under ``softmax(logits)``.
+    """Of the T targets of each token and, if asked for, in a last column the entropy, ``softmax(logits)``'s.
 
     ``d logprob[t] / d logits = onehot(t) - p``; ``d entropy / d logits[i] = -p[i] (log p[i] + entropy)``.
     By torch's own operations five copies of the logits are alive in the backward pass; here there are two.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: torch.Tensor, targets_N: torch.Tensor, entropy: Entropy) -> torch.Tensor:
-        """float32, N x 1 or N x 2."""
+    def forward(
+        ctx: Any, logits_NV: torch.Tensor, targets_NT: torch.Tensor, entropy: Entropy
+    ) -> torch.Tensor:
+        """float32, N x T or N x (T + 1)."""
         normalizer_N = logits_NV.logsumexp(-1)
-        columns = [logits_NV.gather(1, targets_N[:, None]).squeeze(1) - normalizer_N]
+        results = logits_NV.gather(1, targets_NT) - normalizer_N[:, None]
         if entropy != "none":
             weighted_NV = torch.sub(logits_NV, normalizer_N[:, None]).exp_().mul_(logits_NV)
-            columns.append(normalizer_N - weighted_NV.sum(-1))
-        results = torch.stack(columns, dim=1)
-        ctx.save_for_backward(logits_NV, targets_N, normalizer_N, results)
+            results = torch.cat([results, (normalizer_N - weighted_NV.sum(-1))[:, None]], dim=1)
+        ctx.save_for_backward(logits_NV, targets_NT, normalizer_N, results)
         ctx.trains_entropy = entropy == "train"
         return results
 
     @staticmethod
     def backward(ctx: Any, grad_NK: torch.Tensor) -> Any:
         """The gradient of the logits."""
-        logits_NV, targets_N, normalizer_N, results_NK = ctx.saved_tensors
-        grad_N = grad_NK[:, 0]
+        logits_NV, targets_NT, normalizer_N, results_NK = ctx.saved_tensors
+        grad_NT = grad_NK[:, : targets_NT.shape[1]]
+        grad_N = grad_NT.sum(1)
         # p, then p times what multiplies it.
         grad_NV = torch.sub(logits_NV, normalizer_N[:, None])
         if ctx.trains_entropy:
-            entropy_grad_N = grad_NK[:, 1]
-            shift_N = (grad_N + entropy_grad_N * (results_NK[:, 1] - normalizer_N))[:, None]
+            entropy_grad_N = grad_NK[:, -1]
+            shift_N = (grad_N + entropy_grad_N * (results_NK[:, -1] - normalizer_N))[:, None]
             factor_NV = torch.addcmul(shift_N.expand_as(logits_NV), entropy_grad_N[:, None], logits_NV)
             grad_NV.exp_().mul_(factor_NV).neg_()
         else:
             grad_NV.exp_().mul_(-grad_N[:, None])
-        grad_NV.scatter_add_(1, targets_N[:, None], grad_N[:, None])
+        grad_NV.scatter_add_(1, targets_NT, grad_NT)
         return grad_NV, None, None
 
 

@@ -291,6 +291,7 @@ ADVANTAGES: Mapping[str, AdvantageFunction] = {
     "reinforce_pp": _by_attempt(reinforce_pp),
     "reinforce_pp_baseline": _by_attempt(reinforce_pp_baseline),
     "gae": _gae_of_batch,
+    "none": lambda batch, config: np.zeros(batch.num_sequences),
 }
 
 

@@ -137,7 +137,22 @@ def kl_penalty(logprobs_N: torch.Tensor, ref_logprobs_N: torch.Tensor, estimator
         return difference_N**2 / 2
     if estimator == "k3":
         return torch.expm1(difference_N) - difference_N
-    raise ValueError(f"kl_estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
+    raise ValueError(f"kl_estimator must be 'k1', 'k2' or 'k3' here, got {estimator!r}")
+
+
+def top_divergence(logprobs_NK: torch.Tensor, ref_logprobs_NK: torch.Tensor) -> torch.Tensor:
+    """N: KL(policy || reference) over K tokens of the reference and over all others as one.
+
+    Never negative, never more than the divergence over all tokens, and equal to it where K is all of them.
+    The gradient is that of the distribution at the position, as of the student's own samples in Agarwal et
+    al. 2024, "On-Policy Distillation of Language Models"; none goes through the choice of later tokens.
+    """
+    shares_NK = logprobs_NK.exp()
+    listed_N = (shares_NK * (logprobs_NK - ref_logprobs_NK)).sum(1)
+    others_N, ref_others_N = 1 - shares_NK.sum(1), 1 - ref_logprobs_NK.exp().sum(1)
+    # Under 1e-6 there is only the rounding of float32.
+    ratio_N = others_N.clamp(min=1e-6) / ref_others_N.clamp(min=1e-6)
+    return listed_N + others_N.clamp(min=0) * ratio_N.log()
 
 
 def steered(coefficient: float, measured: float | None, target: float | None, sign: int) -> float:

@@ -54,13 +54,14 @@ def cut(teacher: str, student: str, layers: list[int]) -> None:
     load_tokenizer(folder).save_pretrained(student)
 
 
-def run(arm: str, seed: int, teacher: str, student: str, steps: int = 100) -> None:
+def run(arm: str, seed: int, teacher: str, student: str, steps: int = 48) -> None:
     """One run; its evaluations, with what was generated until then."""
     changes = {
         "seed": seed,
         "steps": steps,
         "model.source": student,
-        "evaluate.every": max(1, steps // 5),
+        "evaluate.every": max(1, steps // POINTS),
+        "warmup.steps": 4,
         "checkpoint_every": 0,
         "history_gb": 0,
         **({} if arm == "reward" else {"train.teacher": teacher}),

@@ -65,7 +65,9 @@ def test_arguments_and_timeout_reach_the_judge() -> None:
 
 @pytest.mark.parametrize("config", [None, JudgeConfig()])
 def test_a_task_without_a_judge_is_told_the_known_names(config) -> None:
-    with pytest.raises(ConfigError, match=r"no judge.*exact_match, math_verify, reasoning_gym, or"):
+    with pytest.raises(
+        ConfigError, match=r"no judge.*exact_match, math_verify, reasoning_gym, reward_model, or"
+    ):
         build_judge(config)
 
 

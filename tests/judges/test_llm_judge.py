@@ -54,7 +54,8 @@ class Server:
 @pytest.fixture
 async def server():
     fake = Server()
-    app = Starlette(routes=[Route("/v1/chat/completions", fake.answer, methods=["POST"])])
+    paths = ("/v1/chat/completions", "/classify")
+    app = Starlette(routes=[Route(path, fake.answer, methods=["POST"]) for path in paths])
     listener = socket.create_server(("127.0.0.1", 0))
     fake.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
     config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
@@ -342,3 +343,21 @@ def test_scores_are_scaled_to_0_and_1_and_never_clipped(low, width, share, noise
     assert parser.verdict(reply) == pytest.approx(share)
     with pytest.raises(ValueError, match="is not within"):
         parser.verdict(noise + json.dumps({"score": low + width + 1}))
+
+
+async def test_a_server_scores_by_its_reward_model(server):
+    # As vLLM answers; without an activation "probs" are the numbers of the model.
+    found = {"object": "list", "data": [{"index": 0, "label": None, "probs": [-3.5], "num_classes": 1}]}
+    several = {"data": [{"probs": [0.2, 0.8], "num_classes": 2}]}
+    busy = PlainTextResponse("wait", status_code=503, headers={"retry-after": "0"})
+    server.script = [busy, JSONResponse(found), JSONResponse(several)]
+    arguments = {"model": "rm", "base_url": server.url.removesuffix("/v1")}
+    judge = build_judge(JudgeConfig(name="reward_model", arguments=arguments))
+    judge.max_retries = 1
+    (good,), (bad,) = [await judge.judge([rollout(text)]) for text in ("yes", "no")]
+    await judge.aclose()
+    assert good.reward == {"score": -3.5}
+    assert server.requests[0]["messages"][-1] == {"role": "assistant", "content": "yes"}
+    assert server.requests[0]["use_activation"] is False
+    assert bad.status is Status.FAILED
+    assert "another form of reply" in bad.error_msg

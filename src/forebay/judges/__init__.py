@@ -22,6 +22,7 @@ from forebay.judges.composed import judges_group as judges_group
 from forebay.judges.libraries import MathVerifyJudge as MathVerifyJudge
 from forebay.judges.libraries import ReasoningGymJudge as ReasoningGymJudge
 from forebay.judges.llm import LLMJudge as LLMJudge
+from forebay.judges.reward import RewardModelJudge as RewardModelJudge
 
 
 def __getattr__(name: str) -> Any:

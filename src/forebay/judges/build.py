@@ -23,6 +23,7 @@ from forebay.judges.code import CodeJudge
 from forebay.judges.composed import ComposedJudge, FunctionJudge, Part, ShuffledJudge
 from forebay.judges.libraries import MathVerifyJudge, ReasoningGymJudge
 from forebay.judges.llm import LLMJudge
+from forebay.judges.reward import RewardModelJudge
 
 
 class PartConfig(Component):
@@ -91,6 +92,7 @@ JUDGES: dict[str, Callable[..., Judge]] = {
     "exact_match": ExactMatchJudge,
     "math_verify": MathVerifyJudge,
     "reasoning_gym": ReasoningGymJudge,
+    "reward_model": RewardModelJudge,
 }
 """The names of judges in a run file; besides, ``package.module:Name`` of a function or a `Judge` class."""
 
@@ -108,8 +110,8 @@ class JudgeConfig(Component):
     """
 
     name: str = ""
-    """``exact_match``, ``math_verify``, ``reasoning_gym``, ``code``, ``llm``, ``composed``, or
-    ``package.module:Name`` of a function of a rollout or of a `Judge` class."""
+    """``exact_match``, ``math_verify``, ``reasoning_gym``, ``code``, ``llm``, ``reward_model``, ``composed``,
+    or ``package.module:Name`` of a function of a rollout or of a `Judge` class."""
     timeout_s: float | None = Field(default=DEFAULT_TIMEOUT_S, gt=0)
     """Seconds for one rollout; None: no limit."""
     shuffle_seed: int | None = None

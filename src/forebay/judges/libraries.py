@@ -30,7 +30,7 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -204,10 +204,22 @@ class JudgeProcesses:
             which takes and returns JSON values.
         timeout_s: for one call; None waits for ever.
         num_processes: how many calls run at once.
+        arguments: of the factory, JSON values.
+        memory_bytes: the address space of each child, once it has its function; 0: without a limit, as a GPU
+            needs it.
     """
 
-    def __init__(self, factory: str, timeout_s: float | None, num_processes: int = 2) -> None:
-        self._children = _Children(factory, timeout_s, num_processes)
+    def __init__(
+        self,
+        factory: str,
+        timeout_s: float | None,
+        num_processes: int = 2,
+        *,
+        arguments: Sequence[Any] = (),
+        memory_bytes: int = _MEMORY_LIMIT_BYTES,
+    ) -> None:
+        command = [factory, str(timeout_s or 0.0), json.dumps(arguments), str(memory_bytes)]
+        self._children = _Children(command, timeout_s, num_processes)
         # Neither this nor the threads hold `self`: they must not keep it from being finalized.
         self._finalizer = weakref.finalize(self, self._children.end)
 
@@ -228,8 +240,8 @@ class JudgeProcesses:
 class _Children:
     """The running children; the idle ones wait in a queue. Called from several threads."""
 
-    def __init__(self, factory: str, timeout_s: float | None, num_processes: int) -> None:
-        self._factory = factory
+    def __init__(self, command: list[str], timeout_s: float | None, num_processes: int) -> None:
+        self._command = command
         self._timeout_s = timeout_s
         self.threads = ThreadPoolExecutor(num_processes, thread_name_prefix="judge")
         self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
@@ -241,7 +253,7 @@ class _Children:
         try:
             child = self._idle.get_nowait()
         except queue.Empty:
-            child = _Child(self._factory, self._timeout_s)
+            child = _Child(self._command, self._timeout_s)
             self._running.add(child)
             # `end` may have killed the children before this one was among them.
             if self._is_closed:
@@ -271,14 +283,14 @@ class _Children:
 class _Child:
     """One child process and the socket to it."""
 
-    def __init__(self, factory: str, timeout_s: float | None) -> None:
+    def __init__(self, command: list[str], timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
         self._is_frozen = False
         self._socket, theirs = socket.socketpair()
         self._lines = self._socket.makefile("rw", encoding="utf-8")
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD_CODE, factory, str(timeout_s or 0.0), str(theirs.fileno())],
+                [sys.executable, "-c", _CHILD_CODE, str(theirs.fileno()), *command],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 # Ctrl-C at the terminal is for the run, which still judges what it has before it ends.
@@ -326,13 +338,14 @@ def serve() -> None:
 
     # The standard streams have nothing to do with it, so that a response can neither read requests nor forge
     # replies by accident (input(), print()).
-    lines = socket.socket(fileno=int(sys.argv[3])).makefile("rw", encoding="utf-8")
+    lines = socket.socket(fileno=int(sys.argv[1])).makefile("rw", encoding="utf-8")
     os.dup2(2, 1)
     # The default action ends the process from the kernel; a Python handler would wait for the interpreter.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    timeout_s = float(sys.argv[2])
-    score = import_object("scorer", sys.argv[1])()
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT_BYTES, _MEMORY_LIMIT_BYTES))
+    timeout_s, arguments, memory_bytes = float(sys.argv[3]), json.loads(sys.argv[4]), int(sys.argv[5])
+    score = import_object("scorer", sys.argv[2])(*arguments)
+    if memory_bytes:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     for line in lines:
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
         try:

@@ -54,6 +54,7 @@ class Judge(ABC):
 
     needs_whole_group: bool = False
     """Whether verdicts depend on the other rollouts of the group, so that all must be finished first."""
+    _name = ""
 
     def __init__(
         self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, max_retries: int = DEFAULT_MAX_RETRIES
@@ -68,7 +69,7 @@ class Judge(ABC):
     @property
     def name(self) -> str:
         """The name of this judge in error messages."""
-        return type(self).__name__
+        return self._name or type(self).__name__
 
     @abstractmethod
     async def score(self, state: RolloutState) -> Verdict:

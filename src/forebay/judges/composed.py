@@ -82,12 +82,8 @@ class ComposedJudge(Judge):
             )
         self.parts = tuple(parts)
         self.by = by
+        self._name = " + ".join(labels)
         self.needs_whole_group = any(part.judge.needs_whole_group for part in parts)
-
-    @property
-    def name(self) -> str:
-        """The labels of the parts."""
-        return " + ".join(part.label for part in self.parts)
 
     async def score(self, state: RolloutState) -> Verdict:
         """The weighted sum, and the parts."""
@@ -196,11 +192,6 @@ class FunctionJudge(Judge):
         self._name = own_name if name is None else name
         self._threads = CallThreads(timeout_s=timeout_s, num_threads=num_threads, result="verdict")
 
-    @property
-    def name(self) -> str:
-        """The function's name."""
-        return self._name
-
     async def score(self, state: RolloutState) -> Verdict:
         """The function's verdict on one rollout."""
         verdict: Verdict = await self._call(state)
@@ -237,11 +228,7 @@ class ShuffledJudge(Judge):
         super().__init__(timeout_s=None)
         self.inner = inner
         self.seed = seed
-
-    @property
-    def name(self) -> str:
-        """The inner judge's name, marked."""
-        return f"shuffled {self.inner.name}"
+        self._name = f"shuffled {inner.name}"
 
     async def score(self, state: RolloutState) -> Verdict:
         """The inner judge's score: one rollout has nothing to be permuted with."""

@@ -68,69 +68,58 @@ class Sequences:
 
     def __init__(self, fragments_per_chunk: int) -> None:
         self._fragments_per_chunk = fragments_per_chunk
-        self._partials: dict[str, list[Fragment]] = {}
-        # The worker that has been silent for longest comes first.
-        self._heard_s: dict[str, float] = {}
+        # With the time of the last; the worker that has been silent for longest comes first.
+        self._partials: dict[str, tuple[list[Fragment], float]] = {}
 
     def __iter__(self) -> Iterator[Fragment]:
-        for fragments in self._partials.values():
+        for fragments, _ in self._partials.values():
             yield from fragments
 
     def __len__(self) -> int:
-        return sum(map(len, self._partials.values()))
+        return sum(len(fragments) for fragments, _ in self._partials.values())
 
     def add(self, fragment: Fragment, now_s: float) -> tuple[list[Fragment], list[Fragment]]:
         """Those that a gap makes useless, and the chunk that `fragment` completes; each may be empty."""
-        worker = fragment.worker_uuid
-        partial = self._partials.pop(worker, [])
-        self._heard_s.pop(worker, None)
+        partial = self.drop_worker(fragment.worker_uuid)
         useless: list[Fragment] = []
         if partial and partial[-1].fid_in_worker + 1 != fragment.fid_in_worker:
             partial, useless = [], partial
         partial.append(fragment)
         if len(partial) == self._fragments_per_chunk:
             return useless, partial
-        self._partials[worker] = partial
-        self._heard_s[worker] = now_s
+        self._partials[fragment.worker_uuid] = partial, now_s
         return useless, []
 
     def drop_stale(self, min_version: int) -> list[Fragment]:
         """Remove those of older versions, and what precedes them: no chunk without them can hold it."""
         dropped = []
-        for worker, partial in list(self._partials.items()):
+        for worker, (partial, heard_s) in list(self._partials.items()):
             stale = [i for i, fragment in enumerate(partial) if fragment.model_version < min_version]
             if stale:
                 dropped += partial[: stale[-1] + 1]
-                self._keep(worker, partial[stale[-1] + 1 :])
+                if rest := partial[stale[-1] + 1 :]:
+                    self._partials[worker] = rest, heard_s
+                else:
+                    del self._partials[worker]
         return dropped
 
     def drop_worker(self, worker_uuid: str) -> list[Fragment]:
         """Remove those of this worker."""
-        partial = self._partials.get(worker_uuid, [])
-        self._keep(worker_uuid, [])
-        return partial
+        return self._partials.pop(worker_uuid, ([], 0.0))[0]
 
     def drop_all(self) -> list[Fragment]:
         """Remove all."""
         dropped = list(self)
         self._partials.clear()
-        self._heard_s.clear()
         return dropped
-
-    def _keep(self, worker: str, fragments: list[Fragment]) -> None:
-        if fragments:
-            self._partials[worker] = fragments
-        else:
-            self._partials.pop(worker, None)
-            self._heard_s.pop(worker, None)
 
     def heard_last(self) -> tuple[str, float] | None:
         """The worker silent for longest, and when it was heard; None: there is no partial chunk."""
-        return next(iter(self._heard_s.items()), None)
+        return next(((worker, heard_s) for worker, (_, heard_s) in self._partials.items()), None)
 
     def hear_all(self, now_s: float) -> None:
         """Count all workers as heard now."""
-        self._heard_s = dict.fromkeys(self._partials, now_s)
+        self._partials = {worker: (partial, now_s) for worker, (partial, _) in self._partials.items()}
 
 
 class ChunkTable:

@@ -59,10 +59,8 @@ class Collector:
     def _work(self) -> None:
         if self._queue and not self._paused and self._working is None:
             ids, self._queue = self._queue, []
-            self._start(lambda: self._store.delete_fragments(ids), lambda _: None)
-
-    def _start(self, work: Callable[[], T], use: Callable[[T], None]) -> None:
-        self._working = asyncio.create_task(self._run(work, use))
+            deleting = self._run(lambda: self._store.delete_fragments(ids), lambda _: None)
+            self._working = asyncio.create_task(deleting)
 
     async def _run(self, work: Callable[[], T], use: Callable[[T], None]) -> None:
         """Do `work` in a thread, `use` its result here, and then what is queued.
@@ -94,7 +92,8 @@ class Collector:
         is_time = self._swept_s is None or self._swept_s + self._grace_s <= now_s
         if is_time and self.due_s is None and self._working is None:
             self._swept_s = now_s
-            self._start(self._store.ids, lambda ids: self._suspect(ids, now_s))
+            sweeping = self._run(self._store.ids, lambda ids: self._suspect(ids, now_s))
+            self._working = asyncio.create_task(sweeping)
 
     def _suspect(self, ids: list[str], now_s: float) -> None:
         self._suspects = {fragment_id for fragment_id in ids if not self._is_named(fragment_id)}

@@ -188,9 +188,9 @@ class Snapshot:
     def __init__(self, transaction: lmdb.Transaction[memoryview]) -> None:
         self._transaction = transaction
 
-    def get(self, key: bytes, table: Any) -> memoryview | None:
-        """The value, for use before this is let go; None: there is none."""
-        return self._transaction.get(key, db=table)
+    def get(self, key: bytes, db: Any) -> memoryview | None:
+        """The value in this table, for use before this is let go; None: there is none."""
+        return self._transaction.get(key, db=db)
 
     def keys(self, table: Any) -> Iterator[bytes]:
         """All keys in order; it holds the snapshot until it is exhausted or let go."""

@@ -228,19 +228,15 @@ class FragmentStore:
         return self._environment.read().get(fragment_id.encode(), self._payloads) is not None
 
     def __len__(self) -> int:
-        return self._now()[0]
+        return self._read_totals(self._environment.read())[0]
 
     def num_bytes(self) -> int:
         """Of the payloads."""
-        return self._now()[1]
+        return self._read_totals(self._environment.read())[1]
 
-    def _now(self) -> tuple[int, int]:
-        """Count and bytes of the payloads."""
-        raw = self._environment.read().get(_TOTALS_KEY, self._totals)
-        return _TOTALS.unpack(raw) if raw is not None else (0, 0)
-
-    def _read_totals(self, transaction: Any) -> tuple[int, int]:
-        raw = transaction.get(_TOTALS_KEY, db=self._totals)
+    def _read_totals(self, reader: Any) -> tuple[int, int]:
+        """Count and bytes of the payloads, as a snapshot or a transaction has them."""
+        raw = reader.get(_TOTALS_KEY, db=self._totals)
         return _TOTALS.unpack(raw) if raw is not None else (0, 0)
 
     def _write_totals(self, transaction: Any, count: int, num_bytes: int) -> None:

@@ -52,76 +52,6 @@ class Chunk(msgspec.Struct, eq=False, array_like=True):
     """In `ChunkTable`; -1: it is not there."""
 
 
-class Sequences:
-    """The partial chunk of every worker that has one.
-
-    Invariants: the fragments of one worker here follow each other without a gap, and are fewer than make a
-    chunk.
-
-    >>> sequences = Sequences(fragments_per_chunk=2)
-    >>> sequences.add(Fragment("a", "w", 0, -1, 0), now_s=0.0)
-    ([], [])
-    >>> useless, complete = sequences.add(Fragment("b", "w", 2, -1, 1), now_s=1.0)  # 1 was lost
-    >>> [fragment.fragment_id for fragment in useless], complete
-    (['a'], [])
-    """
-
-    def __init__(self, fragments_per_chunk: int) -> None:
-        self._fragments_per_chunk = fragments_per_chunk
-        # With the time of the last; the worker that has been silent for longest comes first.
-        self._partials: dict[str, tuple[list[Fragment], float]] = {}
-
-    def __iter__(self) -> Iterator[Fragment]:
-        for fragments, _ in self._partials.values():
-            yield from fragments
-
-    def __len__(self) -> int:
-        return sum(len(fragments) for fragments, _ in self._partials.values())
-
-    def add(self, fragment: Fragment, now_s: float) -> tuple[list[Fragment], list[Fragment]]:
-        """Those that a gap makes useless, and the chunk that `fragment` completes; each may be empty."""
-        partial = self.drop_worker(fragment.worker_uuid)
-        useless: list[Fragment] = []
-        if partial and partial[-1].fid_in_worker + 1 != fragment.fid_in_worker:
-            partial, useless = [], partial
-        partial.append(fragment)
-        if len(partial) == self._fragments_per_chunk:
-            return useless, partial
-        self._partials[fragment.worker_uuid] = partial, now_s
-        return useless, []
-
-    def drop_stale(self, min_version: int) -> list[Fragment]:
-        """Remove those of older versions, and what precedes them: no chunk without them can hold it."""
-        dropped = []
-        for worker, (partial, heard_s) in list(self._partials.items()):
-            stale = [i for i, fragment in enumerate(partial) if fragment.model_version < min_version]
-            if stale:
-                dropped += partial[: stale[-1] + 1]
-                if rest := partial[stale[-1] + 1 :]:
-                    self._partials[worker] = rest, heard_s
-                else:
-                    del self._partials[worker]
-        return dropped
-
-    def drop_worker(self, worker_uuid: str) -> list[Fragment]:
-        """Remove those of this worker."""
-        return self._partials.pop(worker_uuid, ([], 0.0))[0]
-
-    def drop_all(self) -> list[Fragment]:
-        """Remove all."""
-        dropped = list(self)
-        self._partials.clear()
-        return dropped
-
-    def heard_last(self) -> tuple[str, float] | None:
-        """The worker silent for longest, and when it was heard; None: there is no partial chunk."""
-        return next(((worker, heard_s) for worker, (_, heard_s) in self._partials.items()), None)
-
-    def hear_all(self, now_s: float) -> None:
-        """Count all workers as heard now."""
-        self._partials = {worker: (partial, now_s) for worker, (partial, _) in self._partials.items()}
-
-
 class ChunkTable:
     """The chunks that can be served.
 
@@ -199,3 +129,73 @@ class ChunkTable:
         assert count <= size
         slots = np.random.default_rng(seed).choice(size, count, replace=False)
         return [self._slots[slot] for slot in slots.tolist()]
+
+
+class Sequences:
+    """The partial chunk of every worker that has one.
+
+    Invariants: the fragments of one worker here follow each other without a gap, and are fewer than make a
+    chunk.
+
+    >>> sequences = Sequences(fragments_per_chunk=2)
+    >>> sequences.add(Fragment("a", "w", 0, -1, 0), now_s=0.0)
+    ([], [])
+    >>> useless, complete = sequences.add(Fragment("b", "w", 2, -1, 1), now_s=1.0)  # 1 was lost
+    >>> [fragment.fragment_id for fragment in useless], complete
+    (['a'], [])
+    """
+
+    def __init__(self, fragments_per_chunk: int) -> None:
+        self._fragments_per_chunk = fragments_per_chunk
+        # With the time of the last; the worker that has been silent for longest comes first.
+        self._partials: dict[str, tuple[list[Fragment], float]] = {}
+
+    def __iter__(self) -> Iterator[Fragment]:
+        for fragments, _ in self._partials.values():
+            yield from fragments
+
+    def __len__(self) -> int:
+        return sum(len(fragments) for fragments, _ in self._partials.values())
+
+    def add(self, fragment: Fragment, now_s: float) -> tuple[list[Fragment], list[Fragment]]:
+        """Those that a gap makes useless, and the chunk that `fragment` completes; each may be empty."""
+        partial = self.drop_worker(fragment.worker_uuid)
+        useless: list[Fragment] = []
+        if partial and partial[-1].fid_in_worker + 1 != fragment.fid_in_worker:
+            partial, useless = [], partial
+        partial.append(fragment)
+        if len(partial) == self._fragments_per_chunk:
+            return useless, partial
+        self._partials[fragment.worker_uuid] = partial, now_s
+        return useless, []
+
+    def drop_stale(self, min_version: int) -> list[Fragment]:
+        """Remove those of older versions, and what precedes them: no chunk without them can hold it."""
+        dropped = []
+        for worker, (partial, heard_s) in list(self._partials.items()):
+            stale = [i for i, fragment in enumerate(partial) if fragment.model_version < min_version]
+            if stale:
+                dropped += partial[: stale[-1] + 1]
+                if rest := partial[stale[-1] + 1 :]:
+                    self._partials[worker] = rest, heard_s
+                else:
+                    del self._partials[worker]
+        return dropped
+
+    def drop_worker(self, worker_uuid: str) -> list[Fragment]:
+        """Remove those of this worker."""
+        return self._partials.pop(worker_uuid, ([], 0.0))[0]
+
+    def drop_all(self) -> list[Fragment]:
+        """Remove all."""
+        dropped = list(self)
+        self._partials.clear()
+        return dropped
+
+    def heard_last(self) -> tuple[str, float] | None:
+        """The worker silent for longest, and when it was heard; None: there is no partial chunk."""
+        return next(((worker, heard_s) for worker, (_, heard_s) in self._partials.items()), None)
+
+    def hear_all(self, now_s: float) -> None:
+        """Count all workers as heard now."""
+        self._partials = {worker: (partial, now_s) for worker, (partial, _) in self._partials.items()}

@@ -267,7 +267,8 @@ def parse_config(
 
 def _with_new_names(data: Mapping[str, Any], old_names: OldNames) -> dict[str, Any]:
     """A copy of `data` in which the keys of earlier versions have the names of this one."""
-    table = copy.deepcopy(dict(data))
+    # Arguments of a program's own may be objects, which stay the same objects.
+    table = copy.deepcopy(dict(data)) if old_names else dict(data)
     for old, names in old_names.items():
         *path, last = old.split(".")
         node: Any = table

@@ -39,6 +39,7 @@ from forebay.produce.strategies.base import ProduceBatchStatus
 from forebay.produce.strategies.pending import ProductionError
 from forebay.produce.strategies.rules import GroupRules, fail_group, name_group, record_left, why_failed
 from forebay.replay import ConnectionLost, ReplayBuffer, StorageItem
+from forebay.replay.arrival import NEVER_STALE
 from forebay.types import (
     RolloutState,
     Status,
@@ -382,7 +383,7 @@ class Batches:
 
     def _threshold(self, task_name: str) -> int:
         strategy = self.runners[task_name].produce_strategy
-        return strategy.leftover_threshold or strategy.stale_threshold or _NEVER_STALE
+        return strategy.leftover_threshold or strategy.stale_threshold or NEVER_STALE
 
     async def give_back(self, groups: Sequence[Sequence[RolloutState]], train_step: int) -> None:
         """Undo `take`: the groups are live again, as they were."""
@@ -462,5 +463,3 @@ NO_SIGNAL = "no_signal"
 """Why a group is dropped whose scores do not differ, and whose place a past group has."""
 _TERMINAL = (Status.FILTERED, Status.FAILED, Status.SKIPPED)
 """Groups that will never be trained or retried."""
-_NEVER_STALE = 2**31 - 1
-"""A threshold that nothing reaches: the groups of a task without one are aged all the same."""

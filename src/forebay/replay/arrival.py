@@ -83,6 +83,8 @@ class PutKeywords(TypedDict, total=False):
 
 
 CAN_EXPIRE = (Status.COMPLETED, Status.ABORTED)
+NEVER_STALE = 2**31 - 1
+"""A threshold that nothing reaches: groups are aged, and none is looked for."""
 EXPIRE_AT_ONCE = 64
 """Groups expired between two turns of the event loop: wiping them takes about 10 ms."""
 LABEL_AT_ONCE = 256
@@ -213,6 +215,8 @@ async def expire_old(
 ) -> int:
     """Wipe and store as EXPIRED what is at or over the threshold at `train_step`; return how many groups."""
     await storage.set_train_step(task_name, train_step)
+    if threshold == NEVER_STALE:
+        return 0
     # Another caller may have named a later one.
     train_step = await storage.get_train_step(task_name) or train_step
     query = {"task_name": task_name, "status": {"$in": statuses}, "staleness": {"$gte": threshold}}

@@ -56,9 +56,8 @@ def keeps_consumed(config: RunConfig) -> bool:
 
     Where a run ends as a whole, and its groups with it, nothing could ask for them again.
     """
-    outlives = store_of(config) != "memory"
     loses_trainer = (config.cluster is not None or config.train.ranks > 1) and not config.record
-    return config.checkpoint_every > 0 and (outlives or loses_trainer)
+    return config.checkpoint_every > 0 and (loses_trainer or store_of(config) != "memory")
 
 
 def open_storage(config: RunConfig, folder: Path, *, is_new: bool) -> StorageBackend:

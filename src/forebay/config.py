@@ -181,7 +181,7 @@ def apply_overrides(
     Raises:
         ConfigError: an override has no ``=`` or walks into something that is not a table or list.
     """
-    result = _with_new_names(data, old_names)
+    result = _with_new_names(copy.deepcopy(dict(data)), old_names)
     changes: list[tuple[list[str], str, str]] = []
     for override in overrides:
         key, separator, text = override.partition("=")

@@ -428,3 +428,48 @@ def test_whoever_is_lost_whenever_no_rollout_is_lost_or_doubled(seed, monkeypatc
         await controller.close()
 
     virtual_time.run(main())
+
+
+class Newcomer(Fallible):
+    """As a server: it takes weights over one after the other, those of its start for a hundred seconds."""
+
+    def __init__(self, **arguments) -> None:
+        super().__init__(**arguments)
+        self.turn = asyncio.Lock()
+
+    async def bring_up(self) -> None:
+        async with self.turn:
+            step = self.given_step
+            await asyncio.sleep(self.start_s)
+            await ScriptedEngine.load_weights(self, [], step)
+            await ScriptedEngine.resume(self)
+            self.away = False
+
+    async def load_weights(self, weights, model_step: int) -> None:
+        self.given_step = model_step
+        async with self.turn:
+            self._answer_or_not()
+            await ScriptedEngine.load_weights(self, weights, model_step)
+
+
+def test_a_hand_over_waits_for_no_newcomer_which_begins_with_the_newest_weights():
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        engines = [Newcomer(), Newcomer(start_s=100.0)]
+        controller = RolloutController(engines)
+        await controller.update_weights([], 1)
+        running = [asyncio.create_task(controller.generate_sample(rollout(i, length=5000))) for i in range(6)]
+        for step in range(2, 12):
+            await asyncio.sleep(12.0)
+            before_s = loop.time()
+            await controller.update_weights([], step)
+            assert loop.time() == before_s, "the hand-over waited"
+        # The engine itself asserts that it gets nothing before it has the newest weights.
+        assert controller.engines_up.keys() == {0, 1}
+        states = await asyncio.gather(*(controller.generate_sample(rollout(f"n{i}")) for i in range(9)))
+        assert engines[1].requests
+        assert {step for state in states for step in state.response_model_steps.tolist()} == {11}
+        assert all(is_whole(state, 5000) for state in await asyncio.gather(*running))
+        await controller.close()
+
+    virtual_time.run(main())

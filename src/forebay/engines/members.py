@@ -147,6 +147,8 @@ class Member:
     paused: bool = False
     num_in_flight: int = 0
     bringing_up: asyncio.Task[None] | None = None
+    loading: asyncio.Task[None] | None = None
+    """Of weights that came while it was brought up."""
     is_starting: bool = False
     """It is being brought up, and does not wait for that."""
     lost_because: str = "not started yet"

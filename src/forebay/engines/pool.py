@@ -13,7 +13,6 @@
 
 An engine that comes back gets the weights of now, and is paused if the others are, before it gets a request.
 While the others sleep, so that a trainer has their device, none is brought up.
-It draws no tokens and knows no rollouts: budgets and seeds are the controller's.
 """
 
 from __future__ import annotations
@@ -44,6 +43,7 @@ from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Load = Callable[[Member], Awaitable[None]]
 
 LOAD_LIMIT_S = 600.0
 """For taking over weights and for freeing them: minutes are usual where a model is large."""
@@ -117,7 +117,6 @@ class EnginePool:
     @property
     def max_context_tokens(self) -> int:
         """The smallest context of all engines."""
-        # Asked for every turn of a rollout; an engine's own may change only where it is brought up.
         if self._context is None:
             self._context = min(member.engine.max_context_tokens for member in self._members)
         return self._context
@@ -194,12 +193,10 @@ class EnginePool:
         await self._ask_all("pause", self._follow_pause)
 
     async def resume(self) -> None:
-        """Take requests again.
-
-        A remote engine that does not do so within a minute is lost, which is no error.
+        """Take requests again; engines that do not answer are as for `pause`.
 
         Raises:
-            StallError: an engine of this process did not answer within a minute; the others go on.
+            StallError: as for `pause`; the others go on.
         """
         self._paused = False
         self._wake()
@@ -238,8 +235,8 @@ class EnginePool:
     async def load_weights(self, weights: Weights, model_step: int) -> None:
         """Give every engine the weights after train step `model_step`; return once one at least has them.
 
-        Those that are lost take them over when they come back. A remote one that refuses them is lost, too:
-        brought up again, it may take them.
+        Those that are lost, or start, take them over by themselves: no hand-over waits for them while another
+        is up. A remote one that refuses them is lost, too: brought up again, it may take them.
 
         Raises:
             StallError: an engine of this process did not take them within ten minutes.
@@ -247,7 +244,9 @@ class EnginePool:
             ConfigError: they cannot be written to where the engines read them.
         """
         shared = weights if isinstance(weights, LiveWeights) else list(weights)
-        await self._load(model_step, lambda member: member.engine.load_weights(shared, model_step))
+        # Newcomers may read live ones from the trainer's own memory, which is to change afterwards.
+        waits = isinstance(weights, LiveWeights)
+        await self._load(model_step, lambda member: member.engine.load_weights(shared, model_step), waits)
 
     @property
     def takes_live_weights(self) -> bool:
@@ -271,19 +270,31 @@ class EnginePool:
             StallError, EngineLost: as for `load_weights`.
         """
         shared = list(adapters)
-
         await self._load(
             model_step,
             lambda member: cast("Any", member.engine).load_adapters(shared, model_step, config=config),
         )
 
-    async def _load(self, model_step: int, load: Callable[[Member], Awaitable[None]]) -> None:
+    async def _load(self, model_step: int, load: Load, waits: bool = False) -> None:
         self._given_step = model_step
         self._wake()
         what = f"load the weights of step {model_step}"
-        await self._ask_all(what, load, among=self._left, limit_s=LOAD_LIMIT_S)
+        left = self._left
+        if any(member.is_up for member in left) and not waits:
+            for member in left:
+                if not member.is_up:
+                    member.loading = asyncio.create_task(self._load_newcomer(member, load, what))
+            left = [member for member in left if member.is_up]
+        await self._ask_all(what, load, among=left, limit_s=LOAD_LIMIT_S)
         while not any(member.is_up for member in self._members):
             await self._change()
+
+    async def _load_newcomer(self, member: Member, load: Load, what: str) -> None:
+        try:
+            await answered(load(member), f"{member} was asked to {what}", LOAD_LIMIT_S)
+        # It was away, or refuses them: as it is brought up it takes them by itself, or is given up.
+        except (EngineLost, StallError, ValueError) as error:
+            logger.debug("%s: %s", member, error)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests with ``"abort"``; at an engine that is lost they have ended."""
@@ -294,8 +305,7 @@ class EnginePool:
     async def health(self) -> EngineHealth:
         """All engines together: ok if all are, sums of requests, the oldest model step.
 
-        Raises:
-            StallError: an engine did not answer within a minute.
+        Raises StallError: an engine did not answer within a minute.
         """
         parts = await self._ask_all("report its health", lambda member: member.engine.health())
         details = {member.number: member.lost_because for member in self._members}
@@ -382,6 +392,8 @@ class EnginePool:
                     if not num_left:
                         raise
                     logger.warning("%s is brought up once more: %s", member, error)
+            while member.loading is not None and not member.loading.done():
+                await asyncio.wait([member.loading])
             member.is_up = True
             self._members.note_load(member)
             if again:

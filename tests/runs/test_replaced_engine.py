@@ -1,0 +1,96 @@
+"""An engine process that is killed in the middle of a run is replaced at once: the run goes on meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from forebay.config import parse_config
+from forebay.ledger import Ledger
+from forebay.metrics import read_jsonl
+from forebay.runs import launch as launching
+from forebay.runs.config import RunConfig
+from forebay.runs.launch import launch
+
+STEPS = 400
+
+
+def config(folder):
+    table = {
+        "name": "run",
+        "output": str(folder),
+        "steps": STEPS,
+        "batch_size": 2,
+        "rollouts_per_prompt": 4,
+        "history_gb": 0,
+        "checkpoint_every": 0,
+        "model": {
+            "source": "tiny",
+            "max_context": 32,
+            "tiny": {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "alphabet": "abcdefghijkl="},
+        },
+        "tasks": [
+            {
+                "name": "sorting",
+                "data": {"source": "sorting", "arguments": {"length": 3, "letters": 5}, "size": 100},
+                "judge": {"name": "exact_match", "arguments": {"partial_credit": True}},
+                "sample": {"max_tokens": 4},
+            }
+        ],
+        "engine": {"name": "process", "arguments": {"engines": 2}},
+        "produce": {"mode": "separate", "max_staleness": 1, "enable_partial_rollout": True},
+        "train": {"lr": 1e-3, "token_budget": 512},
+    }
+    return parse_config(RunConfig, table)
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_killed_engine_is_back_while_the_run_goes_on(tmp_path, monkeypatch):
+    runs = []
+    loops = launching.LOOPS["separate"]
+
+    async def watched(run):
+        runs.append(run)
+        await loops(run)
+
+    monkeypatch.setitem(launching.LOOPS, "separate", watched)
+    folder = tmp_path / "run"
+
+    async def until(running, condition):
+        while not condition():
+            assert not running.done(), running.result()
+            await asyncio.sleep(0.02)
+
+    def step():
+        return runs[0].train_step
+
+    async def main():
+        running = asyncio.create_task(launch(config(tmp_path)))
+        try:
+            await asyncio.wait_for(until(running, lambda: runs and step() >= 2), 200)
+            controller = runs[0].controller
+            first = controller.engines[0]
+            pid, killed_at = first.pid, step()
+            os.kill(pid, signal.SIGKILL)
+            await asyncio.wait_for(until(running, lambda: controller.counts()["engine_restarts"] == 1), 200)
+            back_at = step()
+            await asyncio.wait_for(until(running, lambda: step() > back_at + 2), 200)
+            assert killed_at < back_at, "the run stood still meanwhile"
+            assert first.pid != pid
+            assert controller.engines_up.keys() == {0, 1}
+            runs[0].stop.set()
+            await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(main())
+    run = runs[0]
+    ledger = Ledger.read(folder / "ledger.jsonl")
+    balance = ledger.balance(ledger.count_live())
+    assert balance.ok
+    assert balance.trained == 2 * run.train_step
+    assert not any(row.get("failed") for row in read_jsonl(folder / "metrics.jsonl"))

@@ -118,6 +118,7 @@ def look(folder: Path) -> None:
             wall = time.perf_counter() - begun
             print(f"first paint, {visit}: {wall:.2f} s wall, {served.cpu_s() - cpu:.2f} CPU s of the server")
             page.goto("about:blank")
+        print(f"a written step is on the screen after {_until_seen(browser)} s")
         browser.close()
     run = json.load(urllib.request.urlopen(f"{served.address}api/runs"))[0]["id"]
     for what, given in (
@@ -139,6 +140,32 @@ def look(folder: Path) -> None:
         f"memory of the server: at most {served.memory_mb():.0f} MB, now {served.memory_mb('VmRSS'):.0f} MB"
     )
     served.close()
+
+
+def _until_seen(browser) -> str:
+    """Seconds from a row in the metrics until the page shows its step, for ten of them."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "run.toml").write_text(f'name = "live"\nsteps = {2 * STEPS}\n')
+        seen, rows = [], (folder / "metrics.jsonl").open("w")
+        for step in range(1, STEPS + 1):
+            rows.write(json.dumps({"train_step": step, "unix_time_s": time.time(), "reward": 0.5}) + "\n")
+        rows.flush()
+        served, page = Served(folder), browser.new_page()
+        page.goto(served.address)
+        page.wait_for_selector("figure.chart canvas")
+        for step in range(STEPS + 1, STEPS + 11):
+            time.sleep(1.3)
+            begun = time.perf_counter()
+            rows.write(json.dumps({"train_step": step, "unix_time_s": time.time(), "reward": 0.5}) + "\n")
+            rows.flush()
+            page.wait_for_function(
+                "text => document.querySelector('main').innerText.includes(text)", arg=f"{step:,} of"
+            )
+            seen.append(time.perf_counter() - begun)
+        page.goto("about:blank")
+        served.process.kill()
+    return f"{sorted(seen)[5]:.2f} (at most {max(seen):.2f})"
 
 
 def viewers(seconds: float = 20.0) -> None:

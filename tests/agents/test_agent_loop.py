@@ -15,7 +15,7 @@ from forebay.aio.virtual_time import run
 from forebay.engines import RolloutController, ScriptedEngine
 from forebay.judges.base import Judge
 from forebay.types import RolloutState, SampleParams, Status
-from forebay.watching.activity import Activities, Activity
+from forebay.watching.activity import JUDGE, Activities, Activity
 from forebay.watching.stalls import StallError, StallWatch
 
 
@@ -174,9 +174,17 @@ def test_a_judge_of_ones_own_that_raises_fails_those_without_a_verdict() -> None
             target[0].reward = {"score": 1.0}
             raise ConnectionError("the judge's server is gone")
 
-    group = run(Plain(controller(), Own()).generate_group(make_group(2)))
+    async def main() -> tuple[list[RolloutState], set[str]]:
+        loop, notes = Plain(controller(), Own()), set[str]()
+        loop.activities.listen(
+            lambda _: None, lambda ended: notes.add(ended.note) if ended.stage == JUDGE else None
+        )
+        return await loop.generate_group(make_group(2)), notes
+
+    group, notes = run(main())
     assert [state.status for state in group] == [Status.COMPLETED, Status.FAILED]
     assert group[1].error_msg == "rollout math/0/1: judge Own: ConnectionError: the judge's server is gone"
+    assert notes == {group[1].error_msg}
 
 
 def test_an_engines_error_names_the_rollout() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import re
 import shutil
 import signal
@@ -287,6 +288,48 @@ def test_a_click_in_a_chart_opens_the_rollouts_of_that_step(address, open_page):
     page.wait_for_selector(".view.rollouts")
     assert "train_step_max=1" in page.url
     has(page, "expected: 42")
+    see(page, "rollouts", "planted", train_step_min=4, train_step_max=4)
+    has(page, "Step 4 against the 10 before")
+
+
+@pytest.mark.skipif("BOARD_PLANTED" not in os.environ, reason="needs the runs of benchmarks/planted.py")
+def test_planted_causes_are_found_from_the_page_alone(open_page):
+    """As docs/board.md says it; and the pictures that stand there."""
+    pictures = Path(__file__).parents[2] / "docs/pictures"
+    with served(Path(os.environ["BOARD_PLANTED"])) as address:
+        page = open_page(f"{address}#/overview?run=judge", viewport={"width": 1280, "height": 860})
+        has(page, "judge Grader: ConnectionError: the grading service")
+        page.wait_for_timeout(300)
+        page.screenshot(path=pictures / "board.png")
+        # The dip: a click in the chart of the reward, at step 111 of 240.
+        box = page.locator(".u-over").first.bounding_box()
+        page.locator(".u-over").first.click(position={"x": box["width"] * 111 / 240, "y": 60})
+        has(page, "The score is lower although these prompts are not that much harder")
+        page.get_by_text("the answers, worst first").click()
+        has(page, "The answer is what was expected, and yet earned nothing")
+        page.screenshot(path=pictures / "board_dip.png")
+        page.locator("main a.item").first.click()
+        has(page, "Life of its group")
+        page.screenshot(path=pictures / "board_rollout.png")
+        see(page, "prompts", "judge")
+        has(page, "prompts never earned anything")
+        see(page, "bias", "dropped")
+        has(page, "longer: ")
+        page.screenshot(path=pictures / "board_bias.png")
+        see(page, "overview", "good", **{"with": "lr"})
+        has(page, "train.lr")
+        page.wait_for_timeout(300)
+        page.screenshot(path=pictures / "board_overlay.png")
+        dark = open_page(address, viewport={"width": 1280, "height": 860}, color_scheme="dark")
+        see(dark, "timeline", "dropped")
+        dark.screenshot(path=pictures / "board_timeline.png")
+        phone = open_page(address, viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True)
+        see(phone, "overview", "judge")
+        phone.wait_for_timeout(300)
+        assert wide(phone) <= 0
+        phone.screenshot(path=pictures / "board_phone.png")
+        for one in (page, dark, phone):
+            one.goto("about:blank")
 
 
 @pytest.mark.skipif(not AXE.exists(), reason="needs axe-core: npm ci in src/forebay/board/web")

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
+from forebay.board import rollouts as rollouts_module
 from forebay.board import server
 from forebay.board.export import write_report
 from forebay.board.folder import MAX_NOTES, RunFolder, hide_secrets
@@ -130,6 +131,21 @@ async def test_steps_that_were_undone_leave_an_open_page_and_a_killed_run_is_los
     assert (change["live"]["state"], change["metrics"]) == ("lost", {})
 
 
+async def test_ten_viewers_of_a_run_cost_one_look_at_it(live, monkeypatch):
+    follow, open_sink = live
+    monkeypatch.setattr(server, "HEARTBEAT_S", 60.0)
+    looks, look = [], RunFolder.live
+    monkeypatch.setattr(RunFolder, "live", lambda run: (looks.append(run), look(run))[1])
+    sink = open_sink()
+    sink.log(1, {"reward": 0.5})
+    viewers = [follow(1) for _ in range(10)]
+    told = [await said("metrics") for said in viewers]
+    assert told == told[:1] * 10
+    # A second may end among them.
+    assert len(looks) <= 3
+    sink.close()
+
+
 async def test_notes_beyond_those_that_a_page_begins_with_are_told(live, tmp_path):
     follow, _ = live
     line = '{"text": "old"}\n' * (MAX_NOTES + 10)
@@ -164,6 +180,28 @@ def test_rollouts_are_found_by_what_is_known_of_them(client):
     ids = [row["rollout_id"] for row in first["rows"] + second["rows"]]
     assert first["more"]
     assert len(set(ids)) == 10
+
+
+def test_frequent_texts_are_counted_up_to_a_bound(client, monkeypatch):
+    monkeypatch.setattr(rollouts_module, "MAX_COUNTED", 7)
+    assert ask(client, "count", text="answer")["rollouts"] == 7
+    assert ask(client, "count", text="answer 1 to 8")["rollouts"] == 1
+    # Only texts cost anything.
+    assert ask(client, "count")["rollouts"] == 44
+
+
+def test_steps_can_be_held_against_the_score_of_their_prompts(client):
+    through = {row["prompt_hash"]: row for row in ask(client, "prompts")}
+    rows = ask(client, "rollouts", train_step_min=2, train_step_max=2, outcome="trained", order="worst")[
+        "rows"
+    ]
+    assert [row["score"] for row in rows] == sorted(row["score"] for row in rows)
+    expected = [through[row["prompt_hash"]]["score"] for row in rows]
+    found = ask(client, "count", train_step_min=2, train_step_max=2, outcome="trained")
+    assert found["solved"] == pytest.approx(sum(expected) / len(expected))
+    best = [row["best"] for row in through.values()]
+    assert {row["never"] for row in through.values()} == {sum(score <= 0 for score in best)}
+    assert {row["prompts"] for row in through.values()} == {len(best)}
 
 
 def test_one_rollout_comes_with_tokens_numbers_and_life(client):

@@ -48,6 +48,7 @@ HEALTHY = {
     "train/score_std": 0.4,
     "train/entropy": 1.0,
     "dropped/failed": 1.0,
+    "failed/judge": 0.0,
 }
 
 
@@ -83,6 +84,10 @@ SEQUENCES = {
         r"tasks\.sample\.temperature \(now 1\)",
     ),
     "truncated": (rows(10, truncated=0.7), r"70% .* tasks\.sample\.max_tokens \(now 5\)"),
+    "judge": (
+        [*rows(2, **{"failed/judge": 0.2}), row(3), *rows(3, 4, **{"failed/judge": 0.1})],
+        r"failed on 10% of its calls in the 3 steps up to 6; .*tasks\.judge\.timeout_s",
+    ),
     "failed": (
         [row(step, **failing(step)) for step in range(1, 11)],
         r"18 groups failed for good beside 36 .* produce\.max_retries",

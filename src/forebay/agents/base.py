@@ -206,7 +206,7 @@ class AgentLoop(ABC):
     async def _judge(self, judge: Judge, states: list[RolloutState]) -> None:
         first = states[0]
         group = first.rollout_id if first.group_id is None else first.group_id
-        with self.activities.span(JUDGE, group, task=first.task_name, group=first.group_id):
+        with self.activities.span(JUDGE, group, task=first.task_name, group=first.group_id) as activity:
             try:
                 await judge.judge(states)
             # `Judge` lets nothing out; this one is the user's own.
@@ -215,6 +215,7 @@ class AgentLoop(ABC):
                 for state in states:
                     if state.reward is None:
                         _fail(state, f"judge {type(judge).__name__}", error)
+            activity.note = next((s.error_msg or "" for s in states if s.status is Status.FAILED), "")
 
 
 Attempt = list[RolloutState]

@@ -62,17 +62,12 @@ class RunFolder:
         live = self.live()
         last = _last_row(self.folder / METRICS_FILE)
         return {
-            "folder": str(self.folder),
-            "title": str(config.get("name", self.folder.name)),
             "config": hide_secrets(config),
             "problem": problem,
             "state": live["state"],
             "steps": config.get("steps"),
             "train_step": last.get("train_step", 0),
             "unix_time_s": live.get("unix_time_s") or last.get("unix_time_s"),
-            "tasks": [
-                str(task.get("name", "?")) for task in config.get("tasks", []) if isinstance(task, dict)
-            ],
             "removed": self._json(f"{FOLDER}/{REMOVED_FILE}"),
         }
 
@@ -110,10 +105,9 @@ class RunFolder:
     def books(self) -> Values:
         """The balance of every task by the ledger's file, for runs that wrote no live file."""
         try:
-            balance = Ledger.read(self.folder / LEDGER_FILE).balance({})
+            return books_of(Ledger.read(self.folder / LEDGER_FILE).balance({}))
         except (OSError, ValueError):
             return {}
-        return books_of(balance)
 
     def stamp(self) -> tuple[int, ...]:
         """Changes whenever the run has written something new."""

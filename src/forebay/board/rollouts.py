@@ -28,12 +28,15 @@ with needed_by("forebay board"):
 
 Answer = TypeVar("Answer")
 Row = dict[str, Any]
+Rows = Mapping[Path, Sequence[tuple[int, int]] | None]
 
 PREVIEW = 280
 """Characters of a prompt or response in a list: some three lines on the page."""
 MAX_ROWS = 500
 """Lines of one answer; a page shows far fewer."""
-MEMORY = "128MB"
+MAX_COUNTED = 1000
+"""Rollouts with a text; ten thousand or a million are as many to a reader."""
+MEMORY = "100MB"
 """Of DuckDB, for all questions together; what needs more goes through a temporary file."""
 NUM_THREADS = 4
 """Of DuckDB: a run may need the other cores of the machine, and each thread takes memory."""
@@ -89,35 +92,52 @@ class Rollouts:
         limit = min(max(limit, 1), MAX_ROWS)
 
         def ask(cursor: duckdb.DuckDBPyConnection, parts: list[Part]) -> dict[str, Any]:
-            rows: list[Row] = []
+            keys: list[tuple[str, int]] = []
             wanted = max(offset, 0) + limit + 1
             # The newest first, and no further than needed. Other orders have to see everything.
             for some in _newest_first(parts) if order == "newest" else [parts]:
+                source = _source(ROLLOUTS, some, _rows_with(some, text))
                 query = (
-                    f"SELECT {', '.join(LISTED)}, {_CUT} FROM {_source(ROLLOUTS, some, _spellings(text))} "
+                    f"SELECT filename, file_row_number FROM {source} "
                     f"WHERE {condition} ORDER BY {ORDERS[order]} LIMIT ?"
                 )
-                rows += _rows(cursor, query, [*values, wanted - len(rows)])
-                if len(rows) >= wanted:
+                keys += cursor.execute(query, [*values, wanted - len(keys)]).fetchall()
+                if len(keys) >= wanted:
                     break
-            return {"rows": rows[max(offset, 0) :][:limit], "more": len(rows) >= wanted}
+            shown = keys[max(offset, 0) :][:limit]
+            # Texts are read of these alone: among many equal scores a sort would carry those of most.
+            rows: dict[Path, list[tuple[int, int]]] = {}
+            for path, number in shown:
+                rows.setdefault(Path(path), []).append((number, number))
+            source = _source(ROLLOUTS, [part for part in parts if part.path in rows], rows)
+            query = f"SELECT {', '.join(LISTED)}, {_CUT} FROM {source} ORDER BY {ORDERS[order]}"
+            return {"rows": _rows(cursor, query) if shown else [], "more": len(keys) >= wanted}
 
         return self._ask(ROLLOUTS, ask, {"rows": [], "more": False})
 
     def count(self, *, text: str = "", **where: str) -> dict[str, Any]:
-        """How many rollouts `search` would find, and their mean score, length and outcomes."""
+        """How many rollouts `search` would find, and their means; ``solved`` is of their prompts.
+
+        With a text at most `MAX_COUNTED`, and the means are of those: to count all, every text would be read.
+        """
         condition, values = _conditions(text, where)
 
         def ask(cursor: duckdb.DuckDBPyConnection, parts: list[Part]) -> dict[str, Any]:
+            found = (
+                "SELECT group_id, prompt_hash, finish_reason, score, num_tokens, staleness "
+                f"FROM {_source(ROLLOUTS, parts, _rows_with(parts, text))} WHERE {condition} "
+                f"{f'LIMIT {MAX_COUNTED}' if text else ''}"
+            )
             return _rows(
                 cursor,
                 "SELECT count(*) AS rollouts, count(DISTINCT group_id) AS groups, avg(score) AS score, "
-                "avg(num_tokens) AS num_tokens "
-                f"FROM {_source(ROLLOUTS, parts, _spellings(text))} WHERE {condition}",
+                "avg(num_tokens) AS num_tokens, avg(solved) AS solved, avg(staleness) AS staleness, "
+                "avg((finish_reason = 'length')::INT) AS truncated "
+                f"FROM ({found}) LEFT JOIN {_SOLVED} USING (prompt_hash)",
                 values,
             )[0]
 
-        return self._ask(ROLLOUTS, ask, {"rollouts": 0, "groups": 0, "score": None, "num_tokens": None})
+        return self._ask(ROLLOUTS, ask, {"rollouts": 0, "groups": 0})
 
     def choices(self) -> dict[str, list[Row]]:
         """The values of each column that can be chosen, with their counts, the most frequent first."""
@@ -148,10 +168,10 @@ class Rollouts:
         columns = ", ".join((*LISTED, *DOCUMENTS, *TOKENS))
         return self._lines(f"SELECT {columns} FROM rollouts WHERE rollout_id = ? ORDER BY time_s", rollout_id)
 
-    def prompts(
-        self, *, order: str = "hardest", task: str = "", limit: int = 50, offset: int = 0
-    ) -> list[Row]:
+    def prompts(self, *, order: str = "hardest", limit: int = 50, offset: int = 0) -> list[Row]:
         """Prompts by how they were answered: tries, scores at first and at last.
+
+        Each line also has how many ``prompts`` there are, and how many of them ``never`` earned anything.
 
         Raises:
             ValueError: an unknown order.
@@ -166,18 +186,18 @@ class Rollouts:
         }
         if order not in orders:
             raise ValueError(f"order must be one of {', '.join(orders)}; got {order!r}")
-        where, values = ("AND task = ?", list[Any]([task])) if task else ("", [])
         query = (
             f"SELECT prompt_hash::VARCHAR AS prompt_hash, any_value(task) AS task, "
             f"left(any_value(prompt), {PREVIEW}) AS prompt, count(*) AS rollouts, "
             f"count(DISTINCT group_id) AS groups, avg(score) AS score, max(score) AS best, "
             f"stddev_pop(score) AS spread, avg(num_tokens) AS num_tokens, min(train_step) AS first_step, "
             f"max(train_step) AS last_step, arg_min(score, time_s) AS first_score, "
-            f"arg_max(score, time_s) AS last_score FROM rollouts WHERE score IS NOT NULL "
+            "arg_max(score, time_s) AS last_score, count_if(max(score) <= 0) OVER () AS never, "
+            "count(*) OVER () AS prompts FROM rollouts WHERE score IS NOT NULL "
             # A rollout that is trained on again is one try.
-            f"AND outcome <> 'reused' {where} GROUP BY prompt_hash ORDER BY {orders[order]} LIMIT ? OFFSET ?"
+            f"AND outcome <> 'reused' GROUP BY prompt_hash ORDER BY {orders[order]} LIMIT ? OFFSET ?"
         )
-        values += [min(max(limit, 1), MAX_ROWS), max(offset, 0)]
+        values = [min(max(limit, 1), MAX_ROWS), max(offset, 0)]
         return self._ask(ROLLOUTS, lambda cursor, _: _rows(cursor, query, values), [])
 
     def prompt(self, prompt_hash: str) -> list[Row]:
@@ -258,8 +278,7 @@ class Rollouts:
                 counts[stage][bucket] = count
             return {**answer, "crowded": counts}
 
-        nothing: dict[str, Any] = {"from_s": None, "spans": [], "busy": [], "crowded": {}}
-        return self._ask(SPANS, ask, nothing)
+        return self._ask(SPANS, ask, {"from_s": None, "spans": [], "busy": [], "crowded": {}})
 
     def spans_of(self, names: Sequence[str]) -> list[Row]:
         """The activities that are named after these rollouts or groups."""
@@ -331,8 +350,12 @@ def _is_damaged(path: Path) -> bool:
     return False
 
 
-def _source(kind: str, parts: Sequence[Part], texts: Sequence[str] = ()) -> str:
-    """All lines of these files that count, and that may hold one of `texts`.
+def _rows_with(parts: Sequence[Part], text: str) -> Rows:
+    return {part.path: rows_with(part.path, _spellings(text)) for part in parts} if text else {}
+
+
+def _source(kind: str, parts: Sequence[Part], rows: Rows | None = None) -> str:
+    """All lines of these files that count; of one that `rows` names only the lines from first to last.
 
     Files with the same conditions are read together.
     """
@@ -340,9 +363,8 @@ def _source(kind: str, parts: Sequence[Part], texts: Sequence[str] = ()) -> str:
     for part in parts:
         # Activities that were undone did happen.
         counts = "true" if part.until is None or kind == SPANS else f"train_step <= {part.until}"
-        rows = rows_with(part.path, texts) if texts else None
-        if rows is not None:
-            between = [f"file_row_number BETWEEN {first} AND {last}" for first, last in rows]
+        if (ranges := (rows or {}).get(part.path)) is not None:
+            between = [f"file_row_number BETWEEN {first} AND {last}" for first, last in ranges]
             counts += f" AND ({' OR '.join(between) or 'false'})"
         files.setdefault(counts, []).append(str(part.path).replace("'", "''"))
     selects = []
@@ -354,14 +376,16 @@ def _source(kind: str, parts: Sequence[Part], texts: Sequence[str] = ()) -> str:
 
 
 SPREAD = ("num_tokens", "generate_s", "solved")
-_SEEN = """
+_SOLVED = (
+    "(SELECT prompt_hash, avg(score)::FLOAT AS solved FROM rollouts WHERE outcome <> 'reused' "
+    "GROUP BY prompt_hash)"
+)
+"""``solved``: the mean score of all tries of a prompt, so how easy it is."""
+_SEEN = f"""
 CREATE TEMP TABLE seen AS
-WITH prompts AS (SELECT prompt_hash, avg(score)::FLOAT AS solved FROM rollouts
-  WHERE outcome <> 'reused' GROUP BY prompt_hash)
 SELECT task, outcome, reason, staleness, num_tokens, generate_s, score::FLOAT AS score, solved
-FROM rollouts JOIN prompts USING (prompt_hash) WHERE outcome IN ('trained', 'dropped')
+FROM rollouts JOIN {_SOLVED} USING (prompt_hash) WHERE outcome IN ('trained', 'dropped')
 """
-"""``solved``: the mean score of all tries of the rollout's prompt, so how easy it is."""
 _BINS = f"""
 WITH most AS (
   SELECT min({{name}}) AS low,

@@ -24,6 +24,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -139,10 +140,6 @@ def _rollout(board: Board, run: RunFolder, rollouts: Rollouts, asked: Values) ->
     }
 
 
-def _group(board: Board, run: RunFolder, rollouts: Rollouts, asked: Values) -> Values:
-    return {"members": rollouts.group(asked["group_id"]), "life": run.life(asked["group_id"])}
-
-
 def _timeline(board: Board, run: RunFolder, rollouts: Rollouts, asked: Values) -> Values:
     given = {name: float(asked[name]) for name in ("start_s", "end_s") if asked.get(name)}
     return rollouts.timeline(**given)
@@ -166,7 +163,10 @@ ANSWERS: Mapping[str, Question] = {
     "rollouts": lambda board, run, rollouts, asked: rollouts.search(**_paged(asked)),
     "count": lambda board, run, rollouts, asked: rollouts.count(**asked),
     "choices": lambda board, run, rollouts, asked: rollouts.choices(),
-    "group": _group,
+    "group": lambda board, run, rollouts, asked: {
+        "members": rollouts.group(asked["group_id"]),
+        "life": run.life(asked["group_id"]),
+    },
     "rollout": _rollout,
     "prompts": lambda board, run, rollouts, asked: rollouts.prompts(**_paged(asked)),
     "prompt": lambda board, run, rollouts, asked: rollouts.prompt(asked["prompt_hash"]),
@@ -214,20 +214,16 @@ def make_app(board: Board, *, token: str | None = None, hosts: tuple[str, ...] =
 
     async def answer(request: Request) -> Response:
         what = request.path_params["what"]
-        try:
-            found = await asyncio.to_thread(board.answer, what, dict(request.query_params))
-        except tuple(_STATUSES) as error:
-            status = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
-            # Of a name that is in no table the key alone; of others a sentence.
-            told = str(error.args[0])
-            return _Json({"error": told if " " in told else f"no {told!r}"}, status_code=status)
-        return _Json(found)
+        return _Json(await asyncio.to_thread(board.answer, what, dict(request.query_params)))
+
+    async def refusal(request: Request, error: Exception) -> Response:
+        status = next(status for kind, status in _STATUSES.items() if isinstance(error, kind))
+        # Of a name that is in no table the key alone; of others a sentence.
+        told = str(error.args[0])
+        return _Json({"error": told if " " in told else f"no {told!r}"}, status_code=status)
 
     async def events(request: Request) -> Response:
-        try:
-            run, _ = await asyncio.to_thread(board.run, request.query_params.get("run", ""))
-        except KeyError as error:
-            return _Json({"error": f"there is no run {error.args[0]!r}"}, status_code=404)
+        run, _ = await asyncio.to_thread(board.run, request.query_params.get("run", ""))
         since = float(request.query_params.get("since", -1))
         return StreamingResponse(_changes(run, since), media_type="text/event-stream")
 
@@ -238,10 +234,12 @@ def make_app(board: Board, *, token: str | None = None, hosts: tuple[str, ...] =
     ]
     # A higher level takes longer than the bytes that it saves on any network.
     packed = Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)
-    return Starlette(routes=routes, middleware=[Middleware(_Guard, token=token, hosts=hosts), packed])
+    guard = Middleware(_Guard, token=token, hosts=hosts)
+    refusals = dict.fromkeys(_STATUSES, refusal)
+    return Starlette(routes=routes, middleware=[guard, packed], exception_handlers=refusals)
 
 
-_STATUSES = {KeyError: 404, ValueError: 400, TypeError: 400, UnreadableError: 500}
+_STATUSES: dict[Any, int] = {KeyError: 404, ValueError: 400, TypeError: 400, UnreadableError: 500}
 
 
 class _Guard(BaseHTTPMiddleware):
@@ -267,29 +265,41 @@ class _Guard(BaseHTTPMiddleware):
 
 
 async def _changes(run: RunFolder, since: float) -> AsyncIterator[bytes]:
-    """New rows, notes and the live state, whenever the run has written something and every `HEARTBEAT_S`.
-
-    With ``replace`` the rows are all that there are: the run went back to a checkpoint before `since`.
-    """
+    """New rows, notes and the live state, whenever the run has written something and every `HEARTBEAT_S`."""
     stamp: tuple[int, ...] = (0,)
     silent_s, num_notes = 0.0, len(await asyncio.to_thread(run.notes, 0))
+    # All that there is, in a thread; what comes later is little.
+    await asyncio.to_thread(run.metrics, ())
     while True:
         if (now := run.stamp()) != stamp or silent_s >= HEARTBEAT_S:
             has_rows, stamp, silent_s = now[0] != stamp[0], now, 0.0
-            steps = (await asyncio.to_thread(run.metrics, ("train_step",))).get("train_step", [])
-            newest = steps[-1] if steps else -1
-            # An endless `since` is of a page that wants no rows.
-            replace = newest < since < math.inf
-            # The last step again: an evaluation adds to its row.
-            first = 0 if replace else bisect_left(steps, since)
-            changed = run.metrics(first=first) if has_rows and first < len(steps) else {}
-            since = newest if since < math.inf else since
-            notes = run.notes(num_notes)
-            num_notes += len(notes)
-            change = {"metrics": changed, "replace": replace, "live": run.live(), "notes": notes}
-            yield b"data: %b\n\n" % msgspec.json.encode(change)
+            # Ten viewers of a run cost one look at it.
+            moment = now, round(time.monotonic())
+            change, since, num_notes = _change(run, moment, since, num_notes, has_rows)
+            yield change
         await asyncio.sleep(WATCH_S)
         silent_s += WATCH_S
+
+
+@lru_cache(maxsize=8)
+def _change(
+    run: RunFolder, moment: tuple[Any, ...], since: float, num_notes: int, has_rows: bool
+) -> tuple[bytes, float, int]:
+    """An event with what is new at `moment`, its last step and the number of notes.
+
+    With ``replace`` the rows are all that there are: the run went back to a checkpoint before `since`.
+    """
+    steps = run.metrics(("train_step",)).get("train_step", [])
+    newest = steps[-1] if steps else -1
+    # An endless `since` is of a page that wants no rows.
+    replace = newest < since < math.inf
+    # The last step again: an evaluation adds to its row.
+    first = 0 if replace else bisect_left(steps, since)
+    changed = run.metrics(first=first) if has_rows and first < len(steps) else {}
+    notes = run.notes(num_notes)
+    change = {"metrics": changed, "replace": replace, "live": run.live(), "notes": notes}
+    event = b"data: %b\n\n" % msgspec.json.encode(change)
+    return event, newest if since < math.inf else since, num_notes + len(notes)
 
 
 def serve(

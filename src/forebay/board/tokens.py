@@ -14,8 +14,7 @@ def pieces_of(folder: Path, token_ids: list[int]) -> list[str] | None:
 
     Tokens that are parts of one character add nothing until the last of them.
     """
-    found = _find(folder)
-    if found is None:
+    if (found := _find(folder)) is None:
         return None
     from tokenizers.decoders import DecodeStream
 

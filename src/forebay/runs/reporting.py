@@ -50,6 +50,7 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
 
 def raise_alarms(run: Run, row: dict[str, float]) -> dict[str, float]:
     """Warn of what `row` shows to go wrong; the alarms that hold, as metrics."""
+    run.alarms.judge_failure = run.status.judge_failure
     for message in run.alarms.see(row).values():
         run.display.warning(message)
     return run.alarms.held

@@ -90,8 +90,7 @@ class Recorder:
         self._files = _Files(segment)
         self._timer: asyncio.TimerHandle | None = None
         self._writer: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "record")
-        now = time.time()
-        self.note("segment", format=FORMAT, resumed_from=resumed_from, device=device, unix_time_s=now)
+        self.note("segment", format=FORMAT, resumed_from=resumed_from, device=device, unix_time_s=time.time())
 
     def note(self, event: str, rollouts: Sequence[RolloutState] | None = None, /, **facts: Any) -> None:
         """Append an event; `rollouts` are written later, so they must not be changed any more.
@@ -102,14 +101,10 @@ class Recorder:
             return
         self._number += 1
         known = {name: value for name, value in facts.items() if value is not None}
-        line = {"number": self._number, "event": event, "time_s": self.now_s(), **known}
+        line = {"number": self._number, "event": event, "time_s": round(self._loop.time(), 6), **known}
         self._writer.submit(self._try, self._files.add, line, rollouts)
         if self._timer is None:
             self._timer = self._loop.call_later(FLUSH_AFTER_S, self._flush)
-
-    def now_s(self) -> float:
-        """Seconds on the event loop's clock, to the microsecond."""
-        return round(self._loop.time(), 6)
 
     async def room(self) -> None:
         """Wait until less than `BACKLOG` events are queued; mostly, that is at once."""

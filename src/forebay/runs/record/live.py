@@ -118,17 +118,13 @@ def live_values(status: RunStatus, manager: AgentLoopManager) -> Values:
     }
 
 
+_COUNTED = ("generated", "trained", "dropped", "retried", "reused", "left")
+
+
 def books_of(balance: Balance) -> Values:
     """Where the groups of each task are, by the events of the books alone."""
     return {
-        name: {
-            "generated": part.generated,
-            "trained": part.trained,
-            "dropped": part.dropped,
-            "live": part.generated - part.trained - sum(part.dropped.values()),
-            "retried": part.retried,
-            "reused": part.reused,
-            "left": part.left,
-        }
+        name: {counted: getattr(part, counted) for counted in _COUNTED}
+        | {"live": part.generated - part.trained - sum(part.dropped.values())}
         for name, part in balance.by_task.items()
     }

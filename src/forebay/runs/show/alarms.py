@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 
 from forebay.metrics import EVAL_SCORE, REWARD
 from forebay.runs.config import RunConfig
-from forebay.runs.show.status import LENGTH_BIAS
+from forebay.runs.show.status import JUDGE_FAILED, LENGTH_BIAS
 
 ALARM_PREFIX = "alarm/"
 """``alarm/<name>`` is 1 in the row of each step at which the alarm holds."""
@@ -27,7 +27,7 @@ ALARM_PREFIX = "alarm/"
 KEEPING_RULE = "correct"
 """The staleness rule that drops nothing (docs/async.md)."""
 
-ALARMS = ("no_signal", "truncated", "failed", "entropy", "held_out", "drops_long")
+ALARMS = ("no_signal", "truncated", "judge", "failed", "entropy", "held_out", "drops_long")
 """Each has a method below, which gives its message while its condition holds."""
 
 WINDOW_STEPS = 10
@@ -40,6 +40,9 @@ TRUNCATED_SHARE = 0.5
 """Most responses: what they would have been worth is not known, and short ones are what is rewarded."""
 FAILED_SHARE = 0.2
 """Of the groups that ended: one in a hundred is a service that restarts, one in five is a defect."""
+FAILING_STEPS, JUDGE_FAILED_SHARE = 3, 0.05
+"""Of what a judge was given, on end: rollouts without a verdict are not trained on, and which those are is
+seldom chance."""
 ENTROPY_SHARE = 0.02
 """Of the first steps' entropy. A model that has learned its task keeps some hundredths."""
 ENTROPY_NATS = 0.02
@@ -73,6 +76,8 @@ class RunAlarms:
         self._first: deque[Row] = deque(maxlen=FIRST_STEPS)
         self._evaluations: list[tuple[float, float | None]] = []
         """Held-out score, and the mean reward of the steps before; None before the first step."""
+        self.judge_failure = ""
+        """The last failure of a judge, with its name; rows have numbers only."""
         self._since_held: dict[str, int] = {}
         """Train steps since each alarm that was said held last."""
 
@@ -146,6 +151,17 @@ class RunAlarms:
             f"{self._steps()}: {share:.0%} of the responses were cut off by their budget (finish_reason "
             f"length), so what is rewarded is to be short. Raise tasks.sample.max_tokens (now "
             f"{self._config.tasks[0].sample.max_tokens}) and, where it is the limit, model.max_context"
+        )
+
+    def _judge(self) -> str | None:
+        values = self._column(JUDGE_FAILED)[-FAILING_STEPS:]
+        share = sum(values) / FAILING_STEPS
+        if len(values) < FAILING_STEPS or not min(values) or share <= JUDGE_FAILED_SHARE:
+            return None
+        return (
+            f"a judge failed on {share:.0%} of its calls in the {FAILING_STEPS} steps up to "
+            f"{self._rows[-1]['train_step']:.0f}; such rollouts are not trained on. The last: "
+            f"{self.judge_failure or 'see forebay ledger'}. Mend it, or raise tasks.judge.timeout_s"
         )
 
     def _failed(self) -> str | None:

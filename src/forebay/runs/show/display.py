@@ -90,7 +90,7 @@ class RunDisplay:
         self._console = console or _standard_output()
         self._clock = clock
         self._started_at = clock()
-        self.on_note: Callable[[str, str], None] | None = None
+        self.on_note: Callable[[str, str], object] = lambda kind, text: None
         """Told of each ``warning`` and ``message``, with its text."""
         self._live: LiveView | None = None
         self._status: RunStatus | None = None
@@ -207,14 +207,12 @@ class RunDisplay:
 
     def message(self, text: str) -> None:
         """A line for the person."""
-        if self.on_note is not None:
-            self.on_note("message", text)
+        self.on_note("message", text)
         self._print(Text(clean(text)))
 
     def warning(self, text: str) -> None:
         """A line for the person to act on."""
-        if self.on_note is not None:
-            self.on_note("warning", text)
+        self.on_note("warning", text)
         self._print(Text(f"warning: {clean(text)}", "yellow"))
 
     def traceback(self, error: BaseException) -> None:

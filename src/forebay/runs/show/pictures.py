@@ -47,11 +47,6 @@ def smooth(values: Floats, window: int) -> Floats:
     return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
 
 
-def _window(curve: Curve) -> int:
-    # Odd, so that the average is centered on its step.
-    return 2 * int(len(curve.values) * _SMOOTHING_SHARE / 2) + 1
-
-
 def terminal_curve(
     history: Rows,
     evaluations: Rows,
@@ -76,12 +71,12 @@ def terminal_curve(
     figure.clear()
     figure.theme("colorless")
     figure.plot_size(width, height)
-    line = smooth(reward.values, _window(reward))
+    # Odd, so that the average is centered on its step.
+    line = smooth(reward.values, 2 * int(len(reward.values) * _SMOOTHING_SHARE / 2) + 1)
     marker = "*" if ascii_only else "braille"
     figure.draw(figure.signal(reward.steps.tolist(), line.tolist(), marker=marker).lines())
     scores = read_curve(evaluations, names[1])
     if len(scores.values):
         figure.draw(figure.signal(scores.steps.tolist(), scores.values.tolist(), marker="o"))
     text: str = figure.build().string(colorless=True)
-    figure.clear()
     return text.translate(_ASCII_FRAME) if ascii_only else text

@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from forebay.replay import ReplayBuffer
 from forebay.replay.stores.contract import STALEST
 from forebay.runs.show.wording import number, percent
 from forebay.types import UNLABELED, RolloutState, Status
-from forebay.watching.activity import GENERATE, SIDES, STAGES, Activities, Activity, BusyShare
+from forebay.watching.activity import GENERATE, JUDGE, SIDES, STAGES, Activities, Activity, BusyShare
 
 PRODUCER_STAGES = frozenset(name for name, stage in STAGES.items() if stage.doing)
 
@@ -50,6 +50,7 @@ STALENESS_SHARES = {
 """The shares of trained tokens that are logged, ``{name: (first, last)}``: finest where most runs are."""
 
 
+JUDGE_FAILED = "failed/judge"
 LENGTH_BIAS = "tokens_over_trained"
 """Last part of the metric that says how much longer dropped groups are than trained ones."""
 BIAS_GROWTH = 1.1
@@ -76,7 +77,7 @@ class RunStatus:
         batch_size: int,
     ) -> None:
         """Listen to `activities` from now on."""
-        self.on_change: Callable[[], None] | None = None
+        self.on_change: Callable[[], object] = lambda: None
         """Told that there is something new; called often, so it must cost next to nothing."""
         self._manager = manager
         self._activities = activities
@@ -84,15 +85,24 @@ class RunStatus:
         self._busy = BusyShare(activities)
         self._batch_size = batch_size
         self._rows: dict[str, TaskNow] = {}
+        self._judged: dict[Any, list[bool]] = {}
+        """By task: for what was judged since the last step, whether the judge failed."""
+        self.judge_failure = ""
+        """What the judge said that failed last, with its name."""
         self._length_bias: dict[str, tuple[int, float | None]] = {}
         """By task: how many groups there were at the last look, and the ratio that was found."""
         self._started_s = self._reported_s = activities.clock()
         self._reported_busy_s = dict.fromkeys(SIDES, 0.0)
-        activities.listen(self._changed, self._changed)
+        activities.listen(self._changed, self._ended)
 
     def _changed(self, _: Activity) -> None:
-        if self.on_change is not None:
-            self.on_change()
+        self.on_change()
+
+    def _ended(self, activity: Activity) -> None:
+        if activity.stage == JUDGE:
+            self._judged.setdefault(activity.task, []).append(bool(activity.note))
+            self.judge_failure = activity.note or self.judge_failure
+        self._changed(activity)
 
     async def count_buffer(self) -> None:
         """Count the groups of every task anew."""
@@ -126,6 +136,7 @@ class RunStatus:
     def step_values(self, train_step: int, groups: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
         """The numbers that a train step on `groups` logs; docs/metrics.md lists the names."""
         producing, tasks = self._producing(), self._tasks()
+        judged, self._judged = self._judged.values(), {}
         now_s, busy_s = self._activities.clock(), {side: self._busy.busy_s(side) for side in SIDES}
         past_s, before_s = now_s - self._reported_s, self._reported_busy_s
         self._reported_s, self._reported_busy_s = now_s, busy_s
@@ -134,6 +145,7 @@ class RunStatus:
             "in_flight/rollouts": float(sum(activity.stage == GENERATE for activity in producing)),
             "in_flight/oldest_s": self._activities.age_s(producing[0]) if producing else 0.0,
             "stalls": float(self.num_stalls),
+            JUDGE_FAILED: max((sum(failed) / len(failed) for failed in judged), default=0.0),
             **{
                 f"busy/{side}": (busy_s[side] - before_s[side]) / past_s if past_s > 0 else 0.0
                 for side in SIDES

@@ -5,12 +5,10 @@ export type Columns = Record<string, (number | null)[]>;
 
 export interface RunSummary {
   id: string;
-  title: string;
   state: string;
   steps: number | null;
   train_step: number;
   unix_time_s: number | null;
-  folder: string;
 }
 
 export interface Overview {

@@ -14,7 +14,7 @@ interface Found {
 const SPREADS: [name: string, title: string, unit: string][] = [
   ["num_tokens", "By length", "tokens"],
   ["generate_s", "By time to generate and judge", "seconds"],
-  ["solved", "By difficulty: the mean score of all tries of a rollout's prompt", "mean score (left: hard)"],
+  ["solved", "By the score of their prompts", "mean score of all tries of the prompt (left: hard)"],
 ];
 
 /** What was dropped against what was trained, and what a shorter bound of staleness would have dropped. */

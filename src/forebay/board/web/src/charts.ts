@@ -105,7 +105,7 @@ export class Chart {
       height: HEIGHT,
       legend: { show: false },
       cursor: { sync: { key: this.group }, points: { size: 6 } },
-      scales: { x: { time: this.xTime() } },
+      scales: { x: { time: this.xTime() }, y: { range: (_, low, high) => around(low, high) } },
       axes: [
         { stroke: text, grid, ticks: grid, size: 28 },
         { stroke: text, grid, ticks: grid, size: 60, values: (_, ticks) => ticks.map((tick) => number(tick)) },
@@ -161,6 +161,15 @@ export class Chart {
     }
     ctx.restore();
   }
+}
+
+/** The y axis around what is drawn; noise of rounding is not blown up, and of a constant its size is seen. */
+function around(low: number | null, high: number | null): uPlot.Range.MinMax {
+  if (low === null || high === null) return [0, 1];
+  const size = Math.max(Math.abs(low), Math.abs(high));
+  if (high - low >= Math.max(1e-6, 1e-9 * size)) return uPlot.rangeNum(low, high, 0.1, true) as uPlot.Range.MinMax;
+  if (size < 1e-6) return [0, 1];
+  return low > 0 ? [0, 1.25 * high] : [1.25 * low, 0];
 }
 
 /** All lines over the union of their x values. */

@@ -79,12 +79,12 @@ function drawPicture(books: Row, tasks: Row[], live: Row, run: string): Element 
   parts.push(
     svg("line", { x1: out, y1: 122, x2: out, y2: 158, class: `pipe out ${numDropped ? moving : ""}` }),
     svg("text", { x: out, y: 180, class: "name" }, `dropped: ${number(numDropped)}`),
-    svg("text", { x: out, y: 202, class: "note" }, dropped.map(([reason, count]) => `${number(count)} ${reason}`).join(", ") || "nothing was"),
+    ...(dropped.length ? dropped : [["", 0] as [string, number]]).slice(0, 4).map(([reason, count], place) => svg("text", { x: out, y: 202 + 16 * place, class: "note" }, reason ? `${number(count)} ${reason}` : "nothing was")),
   );
   const difference = books.generated - books.trained - numDropped - books.live;
   const balance = `${number(books.generated)} taken up = ${number(books.trained)} trained + ${number(numDropped)} dropped + ${number(books.live)} live`;
   const drawn = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "flow", role: "img", "aria-label": balance }, ...parts);
-  return h("figure", {}, drawn as unknown as HTMLElement, h("figcaption", { class: difference ? "failure" : "" }, difference ? `The books do not balance: ${difference} ${live.unit ?? "groups"} are missing. ` : "", balance, ". ", h("a", { href: address("rollouts", run, { outcome: "dropped" }) }, "Read dropped ones")));
+  return h("figure", {}, drawn as unknown as HTMLElement, h("figcaption", { class: difference ? "failure" : "" }, difference ? `The books do not balance: ${difference} ${live.unit ?? "groups"} are missing. ` : "", balance, ". ", dropped.length ? "Read dropped ones: " : null, ...dropped.flatMap(([reason]) => [h("a", { href: address("rollouts", run, { outcome: "dropped", reason }) }, reason), " "])));
 }
 
 function stages(live: Row): string {

@@ -6,13 +6,14 @@ import { address, here, keep } from "./place";
 interface Panel {
   title: string;
   lines: [name: string, label: string, dash?: boolean][];
-  /** A transformation of a step's value. */
-  share?: boolean;
+  /** It is shown only where something was not zero. */
+  unlessZero?: boolean;
 }
 
 const PANELS: Panel[] = [
   { title: "Reward", lines: [["reward", "training"], ["eval/score", "held out", true]] },
   { title: "Return of episodes", lines: [["return", "last 100 of training"], ["eval/return", "evaluation", true]] },
+  { title: "Judge calls that failed, share", lines: [["failed/judge", "of the step"]], unlessZero: true },
   { title: "Held-out accuracy", lines: [["eval/accuracy", "accuracy"]] },
   { title: "Spread of scores in a group", lines: [["train/score_std", "all scores"], ["train/equal_score_groups", "groups without a difference", true]] },
   { title: "Response length, tokens", lines: [["response_tokens", "mean"]] },
@@ -31,6 +32,7 @@ const PANELS: Panel[] = [
 
 const NEEDED = ["train_step", "unix_time_s", "samples", "step_s", "time/checkpoint_s", ...PANELS.flatMap((panel) => panel.lines.map(([name]) => name))];
 const MAX_RUNS = RUN_COLORS;
+const SHOWN_NOTES = 5;
 
 export async function overview(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
   const others = (given.with ?? "").split("\n").filter((name) => name && name !== run).slice(0, MAX_RUNS - 1);
@@ -64,7 +66,7 @@ export async function overview(root: HTMLElement, run: string, given: Record<str
       const x = xOf(one.metrics);
       for (const [name, label, dash] of panel.lines) {
         const values = one.metrics[name];
-        if (!values || !values.some((value) => value !== null && value !== undefined)) continue;
+        if (!values || !values.some((value) => value !== null && value !== undefined && !(panel.unlessZero && value === 0))) continue;
         const sparse = name.startsWith("eval/");
         const y = settings.smooth && !sparse ? smooth(values, settings.smooth) : values;
         const shown = loaded.length > 1 ? `${names[place]} ${label}` : label;
@@ -227,16 +229,21 @@ export function stateText(state: string, live: Row): string {
 function drawNotes(root: HTMLElement, notes: Row[], run: string): void {
   const warnings = notes.filter((note) => note.kind !== "message");
   if (!warnings.length) return show(root);
-  show(
-    root,
-    h("h2", {}, `Warnings (${warnings.length})`),
+  const list = (some: Row[]) =>
     h(
       "ul",
       {},
-      ...warnings.slice(-8).reverse().map((note) =>
+      ...some.map((note) =>
         h("li", { class: note.kind }, h("a", { href: address("rollouts", run, { train_step_min: Math.max(0, note.train_step - 5), train_step_max: note.train_step }) }, `step ${note.train_step}`), " ", String(note.text)),
       ),
-    ),
+    );
+  const newest = warnings.reverse();
+  const isOpen = root.querySelector("details")?.open;
+  show(
+    root,
+    h("h2", {}, `Warnings (${newest.length})`),
+    list(newest.slice(0, SHOWN_NOTES)),
+    newest.length > SHOWN_NOTES ? h("details", { open: isOpen }, h("summary", {}, "earlier ones"), list(newest.slice(SHOWN_NOTES))) : null,
   );
 }
 

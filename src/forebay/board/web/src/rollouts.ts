@@ -1,8 +1,11 @@
 import { ask, type Row } from "./api";
-import { copyButton, duration, failure, h, number, show, table, when, type Child } from "./dom";
+import { copyButton, duration, failure, h, number, percent, show, table, when, type Child } from "./dom";
 import { address, here, keep } from "./place";
 
 const PAGE = 40;
+/** The server counts no more of those with a text. */
+const MAX_COUNTED = 1000;
+const STEPS_BEFORE = 10;
 const FILTERS = ["text", "task", "outcome", "reason", "finish_reason", "tool", "train_step_min", "train_step_max", "score_min", "score_max", "num_tokens_min", "num_tokens_max"];
 const ORDERS = ["newest", "oldest", "best", "worst", "longest", "shortest", "stalest"];
 
@@ -11,6 +14,7 @@ export async function rollouts(root: HTMLElement, run: string, given: Record<str
   const choices = await ask<Record<string, Row[]>>("choices", { run }).catch(() => ({}) as Record<string, Row[]>);
   const list = h("div", { class: "list", "aria-live": "polite" });
   const count = h("p", { class: "dim" });
+  const step = h("div", {});
   const form = h("form", { class: "controls", role: "search", onsubmit: (event: Event) => event.preventDefault() });
   const asked: Record<string, string> = Object.fromEntries(FILTERS.filter((name) => given[name]).map((name) => [name, given[name]]));
   let order = given.order ?? "newest";
@@ -32,7 +36,11 @@ export async function rollouts(root: HTMLElement, run: string, given: Record<str
     }
     list.removeAttribute("aria-busy");
     const total = await ask("count", { run, ...asked }).catch(() => null);
-    if (mine === turn) count.textContent = total ? `${number(total.rollouts)} rollouts of ${number(total.groups)} groups; mean score ${number(total.score)}, ${number(total.num_tokens)} tokens` : "";
+    if (mine !== turn) return;
+    const some = asked.text && total?.rollouts >= MAX_COUNTED;
+    count.textContent = total ? `${number(total.rollouts)} rollouts${some ? " or more; these are" : ""} of ${number(total.groups)} groups; mean score ${number(total.score)}, ${number(total.num_tokens)} tokens` : "";
+    const sides = total?.rollouts && !asked.text ? await besideStepsBefore(run, asked) : null;
+    if (mine === turn) show(step, sides ? against(run, sides[0], sides[1], asked) : null);
   };
   const change = (name: string, value: string) => {
     if (value) asked[name] = value;
@@ -70,12 +78,52 @@ export async function rollouts(root: HTMLElement, run: string, given: Record<str
     h("label", { for: "tool" }, "tool ", tool),
     h("label", { for: "order" }, "order ", sort),
   );
-  show(root, form, count, list, pages);
+  show(root, form, count, step, list, pages);
   await search();
   return () => {
     turn += 1;
     clearTimeout(timer);
   };
+}
+
+/** The means of a few steps, and of those before; null where no few steps are asked for. */
+async function besideStepsBefore(run: string, asked: Record<string, string>): Promise<Row[] | null> {
+  const first = Number(asked.train_step_min);
+  if (!asked.train_step_min || !asked.train_step_max || first <= 1 || Number(asked.train_step_max) - first > STEPS_BEFORE) return null;
+  const alike = { run, ...asked, outcome: asked.outcome || "trained" };
+  const ranges = [{}, { train_step_min: Math.max(1, first - STEPS_BEFORE), train_step_max: first - 1 }];
+  const found = await Promise.all(ranges.map((range) => ask<Row>("count", { ...alike, ...range }))).catch(() => []);
+  return found.length && found.every((one) => one.score !== null && one.rollouts) ? found : null;
+}
+
+const MEASURES: [name: string, title: string, format: (value: unknown) => string][] = [
+  ["score", "mean score", number],
+  ["solved", "mean score of the same prompts in the whole run", number],
+  ["num_tokens", "tokens", number],
+  ["truncated", "cut off by their budget", percent],
+  ["staleness", "staleness", number],
+];
+
+/** What is different in a few steps: the prompts, the answers, or how they were judged. */
+function against(run: string, these: Row, before: Row, asked: Record<string, string>): HTMLElement {
+  const [first, last] = [asked.train_step_min, asked.train_step_max];
+  const name = first === last ? `step ${first}` : `steps ${first} to ${last}`;
+  const gap = (row: Row) => row.score - row.solved;
+  const fell = these.score - before.score < -0.03;
+  const harder = these.solved - before.solved;
+  const odd = gap(these) - gap(before);
+  const why = !fell
+    ? []
+    : harder < odd
+      ? ["The score is lower mostly because these prompts are harder: they score low in the whole run."]
+      : ["The score is lower although these prompts are not that much harder. Look at ", h("a", { href: address("rollouts", run, { ...asked, order: "worst" }) }, "the answers, worst first"), ", whether the judge is right, and at ", h("a", { href: address("overview", run) }, "what else changed"), " at this step."];
+  return h(
+    "section",
+    {},
+    h("h2", {}, `${name[0].toUpperCase()}${name.slice(1)} against the ${STEPS_BEFORE} before`),
+    table(["", name, "before"], MEASURES.map(([key, title, format]) => [title, format(these[key]), format(before[key])]), { numbers: [1, 2], label: "Against the steps before" }),
+    why.length ? h("p", {}, ...why) : null,
+  );
 }
 
 function empty(asked: Record<string, string>): string {
@@ -93,9 +141,17 @@ function line(run: string, row: Row): HTMLElement {
     { class: "card" },
     h("header", {}, h("a", { class: "item", href: address("rollout", run, { id: row.rollout_id }) }, row.rollout_id), " ", outcomeBadge(row), " ", h("span", { class: "dim" }, `score ${number(row.score)}, ${number(row.num_tokens)} tokens, ${row.staleness} stale, ${row.finish_reason || row.status}`)),
     h("p", { class: "prompt" }, row.prompt),
-    h("p", { class: "response" }, row.response || row.error || "(no text)"),
+    h("p", { class: "response" }, row.response || (row.error ? "" : "(no text)")),
+    row.error ? h("p", { class: "failure" }, row.error) : null,
     row.truth ? h("p", { class: "dim" }, `expected: ${row.truth}`) : null,
+    misjudged(row),
   );
+}
+
+/** The answer is word for word the expected one and earned nothing: most often the judge is wrong. */
+function misjudged(row: Row): HTMLElement | null {
+  const isSame = row.truth && row.response?.trim() === row.truth.trim() && row.score !== null && row.score <= 0;
+  return isSame ? h("p", { class: "failure" }, "The answer is what was expected, and yet earned nothing: is the judge right?") : null;
 }
 
 const COLORINGS: [string, string][] = [
@@ -124,6 +180,7 @@ export async function rollout(root: HTMLElement, run: string, given: Record<stri
     h("p", {}, h("a", { href: address("rollouts", run) }, "rollouts"), " / ", h("a", { href: address("group", run, { id: row.group_id }) }, `group ${row.group_id}`), " / ", String(row.rollout_id)),
     h("div", { class: "line" }, outcomeBadge(row), h("span", {}, `score ${number(row.score)}`), h("span", {}, `advantage ${number(row.advantage)}`), h("span", {}, `${number(row.num_tokens)} tokens`), h("span", {}, versions(row)), h("span", {}, `staleness ${row.staleness}`), copyButton("copy as JSON", () => JSON.stringify(row, null, 1)), h("a", { href: address("prompt", run, { hash: row.prompt_hash }) }, "the same prompt through training")),
     row.error ? h("pre", { class: "failure" }, row.error) : null,
+    misjudged(row),
     h("section", {}, h("h2", {}, "Prompt"), h("pre", { class: "text" }, row.prompt), row.truth ? h("p", { class: "dim" }, `expected: ${row.truth}`) : null),
     h("section", {}, h("h2", {}, "Response"), row.token_ids.length ? [found.pieces ? null : h("pre", { class: "text" }, row.response), h("label", { for: "color" }, "color by ", pick), tokens, told] : h("p", { class: "dim" }, row.outcome === "dropped" ? "The response of an expired group is not kept." : row.response || "No tokens.")),
     row.conversation ? h("section", {}, h("h2", {}, "Conversation"), ...conversation(row.conversation)) : null,
@@ -195,7 +252,7 @@ function drawTokens(root: HTMLElement, told: HTMLElement, row: Row, pieces: stri
 function lifeTable(life: Row[], spans: Row[]): Child {
   const start = Math.min(...life.map((event) => event.time_s), ...spans.map((span) => span.start_s));
   const rows = [
-    ...life.map((event): [number, string, string] => [event.time_s, event.event, ["reason", "train_step", "num_tokens", "latency_s", "score"].filter((name) => event[name] !== undefined).map((name) => `${name} ${typeof event[name] === "number" ? number(event[name]) : event[name]}`).join(", ")]),
+    ...life.map((event): [number, string, string] => [event.time_s, event.event, ["reason", "train_step", "num_tokens", "latency_s", "score", "error"].filter((name) => event[name] !== undefined).map((name) => `${name} ${typeof event[name] === "number" ? number(event[name]) : event[name]}`).join(", ")]),
     ...spans.map((span): [number, string, string] => [span.start_s, `${span.stage} for ${duration(span.end_s - span.start_s)}`, `${span.name} ${span.note}`]),
   ].sort((a, b) => a[0] - b[0]);
   return rows.length ? table(["time", "after", "event", "details"], rows.map(([time, event, note]) => [when(time), `+${duration(time - start)}`, event, note]), { numbers: [1], label: "Life of the group" }) : h("p", { class: "dim" }, "The books have no event of it.");
@@ -224,11 +281,11 @@ export async function prompts(root: HTMLElement, run: string, given: Record<stri
   const order = given.order ?? "hardest";
   const offset = Number(given.offset ?? 0);
   const rows: Row[] = await ask("prompts", { run, order, limit: PAGE, offset: offset || "" });
-  const never = rows.filter((row) => row.best <= 0).length;
+  const { never, prompts: all } = rows[0] ?? { never: 0, prompts: 0 };
   show(
     root,
     h("p", { class: "controls" }, "order: ", ...PROMPT_ORDERS.flatMap((name) => [name === order ? h("strong", {}, name) : h("a", { href: address("prompts", run, { order: name }) }, name), " "])),
-    order === "hardest" && never ? h("p", {}, `${never === rows.length ? `All ${never}` : never} of these prompts never earned anything: look whether they can be solved, and whether the judge is right.`) : null,
+    h("p", { class: "verdict" }, never ? `${number(never)} of ${number(all)} prompts never earned anything: look whether they can be solved, and whether the judge is right.` : `Each of the ${number(all)} prompts earned something at least once.`),
     table(
       ["prompt", "task", "tries", "mean score", "best", "first", "last", "tokens", "steps"],
       rows.map((row) => [h("a", { class: "item", href: address("prompt", run, { hash: row.prompt_hash }) }, row.prompt || "(empty)"), row.task, number(row.rollouts), number(row.score), number(row.best), number(row.first_score), number(row.last_score), number(row.num_tokens), `${row.first_step} to ${row.last_step}`]),

@@ -10,6 +10,7 @@ const NAMES: Record<string, string> = {
 };
 const MAX_LANES = 24;
 const CROWD = 90;
+const STEPS_S = [0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400];
 
 interface Placed {
   span: Row;
@@ -82,6 +83,7 @@ export async function timeline(root: HTMLElement, run: string, given: Record<str
     const context = canvas.getContext("2d") as CanvasRenderingContext2D;
     context.scale(ratio, ratio);
     context.font = "11px system-ui, sans-serif";
+    drawAxis(context, data, width, height, style);
     tracks.forEach((track, place) => {
       context.fillStyle = style.getPropertyValue("--dim");
       context.fillText(`${NAMES[track.stage] ?? track.stage}${track.hidden ? ` (${track.hidden} more at once)` : ""}${track.counts.length ? ` (at most ${number(Math.round(track.most))} at once)` : ""}`, 4, track.y - 4);
@@ -90,7 +92,10 @@ export async function timeline(root: HTMLElement, run: string, given: Record<str
         const tall = (count / track.most) * (CROWD - 2);
         context.fillRect((at * width) / track.counts.length, track.y + CROWD - tall, width / track.counts.length + 0.5, tall);
       });
-      for (const one of track.spans) context.fillRect(one.x, one.y, Math.max(1, one.width), ROW - 3);
+      for (const one of track.spans) {
+        context.fillStyle = style.getPropertyValue(hasFailed(one.span) ? "--bad" : `--line-${place % 6}`);
+        context.fillRect(one.x, one.y, Math.max(1, one.width), ROW - 3);
+      }
     });
     canvas.setAttribute("aria-label", `${data.spans.length} activities in ${duration(data.to_s - data.from_s)}`);
     show(totals, h("p", {}, idle(data)), busyTable(data), Object.keys(data.crowded).length ? h("p", { class: "dim" }, "Stages with very many activities show how many were going on; zoom in for each of them.") : null);
@@ -149,6 +154,27 @@ interface Track {
   most: number;
 }
 
+/** The note of a judge is its failure; that of a rollout begins with what became of it. */
+function hasFailed(span: Row): boolean {
+  return span.stage === "judge" ? Boolean(span.note) : span.note.startsWith("failed");
+}
+
+/** Upright lines at round times since the run began, with their labels at the foot. */
+function drawAxis(context: CanvasRenderingContext2D, data: Row, width: number, height: number, style: CSSStyleDeclaration): void {
+  const span = data.to_s - data.from_s;
+  const most = Math.max(2, width / 110);
+  const step = STEPS_S.find((one) => span / one <= most) ?? 86400 * Math.ceil(span / 86400 / most);
+  const begun = data.whole.start_s;
+  for (let at = Math.ceil((data.from_s - begun) / step) * step; at <= data.to_s - begun; at += step) {
+    const x = ((at + begun - data.from_s) / span) * width;
+    context.fillStyle = style.getPropertyValue("--rule");
+    context.fillRect(x, 0, 1, height - 14);
+    context.fillStyle = style.getPropertyValue("--dim");
+    const label = step < 1 ? `${at.toFixed(2)} s` : step < 60 && at < 600 ? `${Math.round(at)} s` : at < 3600 ? `${Math.floor(at / 60)}:${String(Math.round(at % 60)).padStart(2, "0")}` : `${Math.floor(at / 3600)} h ${String(Math.round((at % 3600) / 60)).padStart(2, "0")}`;
+    context.fillText(label, Math.min(x, width - 50), height - 3);
+  }
+}
+
 function lay(data: Row, width: number): { tracks: Track[]; height: number } {
   const scale = width / (data.to_s - data.from_s);
   const stages = [...new Set<string>(data.busy.map((row: Row) => row.stage))].sort((a, b) => rank(a) - rank(b));
@@ -172,7 +198,7 @@ function lay(data: Row, width: number): { tracks: Track[]; height: number } {
     tracks.push(track);
     y += (counts.length ? CROWD : Math.min(ends.length, MAX_LANES) * ROW) + 22;
   }
-  return { tracks, height: Math.max(60, y) };
+  return { tracks, height: Math.max(60, y + 8) };
 }
 
 function rank(stage: string): number {

@@ -88,7 +88,7 @@ class RunStatus:
         self._judged: dict[Any, list[bool]] = {}
         """By task: for what was judged since the last step, whether the judge failed."""
         self.judge_failure = ""
-        """What the judge said that failed last, with its name."""
+        """The last failure of a judge: its name and what it said."""
         self._length_bias: dict[str, tuple[int, float | None]] = {}
         """By task: how many groups there were at the last look, and the ratio that was found."""
         self._started_s = self._reported_s = activities.clock()

@@ -33,11 +33,14 @@ TASKS = {"a": 1.0, "b": 2.0}
 BATCH_SIZE, GROUP_SIZE, STEPS = 4, 2, 12
 NUM_PROMPTS = 400
 REUSE = Reuse(times=3, share=0.5, stale_threshold=5)
+SAVE_PARTIAL_EVERY_S = 0.01
 STALE_FROM = 2
 """Train steps: ``max_staleness = 1`` with a sync after every step."""
 
 
 class Agent(AgentLoop):
+    is_whole_at_awaits = True
+
     async def generate_sample(self, state):
         if len(state.prompt_ids) == 0:
             state.prompt_ids = [1 + int(state.message[0]["content"])]
@@ -71,16 +74,20 @@ class Run:
     def __init__(self, folder, store):
         self.folder, self.trained, self.step = folder, {}, 0
         self.controller = RolloutController(
-            ScriptedEngine(script, token_latency_s=0.0008, request_latency_s=0.001, max_running=12)
+            ScriptedEngine(script, token_latency_s=0.0008, request_latency_s=0.001, max_running=12),
+            time_limit_s=SAVE_PARTIAL_EVERY_S / 2,
+            goes_on=True,
         )
         self.buffer = build_buffer(folder, store)
+        is_durable = self.buffer.storage.is_durable
         self.runners = {name: self.runner(name) for name in TASKS}
         self.manager = AgentLoopManager(
             task_runners=list(self.runners.values()),
             replay_buffer=self.buffer,
             rollout_controller=self.controller,
             ledger=Ledger(folder / "ledger.jsonl"),
-            keeps_dropped=self.buffer.storage.is_durable,
+            keeps_dropped=is_durable,
+            save_partial_every_s=SAVE_PARTIAL_EVERY_S if is_durable else None,
         )
 
     async def owed(self):

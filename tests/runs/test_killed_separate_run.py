@@ -25,6 +25,7 @@ from forebay.produce.prompts.dataset import load_prompts
 from forebay.produce.unfinished import COPIES
 from forebay.replay import AsyncReplayBufferConfig, SQLStorage
 from forebay.replay.format.packed import GroupCodec
+from forebay.replay.stores.archiving import COPY_STEP
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import list_checkpoints, prune_checkpoints, step_of
 from forebay.types import EPISODE_KEY, Status
@@ -156,6 +157,7 @@ async def finished_groups(store):
     storage = SQLStorage(store)
     try:
         rows = await storage.get({"status": {"$in": ["completed", "archived", "filtered"]}}, rows_only=True)
+        rows = [row for row in rows if row.train_step != COPY_STEP]
     finally:
         storage.close()
     return {row.tags["group"] for row in rows if row.task_name != "b"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
+from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from forebay.config import ConfigError, parse_config
+from forebay.engines.local.transformers import TransformersEngine, end_token_ids
 from forebay.models import (
     ModelConfig,
     TinyConfig,
@@ -20,7 +23,10 @@ from forebay.models import (
     load_tokenizer,
     resolve_model,
 )
-from forebay.models.loading import default_cache_dir
+from forebay.models.loading import default_cache_dir, save_tokenizer
+from forebay.models.tiny import character_tokenizer
+from forebay.train.config import TrainConfig
+from forebay.train.learner import Learner
 
 SMALL = TinyConfig(hidden_size=16, num_layers=2, num_heads=2, alphabet="0123456789+= \n")
 
@@ -268,3 +274,28 @@ def test_the_cache_follows_the_desktop_convention(monkeypatch):
     assert default_cache_dir() == Path("/somewhere/forebay")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert default_cache_dir() == Path.home() / ".cache" / "forebay"
+
+
+def test_a_model_that_sees_is_a_decoder_of_text_too(tmp_path):
+    tokenizer = character_tokenizer("abc ")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**tower, "vocab_size": len(tokenizer), "num_key_value_heads": 1, "head_dim": 8}
+    text |= {"model_type": "qwen3", "max_position_embeddings": 64, "num_hidden_layers": 2}
+    tower |= {"model_type": "clip_vision_model", "image_size": 14, "patch_size": 7}
+    config = LlavaConfig(vision_config=tower, text_config=text, image_token_id=len(tokenizer) - 1)
+    LlavaForConditionalGeneration(config).save_pretrained(tmp_path / "first")
+    tokenizer.save_pretrained(tmp_path / "first")
+    (tmp_path / "first" / "preprocessor_config.json").write_text("{}", encoding="utf-8")
+    model, tokenizer = load_model(tmp_path / "first"), load_tokenizer(tmp_path / "first")
+    # What the engine probes at the start, and the trainer in each layout: batches beside sequences alone.
+    engine = TransformersEngine(model, tokenizer)
+    assert len(tokenizer) - 1 in end_token_ids(model, tokenizer)
+    for layout in ("packed", "shared_prompt"):
+        learner = Learner(model, TrainConfig(layout=layout, lora_rank=0), pad_token_id=0, device="cpu")
+    assert set(dict(learner.weights())) == set(dict(model.named_parameters()))
+    asyncio.run(engine.load_weights(learner.weights(), 1))
+    model.save_pretrained(tmp_path / "again")
+    save_tokenizer(tokenizer, tmp_path / "again")
+    assert type(load_model(tmp_path / "again")) is LlavaForConditionalGeneration
+    assert (tmp_path / "again" / "preprocessor_config.json").read_text(encoding="utf-8") == "{}"

@@ -178,9 +178,15 @@ def test_only_dataclasses_and_models_with_these_fields_are_made(path):
 
 async def test_a_snapshot_and_a_database_hold_them(tmp_path):
     puzzle = Puzzle({1, 2}, dt.datetime(2026, 1, 2, tzinfo=dt.UTC))
-    shared = torch.arange(4)
+    shared, image = torch.arange(4), bytes(range(256)) * 100
     group = [
-        make_state("g", member, steps=[1], mm_info={"pixels": shared}, extra_fields={"puzzle": puzzle})
+        make_state(
+            "g",
+            member,
+            steps=[1],
+            mm_info={"pixels": shared, "images": [image]},
+            extra_fields={"puzzle": puzzle},
+        )
         for member in range(2)
     ]
     buffer = ReplayBuffer(FIFOReplayPolicy())
@@ -193,6 +199,11 @@ async def test_a_snapshot_and_a_database_hold_them(tmp_path):
         assert [state.extra_fields["puzzle"] for state in read] == [puzzle, puzzle]
         assert torch.equal(read[0].mm_info["pixels"], shared)
         assert read[0].mm_info["pixels"] is read[1].mm_info["pixels"]
+        assert read[0].mm_info["images"] == [image]
+        assert read[0].mm_info["images"][0] is read[1].mm_info["images"][0]
+    assert len(image) < len(GroupCodec().encode(group)) < 2 * len(image)
+    size = sum(file.stat().st_size for file in (tmp_path / "snapshot").rglob("*") if file.is_file())
+    assert len(image) < size < 2 * len(image)
     # A process that knows neither the class nor torch before: the fields, and torch when it is needed.
     code = (
         "import asyncio, sys; from forebay.replay import *\n"

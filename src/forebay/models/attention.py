@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.config import ConfigError
 from forebay.models.config import Attention, AttentionKey, Precision
+from forebay.models.loading import auto_class
 
 if TYPE_CHECKING:
     import torch
@@ -95,8 +96,6 @@ def attention_of(model: Any) -> Attention:
 
 def _unsuited(kernel: Attention, model_config: Any, precision: Precision) -> str | None:
     """Why a model cannot compute with `kernel`, whatever the device."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
     if kernel == "eager":
         return None
     if kernel in VARIABLE_LENGTH and precision != "bfloat16":
@@ -108,7 +107,7 @@ def _unsuited(kernel: Attention, model_config: Any, precision: Precision) -> str
     elif kernel not in VARIABLE_LENGTH:
         flags = [{"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}[kernel]]
     # Models with code of their own are in no table.
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    model_class = auto_class(model_config)._model_mapping.get(type(model_config), None)
     if not all(getattr(model_class, flag, kernel == "sdpa") for flag in flags):
         return f"{kind} do not take it"
     sizes = model_config.get_text_config()

@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
@@ -39,6 +40,7 @@ _TOKENIZER_FILES = (
     "vocab.txt",
 )
 """One of these holds the vocabulary of every tokenizer that transformers reads."""
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 
 def load_model(folder: Path, *, dtype: Precision = "float32", attention: Attention | None = None) -> Any:
@@ -51,15 +53,24 @@ def load_model(folder: Path, *, dtype: Precision = "float32", attention: Attenti
     """
     _require_folder(folder)
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     with errors_about(f"cannot load the model in {str(folder)!r}", OSError, ValueError):
-        return AutoModelForCausalLM.from_pretrained(
+        return auto_class(AutoConfig.from_pretrained(folder, local_files_only=True)).from_pretrained(
             folder,
             dtype=getattr(torch, dtype),
             attn_implementation=attention,
             local_files_only=True,
         )
+
+
+def auto_class(config: Any) -> Any:
+    """transformers' class that makes decoders of this config: language models, or those that see, too."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    only_sees = type(config) not in AutoModelForCausalLM._model_mapping
+    sees = only_sees and type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -85,6 +96,14 @@ def load_tokenizer(folder: Path) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """Write `tokenizer` into `folder`, with what its own folder says of a processor for images."""
+    tokenizer.save_pretrained(folder)
+    for name in _PROCESSOR_FILES:
+        if (file := Path(tokenizer.name_or_path) / name).is_file():
+            shutil.copyfile(file, folder / name)
 
 
 def context_of(folder: Path) -> int | None:

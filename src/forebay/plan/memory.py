@@ -32,6 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from forebay.models import Precision
 from forebay.models.config import Attention
+from forebay.models.loading import auto_class
 from forebay.train import TrainConfig
 from forebay.train.batch import TrainBatch
 from forebay.train.learner import Learner
@@ -194,9 +195,7 @@ def step_memory(
 
 
 def _model(model_config: Any, held: Precision = "float32") -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(model_config, dtype=getattr(torch, held))
+    return auto_class(model_config).from_config(model_config, dtype=getattr(torch, held))
 
 
 def _critic(model: Any) -> Critic:

@@ -32,6 +32,7 @@ from forebay.io.durable import DamagedError, check, publish, unfinished
 from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
 from forebay.models import find_device, load_model, load_tokenizer, precision_on, resolve_model
+from forebay.models.loading import save_tokenizer
 from forebay.produce import Prompt
 from forebay.produce.prompts.dataset import known_characters
 from forebay.produce.prompts.sequences import LazySequence
@@ -371,7 +372,7 @@ def warm_up(
         )
     with unfinished(target) as temporary:
         model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
+        save_tokenizer(tokenizer, temporary)
         publish(temporary, target)
     display.message(f"warm-up: {len(losses)} supervised steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     return target

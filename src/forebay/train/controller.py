@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from forebay.models import load_model
+from forebay.models import load_model, save_tokenizer
 from forebay.models.config import Precision
 from forebay.models.live_weights import LiveWeights
 from forebay.train import checkpoint, presets, weight_sync
@@ -444,7 +444,7 @@ class TrainController:
             self._learner.finish_save()
             checkpoint.join_model(folder / "model")
             if self._tokenizer is not None:
-                self._tokenizer.save_pretrained(folder / "model")
+                save_tokenizer(self._tokenizer, folder / "model")
 
     def resume(self, path: Path | str) -> None:
         """Continue from what `save` wrote, in a controller built as the saved one was; any number of ranks.

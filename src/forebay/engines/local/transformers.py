@@ -387,10 +387,13 @@ _MAX_TURNS = 1000
 
 
 def end_token_ids(model: Any, tokenizer: Any = None) -> set[int]:
-    """The ids that end a response: those of the model's generation config and the tokenizer's own."""
+    """The ids that end a response: those of the model's generation config and the tokenizer's own.
+
+    And its placeholder of an image, which no pass can read where there is none: a last token is not read.
+    """
     own = getattr(model.generation_config, "eos_token_id", None)
     ids = set(own if isinstance(own, list) else [own])
-    ids.add(getattr(tokenizer, "eos_token_id", None))
+    ids |= {getattr(tokenizer, "eos_token_id", None), getattr(model.config, "image_token_id", None)}
     return {token_id for token_id in ids if token_id is not None}
 
 

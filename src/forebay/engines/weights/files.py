@@ -322,11 +322,13 @@ def shared_weights(model_folder: Path) -> dict[str, str]:
     reloaded like all others. On a GPU nothing is packed, and sharing saves memory.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from forebay.models.loading import auto_class
 
     config = AutoConfig.from_pretrained(model_folder, local_files_only=True)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = auto_class(config).from_config(config)
     return dict(model.all_tied_weights_keys)
 
 

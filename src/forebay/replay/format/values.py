@@ -26,8 +26,8 @@ Plain JSON values stand for themselves. Every other value is an object with one 
 ``$model``         likewise of a pydantic model, with what pydantic keeps beside the fields
 =================  ==================================================================================
 
-Types must match exactly: a subclass would come back as something else, so it is refused. Arrays, tensors and
-references that several members of a group share are stored once and shared again after decoding.
+Types must match exactly: a subclass would come back as something else, so it is refused. Arrays, tensors,
+bytes and references that several members of a group share are stored once and shared again after decoding.
 Reading never imports a module because a file names it: that would run whatever the file chose. A dataclass or
 a model is put together again if the program has imported its module itself, and if the class still has these
 fields. No constructor, validator or ``__post_init__`` runs. Otherwise the value comes back as `SavedFields`,
@@ -107,7 +107,9 @@ class Encoder:
         if kind is np.ndarray:
             return self._encode_array(value, where)
         if kind is bytes:
-            return {"$bytes": self._add_blob(lambda: value)}
+            if id(value) not in self._arrays:
+                self._arrays[id(value)] = {"$bytes": self._add_blob(lambda: value)}
+            return self._arrays[id(value)]
         if isinstance(value, np.generic) and not isinstance(value, np.void):
             text = base64.b64encode(value.tobytes()).decode("ascii")
             return {"$scalar": [_dtype_text(value.dtype, where), text]}
@@ -214,7 +216,9 @@ class Decoder:
     def _decode_tag(self, tag: str, content: Any) -> Any:
         match tag:
             case "$bytes":
-                return bytes(self._blobs[content])
+                if content not in self._arrays:
+                    self._arrays[content] = bytes(self._blobs[content])
+                return self._arrays[content]
             case "$array":
                 return self._once(_array_of, *content)
             case "$objects":

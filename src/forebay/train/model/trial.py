@@ -116,7 +116,9 @@ def check_layout(model: nn.Module, layout: Layout, device: torch.device) -> None
             beside, again, moved = (logprobs(layout, one, second) for one in (first, first, other))
             with torch.enable_grad():
                 # Of one small weight below the attention of all layers, which need no gradient themselves.
-                trained = [weight for weight in model.parameters() if weight.requires_grad]
+                # Not of a tower for images: there are none.
+                decoder = plain.get_decoder()
+                trained = [weight for weight in decoder.parameters() if weight.requires_grad]
                 small = next((weight for weight in trained if weight.ndim == 1), trained[0])
                 total = logprobs(layout, first, second).sum()
                 if sharded:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from forebay.config import ConfigError
 from forebay.models.config import Precision
+from forebay.models.loading import auto_class
 from forebay.train.parallel.config import ParallelConfig
 from forebay.train.parallel.sharding import REPLICA, SHARD, TENSOR, no_progress_bars
 
@@ -100,10 +101,10 @@ def _find(name: str | None, folder: str) -> type[nn.Module]:
         module, _, qualified = name.partition(":")
         found: type[nn.Module] = getattr(importlib.import_module(module), qualified)
         return found
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    return AutoModelForCausalLM._model_mapping[type(config)]  # type: ignore[no-any-return]
+    return auto_class(config)._model_mapping[type(config)]  # type: ignore[no-any-return]
 
 
 def _split_matrices(model: Any, mesh: DeviceMesh) -> None:

@@ -11,9 +11,8 @@ from forebay.fragments.store import journal
 
 
 @pytest.mark.parametrize("size", [3, 2_000])
-@pytest.mark.parametrize("compression", [None, "zstd"])
-def test_what_was_stacked_can_be_stored_again(database_config, size, compression):
-    store = FragmentStore(**database_config, compression=compression)
+def test_what_was_stacked_can_be_stored_again(database_config, size):
+    store = FragmentStore(**database_config)
     nested = {"a": [np.arange(3, dtype=np.int16), {"b": 7}], "c": (), "d": np.float32(2)}
     ids = store.add_fragments([make_fragment("w", 300 * i, size=size, extras=nested) for i in range(5)])
     again = store.add_stacked(store.stack(ids))

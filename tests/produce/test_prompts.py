@@ -294,6 +294,15 @@ def test_hold_out_removes_every_copy_of_an_evaluation_prompt() -> None:
         hold_out(chats("a", "a"), chats("a"))
 
 
+def test_a_game_that_begins_alike_for_every_secret_holds_out_secrets() -> None:
+    def games(*secrets: str) -> list[Prompt]:
+        chat = [{"role": "user", "content": "guess"}]
+        return [Prompt(message=chat, reward_model={"ground_truth": secret}) for secret in secrets]
+
+    kept = hold_out(games("ab", "cd", "ef", "gh"), games("cd", "gh"))
+    assert [prompt.reward_model for prompt in kept] == [{"ground_truth": "ab"}, {"ground_truth": "ef"}]
+
+
 class CharacterTokenizer:
     """One token a character, and one for the role."""
 

@@ -6,7 +6,7 @@
                         '---> plain values --> msgpack ----------.
                         '---> arrays, raw, 16-byte aligned ------+--> payload
 
-    payload:  schema id | lengths | plain values | body (the arrays)        the body may be compressed
+    payload:  schema id | lengths | plain values | body (the arrays)
 
 Reading gives arrays that look into the payload's own memory (`unpack`), or one batch for many payloads of the
 same schema (`stack`): a leading axis on every array, with one copy in all. Nothing is pickled.
@@ -32,8 +32,6 @@ Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 
 _ALIGNMENT = 16
 """Bytes. The map gives a large payload 16-byte aligned memory, and no dtype needs more."""
-COMPRESSIONS = (None, "lz4", "zstd")
-"""A payload names its compression by the position here, so entries are only added."""
 _SMALL_BYTES = 4096
 _HUGE_BYTES = 4 << 20
 """Arrays of this size get huge pages from numpy."""
@@ -101,13 +99,12 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-_HEADER = struct.Struct("<8sIB3xQ")
+_HEADER = struct.Struct("<8sI4xQ")
 _HEADS = np.dtype(
     [
         ("schema_id", "<u8"),
         ("meta_bytes", "<u4"),
-        ("compression", "u1"),
-        ("rest", "V3"),
+        ("rest", "V4"),
         ("body_bytes", "<u8"),
     ]
 )
@@ -138,7 +135,7 @@ class Packed(NamedTuple):
         return memory[:start]
 
 
-def pack(fragment: SampleFragment, compression: str | None = None) -> Packed:
+def pack(fragment: SampleFragment) -> Packed:
     """The bytes of `fragment`.
 
     Raises:
@@ -162,26 +159,21 @@ def pack(fragment: SampleFragment, compression: str | None = None) -> Packed:
         body.append(array.tobytes() if is_small else np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         if rest := array.nbytes % _ALIGNMENT:
             body.append(_PADDING[rest:])
-    return _assemble(_schema_of(tuple(nodes)), values, body, compression)
+    return _assemble(_schema_of(tuple(nodes)), values, body)
 
 
-def _assemble(schema: Schema, values: list[Any], body: list[Any], compression: str | None) -> Packed:
+def _assemble(schema: Schema, values: list[Any], body: list[Any]) -> Packed:
     """A payload of plain values and the parts of a body."""
-    body_bytes = schema.body_bytes
-    if compression is not None:
-        body = [_codec(compression).compress(b"".join(body), asbytes=True)]
-        body_bytes = len(body[0])
     try:
         meta = _encode(values)
     except OverflowError:
         raise ValueError("the fragment holds an integer of more than 64 bits; store it as text") from None
-    kind = COMPRESSIONS.index(compression)
-    head = _HEADER.pack(schema.schema_id, len(meta), kind, schema.body_bytes) + meta
+    head = _HEADER.pack(schema.schema_id, len(meta), schema.body_bytes) + meta
     head += _PADDING[: -len(head) % _ALIGNMENT]
-    return Packed(schema, [head, *body], len(head) + body_bytes)
+    return Packed(schema, [head, *body], len(head) + schema.body_bytes)
 
 
-def unstack(batch: SampleFragment, compression: str | None = None) -> list[Packed]:
+def unstack(batch: SampleFragment) -> list[Packed]:
     """The payload of every fragment in `batch`: the reverse of `stack`.
 
     Looking at the nesting of each fragment costs more than all else that is done to a small one; here it is
@@ -204,7 +196,7 @@ def unstack(batch: SampleFragment, compression: str | None = None) -> list[Packe
     columns = [[column] * count if type(column) in _PLAIN else column for column in values]
     rows = zip(*columns, strict=True) if columns else [()] * count
     bodies = _rows_of_bytes(arrays, count)
-    return [_assemble(schema, list(row), body, compression) for row, body in zip(rows, bodies, strict=True)]
+    return [_assemble(schema, list(row), body) for row, body in zip(rows, bodies, strict=True)]
 
 
 def _rows_of_bytes(arrays: list[np.ndarray[Any, Any]], count: int) -> list[list[Any]]:
@@ -289,19 +281,15 @@ def schema_id_of(payload: Any) -> bytes:
 
 
 def _parts(payload: Bytes, schema: Schema) -> tuple[list[Any], Bytes]:
-    """The plain values, and the body as it was before compression."""
-    _, meta_bytes, compression, body_bytes = _HEADER.unpack_from(payload.data)
+    """The plain values, and the body."""
+    _, meta_bytes, body_bytes = _HEADER.unpack_from(payload.data)
     values = _decode(payload.data[_HEADER.size : _HEADER.size + meta_bytes])
-    body = payload[_aligned(_HEADER.size + meta_bytes) :]
     assert body_bytes == schema.body_bytes
-    if compression:
-        text = _codec(COMPRESSIONS[compression]).decompress(body, body_bytes, asbytes=True)
-        body = np.frombuffer(text, np.uint8)
-    return values, body
+    return values, payload[_aligned(_HEADER.size + meta_bytes) :]
 
 
 def unpack(payload: Bytes, schema: Schema) -> SampleFragment:
-    """The fragment; its arrays look into `payload`, unless that was compressed, and cannot be written to."""
+    """The fragment; its arrays look into `payload`, and cannot be written to."""
     values, body = _parts(payload, schema)
     arrays = [_view(leaf, body) for leaf in schema.leaves]
     return SampleFragment(**_build(schema.skeleton, iter(arrays), iter(values)))
@@ -345,7 +333,7 @@ class _Rows(NamedTuple):
 
 
 def _alike(payloads: Sequence[Any], schema: Schema) -> _Rows | None:
-    """Payloads that lie alike, joined as they are; None: they do not, or are compressed.
+    """Payloads that lie alike, joined as they are; None: they do not.
 
     With small fragments, looking at each on its own takes many times as long as copying them.
     """
@@ -355,9 +343,9 @@ def _alike(payloads: Sequence[Any], schema: Schema) -> _Rows | None:
     joined = _joined(payloads, stride)
     block = np.frombuffer(joined, np.uint8)
     heads = block.reshape(count, stride)[:, : _HEADER.size].copy().view(_HEADS)[:, 0]
-    if heads["compression"].any() or (heads["schema_id"] != heads["schema_id"][0]).any():
+    if (heads["schema_id"] != heads["schema_id"][0]).any():
         return None
-    # Without compression bodies are of one size, so here they begin at one place.
+    # Bodies of one schema are of one size, so here they begin at one place.
     start = stride - schema.body_bytes
     data = memoryview(joined)
     ends = (heads["meta_bytes"] + np.arange(_HEADER.size, count * stride, stride)).tolist()
@@ -399,10 +387,3 @@ def _build(node: Any, arrays: Iterator[Any], values: Iterator[Any]) -> Any:
             return {key: _build(child, arrays, values) for key, child in zip(node[1], node[2], strict=True)}
     items = [_build(child, arrays, values) for child in node[1]]
     return tuple(items) if node[0] == "tuple" else items
-
-
-@lru_cache(maxsize=4)
-def _codec(name: str | None) -> Any:
-    import pyarrow
-
-    return pyarrow.Codec(name)

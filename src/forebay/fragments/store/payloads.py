@@ -23,7 +23,6 @@ from typing import Any
 
 from forebay.fragments.records import SampleFragment
 from forebay.fragments.store.codec import (
-    COMPRESSIONS,
     Packed,
     Schema,
     pack,
@@ -57,25 +56,16 @@ class FragmentStore:
     array([1., 1., 1.], dtype=float32)
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        max_bytes: int = 4 << 30,
-        compression: str | None = None,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, max_bytes: int = 4 << 30) -> None:
         """Open or make the store; every process that uses it names the same `path` and `max_bytes`.
 
-        `max_bytes` bounds the payloads, the file grows to about twice that. `compression` (``"lz4"``,
-        ``"zstd"``) is for what is added here; such fragments are copied when read.
+        `max_bytes` bounds the payloads, the file grows to about twice that.
 
         Raises:
             ValueError: a value is not possible.
         """
         self.path = Path(path)
-        if compression not in COMPRESSIONS:
-            raise ValueError(f"compression must be one of {COMPRESSIONS}, got {compression!r}")
-        self._max_bytes, self._compression = max_bytes, compression
+        self._max_bytes = max_bytes
         self._environment = Environment.open(self.path / "shard-0", max_bytes=2 * max_bytes + _ROOM_BYTES)
         self._payloads = self._environment.table("payloads")
         self._schema_table = self._environment.table("schemas")
@@ -89,8 +79,7 @@ class FragmentStore:
         """Used inside a transaction only, so by one thread at a time."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        opened = partial(FragmentStore, max_bytes=self._max_bytes, compression=self._compression)
-        return opened, (self.path,)
+        return partial(FragmentStore, max_bytes=self._max_bytes), (self.path,)
 
     def add_fragment(self, fragment: SampleFragment) -> str:
         """Keep `fragment`; its id."""
@@ -103,7 +92,7 @@ class FragmentStore:
             StoreFullError: they do not fit; none is kept.
             ValueError: a fragment holds something that cannot be stored.
         """
-        return self._put([pack(fragment, self._compression) for fragment in fragments])
+        return self._put([pack(fragment) for fragment in fragments])
 
     def add_stacked(self, batch: SampleFragment) -> list[str]:
         """Keep the fragments that `batch` is made of, as `stack` returns them; their ids, in order.
@@ -115,7 +104,7 @@ class FragmentStore:
             StoreFullError: as `add_fragments`.
             ValueError: the arrays and lists differ in length, or it holds something that cannot be stored.
         """
-        return self._put(unstack(batch, self._compression))
+        return self._put(unstack(batch))
 
     def _put(self, packed: list[Packed]) -> list[str]:
         ids = list(itertools.islice(self._ids, len(packed)))

@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -141,11 +142,21 @@ def load_prompts(config: DataConfig) -> Sequence[Prompt]:
 def hold_out(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Sequence[Prompt]:
     """`prompts` without those whose chat equals one of `held_out`'s, so that evaluation cannot leak.
 
+    Where one chat has several answers among `held_out` (a game begins alike for every secret), only those
+    with one of these answers are left out.
+
     Raises:
         ConfigError: nothing is left.
     """
-    hidden = {_message_key(prompt) for prompt in held_out}
-    kept = [index for index in range(len(prompts)) if _message_key(prompts[index]) not in hidden]
+    answers = defaultdict[str, set[str]](set)
+    for prompt in held_out:
+        answers[_message_key(prompt)].add(str(prompt.reward_model))
+
+    def is_hidden(prompt: Prompt) -> bool:
+        known = answers.get(_message_key(prompt), ())
+        return len(known) == 1 or str(prompt.reward_model) in known
+
+    kept = [index for index in range(len(prompts)) if not is_hidden(prompts[index])]
     if not kept:
         raise ConfigError(
             f"all {len(prompts)} training prompts are also among the {len(held_out)} evaluation prompts; "

@@ -102,15 +102,13 @@ class JsonlSink:
             self._file.close()
             self._begin([rows[number] for number in sorted(rows)])
             return
-        again = step == _step(self._row)
-        if not again:
+        if step != _step(self._row):
             self._row = self._new_row(step)
             self._row_start = self._file.seek(0, io.SEEK_END)
         self._row |= known
         self._file.seek(self._row_start)
         self._file.write(_line(self._row))
-        if again:
-            self._file.truncate()
+        self._file.truncate()
         self._file.flush()
 
     def _new_row(self, step: int) -> Row:

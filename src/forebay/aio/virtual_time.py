@@ -41,7 +41,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self) -> None:
-        self._now_s = 0.0
+        self.now_s = 0.0
         super().__init__(_JumpingSelector(self))
         # Timers this close count as due. That of the real clock (1 ns) is less than the rounding of a sum of
         # a month's seconds, and a timer that is due only after rounding would never be.
@@ -49,11 +49,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
-        return self._now_s
-
-    def jump(self, seconds: float) -> None:
-        """Let `seconds` pass."""
-        self._now_s += seconds
+        return self.now_s
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., Result], *args: Any
@@ -82,7 +78,7 @@ class _JumpingSelector(selectors.DefaultSelector):
             return events
         if timeout is None:
             raise DeadlockError(_describe_waits(self._loop))
-        self._loop.jump(timeout)
+        self._loop.now_s += timeout
         return []
 
 

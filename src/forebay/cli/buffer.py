@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,7 +39,6 @@ from forebay.cli.source import (
     open_sql,
     opened,
 )
-from forebay.replay import policies
 from forebay.replay.format.snapshot import Snapshot, read_snapshot, write_snapshot
 from forebay.replay.format.tables import JOINED_SCHEMA
 from forebay.replay.format.values import damage_named
@@ -234,19 +234,12 @@ def _read_all(source: str, policy: str | None) -> Snapshot:
         if policy is not None:
             raise ValueError(f"a snapshot keeps the policy it was taken with; leave out --policy {policy}")
         return read_snapshot(find_snapshot(Path(source)))
-    known = {
-        name: kind
-        for name, kind in vars(policies).items()
-        if isinstance(kind, type) and issubclass(kind, ReplayPolicy) and kind is not ReplayPolicy
-    }
+    known = {kind.__name__: kind for kind in ReplayPolicy.__subclasses__()}
     chosen = FIFOReplayPolicy.__name__ if policy is None else policy
     if chosen not in known:
         raise ValueError(f"unknown policy {chosen!r}; known: {', '.join(known)}")
-    store = open_sql(source)
-    try:
+    with closing(open_sql(source)) as store:
         return Snapshot(store.state_dict(), chosen, known[chosen]().state_dict(), store.num_evicted)
-    finally:
-        store.close()
 
 
 def _write_new_snapshot(folder: Path, snapshot: Snapshot) -> None:
@@ -256,15 +249,12 @@ def _write_new_snapshot(folder: Path, snapshot: Snapshot) -> None:
 
 
 async def _fill_database(target: str, snapshot: Snapshot) -> None:
-    store = open_sql(target, create=True)
-    try:
+    with closing(open_sql(target, create=True)) as store:
         held = await store.count(ALL_STATUSES)
         if held:
             raise ValueError(f"{hide_password(target)!r} holds {held} groups already; name an empty database")
         store.load_state_dict(snapshot.storage)
         store.num_evicted = dict(snapshot.num_evicted)
-    finally:
-        store.close()
 
 
 def parse_json_query(text: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
@@ -124,10 +124,9 @@ def _fields(model: Any) -> Iterator[tuple[str, Any, Any]]:
             annotation = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
             yield name, annotation, field.get_default(call_default_factory=True)
         return
-    for name, annotation in inspect.get_annotations(model, eval_str=True).items():
-        if not name.startswith("_"):
-            default = model.__dataclass_fields__[name].default
-            yield name, annotation, PydanticUndefined if default is MISSING else default
+    annotations = inspect.get_annotations(model, eval_str=True)
+    for field in fields(model):
+        yield field.name, annotations[field.name], field.default
 
 
 def _table_in(annotation: Any) -> tuple[Any, bool]:
@@ -193,15 +192,13 @@ def _shown(default: Any) -> str:
     return str(list(default) if isinstance(default, tuple) else default).replace("\n", "\\n")
 
 
-def find_keys(pattern: str | None) -> list[Key]:
+def find_keys(pattern: str) -> list[Key]:
     """The keys whose path has `pattern` in it; if there is none, those whose meaning has.
 
     Raises:
         ConfigError: there is none; the message names the nearest.
     """
     keys = [key for section in reference().values() for key in section]
-    if pattern is None:
-        return keys
     wanted = re.sub(r"\b\d+\b", "0", pattern.lower())
     for text_of in (lambda key: key.path.lower(), lambda key: f"{key.of} {key.meaning}".lower()):
         if found := [key for key in keys if wanted in text_of(key)]:
@@ -216,8 +213,8 @@ def find_keys(pattern: str | None) -> list[Key]:
 
 def show_keys(
     pattern: Annotated[
-        str | None, typer.Argument(help="Part of a key's path, or of what it means; left out: all keys.")
-    ] = None,
+        str, typer.Argument(help="Part of a key's path, or of what it means; left out: all keys.")
+    ] = "",
 ) -> None:
     """Say what the keys of a run file mean: values, defaults, units."""
     with one_message():

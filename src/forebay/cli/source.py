@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -114,10 +114,8 @@ async def opened(path: str) -> AsyncIterator[BufferSource]:
     """
     if is_sql(path := own_database(path)):
         source = open_database(path)
-        try:
+        with closing(source.storage):
             yield source
-        finally:
-            source.storage.close()
     else:
         folder = find_snapshot(Path(path))
         with open_snapshot(folder) as tables:

@@ -21,6 +21,8 @@ import os
 import re
 import socket
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,14 +108,10 @@ async def dial(address: Address) -> socket.socket:
     if address.path is not None:
         return await connect_unix(str(address.path))
     family, place = await _resolve(address)
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setblocking(False)
-    try:
+    with _closed_on_error(family) as sock:
+        sock.setblocking(False)
         await asyncio.get_running_loop().sock_connect(sock, place)
-    except BaseException:
-        sock.close()
-        raise
-    tune(sock)
+        tune(sock)
     return sock
 
 
@@ -123,16 +121,12 @@ def dial_blocking(path: str, limit_s: float) -> socket.socket:
     Raises:
         OSError: no process listens there, or there was no room within `limit_s`.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with _closed_on_error(socket.AF_UNIX) as sock:
         # For connecting alone: with a timeout of Python's, a full queue would be an error at once.
         seconds, fraction = divmod(limit_s, 1)
         limit = struct.pack("ll", int(seconds), int(fraction * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         sock.connect(path)
-    except BaseException:
-        sock.close()
-        raise
     return sock
 
 
@@ -158,9 +152,8 @@ def is_proof(proof: bytes, token: str, nonce: bytes) -> bool:
 
 async def connect_unix(path: str) -> socket.socket:
     """A non-blocking socket connected to `path`, as soon as there is room; OSError if no process listens."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.setblocking(False)
-    try:
+    with _closed_on_error(socket.AF_UNIX) as sock:
+        sock.setblocking(False)
         # Not `sock_connect`: it waits for a full queue as for a connection that is being made, which it is
         # not, and fails with EINVAL.
         while True:
@@ -170,6 +163,14 @@ async def connect_unix(path: str) -> socket.socket:
                 await asyncio.sleep(RETRY_S)
             else:
                 return sock
+
+
+@contextmanager
+def _closed_on_error(family: int) -> Iterator[socket.socket]:
+    """A new socket, which stays open when the block ends, and is closed if it fails or is cancelled."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        yield sock
     except BaseException:
         sock.close()
         raise
@@ -197,16 +198,13 @@ def _listen_on_path(path: Path) -> socket.socket:
         # Left over by a server that was killed.
         path.unlink()
     path.parent.mkdir(parents=True, exist_ok=True)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     # The mode of the socket decides which users may connect, and it must be right from the first moment.
     before = os.umask(0o177)
     try:
-        sock.bind(str(path))
-        sock.listen(BACKLOG)
-        sock.setblocking(False)
-    except BaseException:
-        sock.close()
-        raise
+        with _closed_on_error(socket.AF_UNIX) as sock:
+            sock.bind(str(path))
+            sock.listen(BACKLOG)
+            sock.setblocking(False)
     finally:
         os.umask(before)
     return sock

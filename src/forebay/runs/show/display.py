@@ -88,6 +88,7 @@ class RunDisplay:
     ) -> None:
         """`console` is standard output if left out; `clock` counts seconds."""
         self._console = console or _standard_output()
+        self._is_ascii = not self._console.encoding.startswith("utf")
         self._clock = clock
         self._started_at = clock()
         self.on_note: Callable[[str, str], object] = lambda kind, text: None
@@ -317,10 +318,6 @@ class RunDisplay:
         )
         now = None if self._status is None else self._status.now()
         return panel(step, now, width=self._console.width, ascii_only=self._is_ascii)
-
-    @property
-    def _is_ascii(self) -> bool:
-        return not self._console.encoding.startswith("utf")
 
 
 def _standard_output() -> Console:

@@ -77,7 +77,7 @@ class RunStatus:
         batch_size: int,
     ) -> None:
         """Listen to `activities` from now on."""
-        self.on_change: Callable[[], object] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         """Told that there is something new; called often, so it must cost next to nothing."""
         self._manager = manager
         self._activities = activities
@@ -93,16 +93,13 @@ class RunStatus:
         """By task: how many groups there were at the last look, and the ratio that was found."""
         self._started_s = self._reported_s = activities.clock()
         self._reported_busy_s = dict.fromkeys(SIDES, 0.0)
-        activities.listen(self._changed, self._ended)
-
-    def _changed(self, _: Activity) -> None:
-        self.on_change()
+        activities.listen(lambda _: self.on_change(), self._ended)
 
     def _ended(self, activity: Activity) -> None:
         if activity.stage == JUDGE:
             self._judged.setdefault(activity.task, []).append(bool(activity.note))
             self.judge_failure = activity.note or self.judge_failure
-        self._changed(activity)
+        self.on_change()
 
     async def count_buffer(self) -> None:
         """Count the groups of every task anew."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -65,7 +64,7 @@ class RewardModelJudge(Judge):
             factory = f"{__name__}:make_reward_scorer"
             given = (settings.model, settings.device)
             self._processes = JudgeProcesses(factory, timeout_s, 1, arguments=given, memory_bytes=0)
-        self._waiting: list[_Conversation] = []
+        self._waiting: list[tuple[list[Message], asyncio.Future[float]]] = []
         self._turn = asyncio.Lock()
 
     async def score(self, state: RolloutState) -> float:
@@ -77,31 +76,28 @@ class RewardModelJudge(Judge):
             request = {"model": settings.model, "messages": messages, "use_activation": False}
             url = f"{(settings.base_url or '').rstrip('/')}/classify"
             return await self._server.post(url, request, _number)
-        mine = _Conversation(messages)
-        self._waiting.append(mine)
+        number: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting.append((messages, number))
         # Those that come in the same turn of the event loop, a group for example, are in the same batch.
         await asyncio.sleep(0)
         async with self._turn:
-            if mine.score is None and mine.error is None:
+            if not number.done():
                 await self._judge_waiting()
-        if mine.error is not None:
-            raise mine.error
-        assert mine.score is not None
-        return mine.score
+        return number.result()
 
     async def _judge_waiting(self) -> None:
         """Judge those who wait longest, as one batch; a cancelled one leaves the others to the next turn."""
         assert self._processes is not None
         batch = self._waiting[: self._settings.max_concurrent]
         try:
-            scores = await self._processes.run([each.messages for each in batch])
+            scores = await self._processes.run([messages for messages, _ in batch])
         # Of whatever kind, it is the failure of all in the batch.
         except Exception as error:
-            for each in batch:
-                each.error = error
+            for _, number in batch:
+                number.set_exception(error)
         else:
-            for each, score in zip(batch, scores, strict=True):
-                each.score = score
+            for (_, number), score in zip(batch, scores, strict=True):
+                number.set_result(score)
         self._waiting = self._waiting[len(batch) :]
 
     async def aclose(self) -> None:
@@ -110,13 +106,6 @@ class RewardModelJudge(Judge):
             await self._server.aclose()
         if self._processes is not None:
             await asyncio.to_thread(self._processes.close)
-
-
-@dataclass(eq=False)
-class _Conversation:
-    messages: list[Message]
-    score: float | None = None
-    error: Exception | None = None
 
 
 def _number(body: Any) -> float:

@@ -10,8 +10,6 @@ from forebay.models.config import Precision, PrecisionKey
 if TYPE_CHECKING:
     import torch
 
-AUTO = "auto"
-
 
 def find_device(name: str) -> torch.device:
     """The device of that name; ``auto`` is the first CUDA device, or the CPU.
@@ -23,7 +21,7 @@ def find_device(name: str) -> torch.device:
     """
     import torch
 
-    if name == AUTO:
+    if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, number = name.partition(":")
     is_there = {

@@ -340,8 +340,7 @@ def _times(
     flop_per_token = step.flop / step.tokens * (config.train.epochs + extra / 3)
     train_rate = device.flop_per_s * TRAIN_SHARE / flop_per_token * config.train.ranks
     kept = step.gradient_bytes + sum(step.parts.get(name, 0) for name in ("weights", "moments"))
-    optimizer_bytes = 2 * kept
-    optimizer_s = optimizer_bytes / device.bytes_per_s
+    optimizer_s = 2 * kept / device.bytes_per_s
     if config.train.moments == "cpu":
         # Both moments, there and back.
         optimizer_s += 4 * step.gradient_bytes / HOST_BYTES_PER_S

@@ -145,19 +145,11 @@ def num_engines(config: RunConfig) -> int:
     return int(config.engine.arguments.get("engines", config.engine.arguments.get("servers", 1)) or 1)
 
 
-def in_flight(config: RunConfig) -> float:
-    """Rollouts under way at the same time."""
-    return config.batch_size * config.rollouts_per_prompt * (1 + config.produce.over_sample_threshold)
-
-
 def num_running(config: RunConfig) -> int:
     """Requests that decode together in one engine."""
-    return int(
-        min(
-            -(-in_flight(config) // num_engines(config)),
-            config.engine.arguments.get("max_batch", DEFAULT_MAX_BATCH),
-        )
-    )
+    under_way = config.batch_size * config.rollouts_per_prompt * (1 + config.produce.over_sample_threshold)
+    most = config.engine.arguments.get("max_batch", DEFAULT_MAX_BATCH)
+    return int(min(-(-under_way // num_engines(config)), most))
 
 
 def engine_itemsize(config: RunConfig) -> int:

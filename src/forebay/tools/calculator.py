@@ -90,8 +90,6 @@ def _value(node: ast.expr) -> Number:
             return _CONSTANTS[name]
         case ast.Call(ast.Name(name), arguments, keywords) if name in _FUNCTIONS and not keywords:
             return _bounded(_FUNCTIONS[name](*map(_value, arguments)))
-        case _:
-            pass
     raise ToolError(
         f"{ast.unparse(node)!r} is not arithmetic; there are numbers, + - * / // % **, brackets, "
         f"{', '.join(_CONSTANTS)} and {', '.join(_FUNCTIONS)}"

@@ -56,7 +56,9 @@ def test_buckets_hold_everything_in_order_and_no_more_than_they_may() -> None:
     for bucket in buckets(given_weights, "bfloat16", "cpu", bucket_bytes=32):
         assert len(set(bucket.dtypes)) == 1
         assert sum(bucket.sizes) <= max(32, bucket.sizes[0])
-        data = torch.from_file(bucket.handle["path"], shared=True, size=sum(bucket.sizes), dtype=torch.uint8)
+        data = torch.from_file(
+            bucket.memory.handle["path"], shared=True, size=sum(bucket.sizes), dtype=torch.uint8
+        )
         for name, dtype, part in zip(bucket.names, bucket.dtypes, data.split(bucket.sizes), strict=True):
             found.append((name, part.clone().view(getattr(torch, dtype))))
     assert [name for name, _ in found] == [name for name, _ in given_weights]

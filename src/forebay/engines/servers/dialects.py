@@ -259,7 +259,7 @@ class Dialect:
             "dtype_names": bucket.dtypes,
             "shapes": bucket.shapes,
             "tensor_sizes": bucket.sizes,
-            **bucket.handle,
+            **bucket.memory.handle,
         }
         return Call("POST", "/update_weights", {"update_info": info})
 

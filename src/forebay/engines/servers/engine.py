@@ -73,7 +73,6 @@ class HTTPEngine:
         files: WeightFiles,
         dialect: Dialect | None = None,
         tokenizer: Any = None,
-        model_step: int = 0,
         start_limit_s: float = START_LIMIT_S,
         api_key: str | None = None,
         lora_rank: int = 0,
@@ -96,9 +95,7 @@ class HTTPEngine:
         self._files = files
         files.num_users += 1
         self._stop_texts = None if tokenizer is None else StopTexts(tokenizer)
-        self._weights = ServerWeights(
-            self._link, lora_rank=lora_rank, model_step=model_step, bucket_device=bucket_device
-        )
+        self._weights = ServerWeights(self._link, lora_rank=lora_rank, bucket_device=bucket_device)
         self._start_limit_s = start_limit_s
         self._streams: dict[Stream, None] = {}
         self._control = asyncio.Lock()
@@ -254,7 +251,11 @@ class HTTPEngine:
             AdaptersRefusedError: the server cannot use such adapters; the server goes on as it was.
             EngineLost, ConfigError, RuntimeError: as for `load_weights`.
         """
-        self._weights.check(config)
+        # It needs torch, which a server's client has no other use for.
+        from forebay.engines.weights.takeover import scale_of
+
+        # Refuses adapters of a kind that servers do not compute.
+        scale_of(config)
         await self._update(adapters, model_step, config)
 
     async def close(self) -> None:

@@ -203,8 +203,8 @@ class ServerLink:
             ServerFailed: the server cannot serve it.
             BadAnswer: it sends something else.
         """
-        url, data = str(self) + self.dialect.generate_path, json.dumps(body).encode()
-        async with client.request("POST", url, data, self._headers) as response:
+        url, sent = str(self) + self.dialect.generate_path, json.dumps(body).encode()
+        async with client.request("POST", url, sent, self._headers) as response:
             if (status := response.status) != _OK:
                 problem = f"{self} {_answered(status, await response.read())}"
                 if status in _BUSY:
@@ -216,8 +216,11 @@ class ServerLink:
                 async for chunk in chunks:
                     *events, rest = (rest + chunk).split(b"\n\n")
                     for event in events:
-                        if (found := event.removeprefix(b"data:").strip()) not in (b"", b"[DONE]"):
-                            yield _decoded(found)
+                        if (data := event.removeprefix(b"data:").strip()) in (b"", b"[DONE]"):
+                            continue
+                        if not (found := _parsed(data)):
+                            raise BadAnswer(f"not an event: {data[:_SHOWN]!r}")
+                        yield found
 
     async def _ask(self, call: Call, limit_s: float | None) -> tuple[int, bytes]:
         url = str(self) + call.path + (f"?{urlencode(call.params)}" if call.params else "")
@@ -344,12 +347,6 @@ class Busy(EngineLost):
 
 class Refused(ValueError):
     """The server finds fault with the request; another server would, too."""
-
-
-def _decoded(data: bytes) -> dict[str, Any]:
-    if not (event := _parsed(data)):
-        raise BadAnswer(f"not an event: {data[:_SHOWN]!r}")
-    return event
 
 
 def _parsed(text: bytes) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Stream:
     Invariants: tokens, log probabilities and labels are equally many; the end that the server reports wins
     over a cut, so that nothing is continued that has ended.
 
-    >>> stream = Stream(request)                                                    # doctest: +SKIP
+    >>> stream = Stream(request, None, {})                                          # doctest: +SKIP
     >>> while not stream.has_ended:                                                 # doctest: +SKIP
     ...     async with stream.leg(step=engine.model_step):
     ...         async for event in link.events(body_of(stream.rest())):
@@ -45,14 +45,11 @@ class Stream:
     """
 
     def __init__(
-        self,
-        request: GenerateRequest,
-        stop_texts: StopTexts | None = None,
-        steps: Mapping[str, int] | None = None,
+        self, request: GenerateRequest, stop_texts: StopTexts | None, steps: Mapping[str, int]
     ) -> None:
         """`steps` are those of the versions of weights that the server may name."""
         self.request = request
-        self._steps_of = {} if steps is None else steps
+        self._steps_of = steps
         self.ids: list[int] = []
         self._logprobs: list[float] = []
         self._steps: list[int] = []

@@ -26,7 +26,7 @@ from forebay.engines.servers.dialects import CACHE, WEIGHTS, Call
 from forebay.engines.servers.link import Refused, ServerFailed, ServerLink
 from forebay.engines.weights.files import WrittenWeights
 from forebay.models.live_weights import LiveWeights
-from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError
+from forebay.models.starting_weights import AdaptersRefusedError
 
 
 class ServerWeights:
@@ -35,19 +35,12 @@ class ServerWeights:
     Invariants: `model_step` and `adapters` are those of the last weights that the server took over whole; a
     server whose loading failed half way counts as one that `has` nothing.
 
-    >>> weights = ServerWeights(link, lora_rank=16)                                    # doctest: +SKIP
+    >>> weights = ServerWeights(link, lora_rank=16, bucket_device=None)                # doctest: +SKIP
     >>> if not await weights.has(written):                                             # doctest: +SKIP
     ...     await weights.take(written)
     """
 
-    def __init__(
-        self,
-        link: ServerLink,
-        *,
-        lora_rank: int = 0,
-        model_step: int = 0,
-        bucket_device: str | None = None,
-    ) -> None:
+    def __init__(self, link: ServerLink, *, lora_rank: int, bucket_device: str | None) -> None:
         """`lora_rank` is the highest that the server takes; 0: it takes no adapters.
 
         `bucket_device` is where live weights are put for the server to map; None: it takes none.
@@ -55,7 +48,7 @@ class ServerWeights:
         self._link, self._dialect = link, link.dialect
         self._lora_rank = lora_rank
         self.bucket_device = bucket_device
-        self.model_step = model_step
+        self.model_step = 0
         """Of the weights that make the next token."""
         self.adapters: str | None = None
         """The version of the adapters that requests must name; None: they use the whole weights."""
@@ -75,18 +68,6 @@ class ServerWeights:
     def takes_adapters(self) -> bool:
         """Whether adapters may be tried: the server was started for them, and has never refused any."""
         return self._lora_rank > 0 and not self._was_refused
-
-    def check(self, config: AdapterConfig) -> None:
-        """Raise unless servers compute what adapters of this kind mean.
-
-        Raises:
-            AdaptersRefusedError: they do not.
-            ValueError: the config lacks rank or alpha.
-        """
-        # It needs torch, which a server's client has no other use for.
-        from forebay.engines.weights.takeover import scale_of
-
-        scale_of(config)
 
     async def has(self, written: WrittenWeights) -> bool:
         """Whether the server says that it has these; if not, `take` gives it what it lacks.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import io
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -41,11 +41,6 @@ class Bucket:
     shapes: list[list[int]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     """Bytes of each."""
-
-    @property
-    def handle(self) -> Mapping[str, str]:
-        """How another process of this machine finds the buffer, as JSON."""
-        return self.memory.handle
 
     def shared_tensors(self) -> str:
         """Names and tensors, pickled as torch shares them between processes, in base64."""
@@ -115,7 +110,9 @@ class _Memory:
 
     @cached_property
     def handle(self) -> dict[str, str]:
-        """One for all buckets: servers count how often they are given a buffer, and free it by that."""
+        """How another process of this machine finds the buffer, as JSON.
+
+        One for all buckets: servers count how often they are given a buffer, and free it by that."""
         if self._file is not None:
             return {"path": self._file.path}
         from torch.multiprocessing.reductions import reduce_tensor

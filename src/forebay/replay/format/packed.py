@@ -305,8 +305,7 @@ def check_head(head: Head, num_bytes: int) -> None:
                 raise ValueError(f"{constants[:8]} are not the {name} of {missing} rollouts")
     _check_prompts(head)
     for name, column in head.values.items():
-        if name not in _VALUE_NAMES or len(column) not in (1, size):
-            _check_column(name, column, size)
+        _check_column(name, column, size)
     _check_column("sample_params", head.sample_params or (None,), size)
     if not head.trees:
         _check_column("seq_staleness", head.values.get("seq_staleness", (None,)), size)

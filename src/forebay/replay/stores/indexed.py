@@ -20,8 +20,9 @@ never draw pay nothing; draws, puts and takes then cost O(log n). Other queries 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import groupby, islice
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
@@ -54,7 +55,7 @@ class IndexedStorage(RowBook, StorageBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self._cells: dict[str, dict[str, _Cell]] = {}
+        self._cells: dict[str, dict[str, _Cell]] = defaultdict(partial(defaultdict, _Cell))
         self._num_archived = 0
 
     async def put(self, item: StorageItem) -> int:
@@ -142,7 +143,8 @@ class IndexedStorage(RowBook, StorageBackend):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._cells, self._num_archived = {}, 0
+        self._cells.clear()
+        self._num_archived = 0
         for row in self._rows.values():
             self._index(row)
 
@@ -152,11 +154,7 @@ class IndexedStorage(RowBook, StorageBackend):
 
     def _index(self, row: StorageItem) -> None:
         self._num_archived += row.is_archived
-        cells = self._cells.setdefault(row.task_name, {})
-        status = plain_value(row.status)
-        if (cell := cells.get(status)) is None:
-            cell = cells[status] = _Cell()
-        cell.add(row)
+        self._cells[row.task_name][plain_value(row.status)].add(row)
 
     def _remove(self, row: StorageItem) -> None:
         del self._rows[row.uid]
@@ -273,15 +271,12 @@ class _Cell:
 
     def __init__(self) -> None:
         self.size = 0
-        self._buckets: dict[tuple[int | None, int, int | None], _Bucket] = {}
+        self._buckets: dict[tuple[int | None, int, int | None], _Bucket] = defaultdict(_Bucket)
         self.priorities: SumTree | None = None
 
     def add(self, row: StorageItem) -> None:
         self.size += 1
-        key = (row.oldest_model_step, row.staleness, row.train_step)
-        if (bucket := self._buckets.get(key)) is None:
-            bucket = self._buckets[key] = _Bucket()
-        bucket.add(row)
+        self._buckets[row.oldest_model_step, row.staleness, row.train_step].add(row)
         if self.priorities is not None:
             self.priorities.add(row.timestamp_id, row.uid, row.priority)
 

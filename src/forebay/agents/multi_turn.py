@@ -32,12 +32,7 @@ from pydantic import AfterValidator, Field
 from forebay.agents.base import AgentLoop
 from forebay.agents.chat.conversation import cut_unanswered
 from forebay.agents.chat.rendering import IncrementRenderer, PromptRenderer
-from forebay.agents.environments import (
-    Memory,
-    build_environment,
-    check_environment,
-    find_environment,
-)
+from forebay.agents.environments import Memory, build_environment, check_environment, find_environment
 from forebay.agents.extra_fields import CONVERSATION_KEY, TURNS_KEY
 from forebay.aio.tasks import is_cancelled
 from forebay.aio.time_limits import time_limit, timeout

@@ -25,12 +25,7 @@ from forebay.engines.base import (
 )
 from forebay.engines.pool import EnginePool
 from forebay.models.starting_weights import AdapterConfig, Weights
-from forebay.types import (
-    RolloutState,
-    SampleParams,
-    fill_token_fields,
-    status_from_finish_reason,
-)
+from forebay.types import RolloutState, SampleParams, fill_token_fields, status_from_finish_reason
 from forebay.watching.activity import Activity
 
 

@@ -79,6 +79,14 @@ class Address:
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
 
+def is_loopback(host: str) -> bool:
+    """Whether `host`, an IP address or a name, is this machine's own, which no other can reach."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 async def listen(address: Address, token: str | None = None) -> tuple[socket.socket, Address]:
     """A listening socket, and the address with the port that was given for port 0.
 

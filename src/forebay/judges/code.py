@@ -23,13 +23,7 @@ from pydantic import Field
 from forebay.config import StrictModel, parse_config
 from forebay.judges.answers import compile_pattern, find_answer
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge, JudgeError, TransientJudgeError
-from forebay.sandbox import (
-    CONFINED,
-    Limits,
-    Sandbox,
-    SandboxError,
-    SandboxUnavailableError,
-)
+from forebay.sandbox import CONFINED, Limits, Sandbox, SandboxError, SandboxUnavailableError
 from forebay.types import RolloutState
 
 _CODE_TESTS = """

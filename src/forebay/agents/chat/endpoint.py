@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import json
 import secrets
 import socket
@@ -26,6 +25,7 @@ from forebay.agents.chat.conversation import RequestError, with_text_arguments
 from forebay.agents.chat.session import BudgetExhaustedError, ChatSession, SessionEndedError, Turn
 from forebay.config import ConfigError
 from forebay.extras import require_library
+from forebay.io.address import is_loopback
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -63,11 +63,7 @@ class ChatEndpoint:
             self._host, self._port = parts.hostname or "", parts.port or 0
         except ValueError as error:
             raise ConfigError(f"host = {host!r} is neither HOST nor HOST:PORT: {error}") from None
-        try:
-            is_loopback = self._host == "localhost" or ipaddress.ip_address(self._host).is_loopback
-        except ValueError:
-            is_loopback = False
-        if not self._host or not (is_loopback or place != host):
+        if not self._host or not (is_loopback(self._host) or place != host):
             raise ConfigError(
                 f"the chat endpoint would listen on {host!r}, which others can reach; use '127.0.0.1', or "
                 f"host = 'remote:{place}' where the network is trusted"

@@ -41,14 +41,7 @@ from forebay.agents.chat.rendering import ChatTokenizer, IncrementRenderer
 from forebay.agents.chat.tool_calls import TurnReader
 from forebay.agents.extra_fields import RECORD_KEY
 from forebay.aio.tasks import is_cancelled
-from forebay.types import (
-    TOKEN_FIELDS,
-    Message,
-    RolloutState,
-    SampleParams,
-    Status,
-    reset_rollout_response,
-)
+from forebay.types import TOKEN_FIELDS, Message, RolloutState, SampleParams, Status, reset_rollout_response
 
 
 class ChatSession:

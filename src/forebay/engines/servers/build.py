@@ -10,7 +10,6 @@ The servers of a run share one folder of weights, which all of them must see.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import sys
@@ -30,6 +29,7 @@ from forebay.engines.servers.dialects import MODEL_NAME, Dialect, SGLang
 from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
 from forebay.engines.weights.files import WeightFiles, shared_weights, write_untied
+from forebay.io.address import is_loopback
 from forebay.models import context_of, find_device
 
 DIALECTS: dict[str, type[Dialect]] = {"vllm": Dialect, "sglang": SGLang}
@@ -95,20 +95,12 @@ class HTTPArguments(StrictModel, strict=True):
                 raise ConfigError(
                     f"urls holds {url!r}, which is no address; write it like 'http://127.0.0.1:8000'"
                 )
-        far = [url for url in self.urls if not _is_loopback(url)]
+        far = [url for url in self.urls if not is_loopback(urlsplit(url).hostname or "")]
         if far and self.weights_folder is None:
             raise ConfigError(
                 f"{', '.join(far)} is on another machine: set weights_folder to a folder that it sees, too"
             )
         return self
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) -> list[Engine]:

@@ -251,10 +251,9 @@ class HTTPEngine:
             AdaptersRefusedError: the server cannot use such adapters; the server goes on as it was.
             EngineLost, ConfigError, RuntimeError: as for `load_weights`.
         """
-        # It needs torch, which a server's client has no other use for.
+        # It refuses kinds of adapters that servers do not compute; it needs torch, as nothing else here.
         from forebay.engines.weights.takeover import scale_of
 
-        # Refuses adapters of a kind that servers do not compute.
         scale_of(config)
         await self._update(adapters, model_step, config)
 

@@ -18,7 +18,7 @@ EXTRAS = {
     "environments": ("gymnasium",),
     "http": ("httpx", "jinja2", "starlette", "uvicorn", "safetensors"),
     "board": ("duckdb",),
-    "ray": ("ray",),
+    "ray": ("ray", "psutil"),
     "trackers": ("tensorboard", "trackio", "wandb"),
 }
 """The modules that ``pip install "forebay[EXTRA]"`` brings, each where it is asked for first."""

@@ -14,7 +14,7 @@ def test_rates_grow_with_the_requests_up_to_the_full_rate():
     assert [fast_alone.decode_rate(n) for n in (1, 2, 4)] == [40, 80, 100]
     measured = ClusterConfig(**{**TABLE, "tokens_per_s": [(2, 60), (4, 100)]}, engines=3)
     assert [measured.decode_rate(n) for n in (1, 2, 3, 4)] == [30, 60, 80, 100]
-    assert measured.full_rate == 300
+    assert measured.generation_s(num_tokens=300) == 1
     assert measured.generation_s(600) == 2
 
 

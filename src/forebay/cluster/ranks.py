@@ -11,13 +11,12 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import torch
 
 from forebay.cluster.calls import beside, result_of, signs_of_life
@@ -118,17 +117,5 @@ class RankActor:
 
 def _interface_of(address: str) -> str | None:
     """The name of this machine's network interface that has this IPv4 address; None: not found."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            try:
-                packed = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                # It has no such address.
-                continue
-            if socket.inet_ntoa(packed[20:24]) == address:
-                return name
-    return None
-
-
-_SIOCGIFADDR = 0x8915
-"""Linux: the IPv4 address of an interface, which is in bytes 20 to 24 of the answer."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, own in interfaces if address in [each.address for each in own]), None)

@@ -50,12 +50,6 @@ class Policy(nn.Module):
     torch.Size([1, 3, 2])
     """
 
-    # Buffers, so that they travel and are saved with the weights.
-    obs_mean: torch.Tensor
-    obs_std: torch.Tensor
-    value_mean: torch.Tensor
-    value_std: torch.Tensor
-
     def __init__(self, obs_size: int, head: ActionHead, config: PolicyConfig) -> None:
         """Orthogonal weights; the actor begins nearly uniform (Andrychowicz et al., 2021)."""
         super().__init__()
@@ -72,10 +66,9 @@ class Policy(nn.Module):
         self.actor = _layers(size, hidden, head.num_params - head.num_free, last_gain=0.01)
         self.critic = _layers(size, hidden, 1, last_gain=1.0)
         self.free_params = nn.Parameter(torch.zeros(head.num_free))
-        for name, value in [("obs_mean", 0.0), ("obs_std", 1.0)]:
-            self.register_buffer(name, torch.full((obs_size,), value))
-        self.register_buffer("value_mean", torch.zeros(()))
-        self.register_buffer("value_std", torch.ones(()))
+        # Buffers, so that they travel and are saved with the weights.
+        self.obs_mean, self.obs_std = nn.Buffer(torch.zeros(obs_size)), nn.Buffer(torch.ones(obs_size))
+        self.value_mean, self.value_std = nn.Buffer(torch.zeros(())), nn.Buffer(torch.ones(()))
 
     def initial_state(self, num_envs: int) -> State:
         """The state before the first step of an episode."""

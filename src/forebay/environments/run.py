@@ -408,11 +408,8 @@ def try_parts(config: FragmentRunConfig, say: Callable[[str], None]) -> None:
         ConfigError: something does not fit.
     """
     with run_folder.occupied(config.folder):
-        state = (
-            "holds a run: --overwrite replaces it"
-            if (config.folder / run_folder.RUN_FILE).exists()
-            else "is free"
-        )
+        is_used = (config.folder / run_folder.RUN_FILE).exists()
+        state = "holds a run: --overwrite replaces it" if is_used else "is free"
         say(f"folder  {config.folder} {state}")
     policy = build_trainer(config).policy
     say(f"policy  {config.policy.hidden_size} units, and its trainer")

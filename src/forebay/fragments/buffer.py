@@ -239,8 +239,8 @@ class ReplayBufferActor:
         added = tallies.added - self._reported_at
         return tallies.as_metrics() | {
             "fragments_per_s": added / elapsed_s if elapsed_s > 0 else 0.0,
-            "chunks": state.num_chunks,
-            "partial_fragments": state.num_partial,
+            "chunks": len(state.chunks),
+            "partial_fragments": len(state.sequences),
             "held_fragments": len(state.references),
             "leases": len(state.leases),
             "waiting_fetches": len(self._readers),

@@ -78,15 +78,10 @@ class ChunkTable:
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         """Hold `chunks`, which arrived in this order."""
-        by_version = self._by_version
         for slot, chunk in enumerate(chunks, len(self._slots)):
             assert chunk.slot < 0
             chunk.slot = slot
-            same_version = by_version.get(chunk.oldest_version)
-            if same_version is None:
-                by_version[chunk.oldest_version] = [chunk]
-            else:
-                same_version.append(chunk)
+            self._by_version.setdefault(chunk.oldest_version, []).append(chunk)
         self._slots += chunks
         self._arrived += chunks
         self._num_listed += len(chunks)

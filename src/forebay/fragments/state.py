@@ -59,19 +59,9 @@ class ReplayState:
         self.leases = LeaseTable()
         self.prepared = FragmentBatch()
         """The batch served last."""
-        self._chunks = ChunkTable()
-        self._sequences = Sequences(rules.fragments_per_chunk)
+        self.chunks = ChunkTable()
+        self.sequences = Sequences(rules.fragments_per_chunk)
         self._chunk_of: dict[str, Chunk] = {}
-
-    @property
-    def num_chunks(self) -> int:
-        """That can be served."""
-        return len(self._chunks)
-
-    @property
-    def num_partial(self) -> int:
-        """Fragments that are part of no chunk yet."""
-        return len(self._sequences)
 
     @property
     def _min_version(self) -> int:
@@ -106,7 +96,7 @@ class ReplayState:
             elif is_chunk:
                 whole.append((fragment,))
             else:
-                useless, complete = self._sequences.add(fragment, now_s)
+                useless, complete = self.sequences.add(fragment, now_s)
                 self._drop(useless, "gap")
                 whole += [tuple(complete)] if complete else []
         meta.tallies.added += len(new)
@@ -123,28 +113,28 @@ class ReplayState:
         self._evict()
 
     def _hold_chunks(self, chunks: Sequence[Chunk]) -> None:
-        self._chunks.add(chunks)
+        self.chunks.add(chunks)
         self._chunk_of.update(
             [(fragment.fragment_id, chunk) for chunk in chunks for fragment in chunk.fragments]
         )
 
     def _evict(self) -> None:
-        excess = len(self._chunks) - self.rules.max_chunks
+        excess = len(self.chunks) - self.rules.max_chunks
         if excess > 0:
-            self._drop_chunks(self._chunks.oldest(excess), "evicted")
+            self._drop_chunks(self.chunks.oldest(excess), "evicted")
 
     def set_version(self, session_id: str, model_version: int) -> None:
         """The weights are those now; what is too old for them, or of another session, is dropped."""
         self.changes.append(VersionSet(session_id, model_version))
         if session_id != self.meta.session_id:
-            self._drop_chunks(list(self._chunks), "session")
-            self._drop(self._sequences.drop_all(), "session")
+            self._drop_chunks(list(self.chunks), "session")
+            self._drop(self.sequences.drop_all(), "session")
         self.meta.session_id, self.meta.model_version = session_id, model_version
         self._drop_stale()
 
     def _drop_stale(self) -> None:
-        self._drop_chunks(self._chunks.stale(self._min_version), "stale")
-        self._drop(self._sequences.drop_stale(self._min_version), "stale")
+        self._drop_chunks(self.chunks.stale(self._min_version), "stale")
+        self._drop(self.sequences.drop_stale(self._min_version), "stale")
 
     # Going out.
 
@@ -155,7 +145,7 @@ class ReplayState:
 
     def can_serve(self, num_chunks: int) -> bool:
         """Whether there are that many, and the rate limit lets readers go on."""
-        limit, held = self.rules.rate_limit, len(self._chunks)
+        limit, held = self.rules.rate_limit, len(self.chunks)
         return held >= num_chunks and (
             limit is None
             or (held >= limit.min_chunks and self.meta.difference - num_chunks >= limit.min_difference)
@@ -164,7 +154,7 @@ class ReplayState:
     def serve(self, num_chunks: int, now_s: float, lease_s: float | None = None) -> FragmentBatch:
         """A batch of that many distinct chunks, under a lease of `lease_s` seconds (None: the rules')."""
         seed = (self.rules.seed, self.meta.num_draws)
-        chunks = self._chunks.sample(num_chunks, seed)
+        chunks = self.chunks.sample(num_chunks, seed)
         return self._serve(chunks, now_s, lease_s or self.rules.lease_s)
 
     def _serve(self, chunks: list[Chunk], now_s: float, lease_s: float) -> FragmentBatch:
@@ -219,18 +209,18 @@ class ReplayState:
     def drop_worker(self, worker_uuid: str, reason: str = "silent_worker") -> None:
         """Drop the partial chunk of a worker that sends no more; its whole chunks stay."""
         self.changes.append(WorkerDropped(worker_uuid))
-        self._drop(self._sequences.drop_worker(worker_uuid), reason)
+        self._drop(self.sequences.drop_worker(worker_uuid), reason)
 
     def advance(self, now_s: float) -> None:
         """Do what time brings: end leases, give up silent workers."""
         for row in self.leases.over(now_s):
             self._end_lease(row, is_expired=True)
-        while (heard := self._sequences.heard_last()) and heard[1] + self.rules.worker_timeout_s <= now_s:
+        while (heard := self.sequences.heard_last()) and heard[1] + self.rules.worker_timeout_s <= now_s:
             self.drop_worker(heard[0])
 
     def next_deadline_s(self) -> float | None:
         """When `advance` has something to do; None: never, as it stands."""
-        heard = self._sequences.heard_last()
+        heard = self.sequences.heard_last()
         ends_s = [heard[1] + self.rules.worker_timeout_s] if heard else []
         lease_end_s = self.leases.next_end_s()
         return min(ends_s + ([] if lease_end_s is None else [lease_end_s]), default=None)
@@ -238,7 +228,7 @@ class ReplayState:
     def restart_clock(self, now_s: float) -> None:
         """Begin all terms anew: the clock they were counted by is not that of `now_s`."""
         self.leases.restart(now_s)
-        self._sequences.hear_all(now_s)
+        self.sequences.hear_all(now_s)
 
     def _drop_chunks(self, chunks: list[Chunk], reason: str) -> None:
         if limit := self.rules.rate_limit:
@@ -247,7 +237,7 @@ class ReplayState:
         self._drop(self._remove_chunks(chunks), reason)
 
     def _remove_chunks(self, chunks: list[Chunk]) -> list[Fragment]:
-        self._chunks.remove(chunks)
+        self.chunks.remove(chunks)
         fragments = [fragment for chunk in chunks for fragment in chunk.fragments]
         for fragment in fragments:
             del self._chunk_of[fragment.fragment_id]
@@ -261,7 +251,7 @@ class ReplayState:
 
     def snapshot(self) -> Snapshot:
         """Everything, for `restore`."""
-        return Snapshot(self.rules, self.meta, list(self._chunks), list(self._sequences), list(self.leases))
+        return Snapshot(self.rules, self.meta, list(self.chunks), list(self.sequences), list(self.leases))
 
     def restore(self, saved: Saved, has_payload: Callable[[str], bool]) -> None:
         """Go on from `saved` in an empty state; fragments without a payload are dropped.
@@ -288,7 +278,7 @@ class ReplayState:
         self._hold_chunks(snapshot.chunks)
         self.references.hold(snapshot.parts)
         for fragment in snapshot.parts:
-            self._sequences.add(fragment, now_s=0.0)
+            self.sequences.add(fragment, now_s=0.0)
         for change in saved.changes:
             self._replay(change)
         self.rules = rules
@@ -316,12 +306,12 @@ class ReplayState:
         """Drop what was lost, and what narrower rules than those before the restart do not allow."""
         lost_chunks = [
             chunk
-            for chunk in self._chunks
+            for chunk in self.chunks
             if not all(has_payload(fragment.fragment_id) for fragment in chunk.fragments)
         ]
         self._drop_chunks(lost_chunks, "lost_payload")
-        self._remove_used_up(self._chunks)
-        for worker in {f.worker_uuid for f in self._sequences if not has_payload(f.fragment_id)}:
+        self._remove_used_up(self.chunks)
+        for worker in {f.worker_uuid for f in self.sequences if not has_payload(f.fragment_id)}:
             self.drop_worker(worker, "lost_payload")
         self._evict()
         self._drop_stale()

@@ -336,11 +336,10 @@ async def until_end(process: subprocess.Popen[bytes], wall_s: float, *, tree: bo
     """Wait for the end of `process` and of all that it started; True if `wall_s` ran out."""
     overran = False
     try:
-        try:
-            async with timeout(wall_s):
-                await until_exit(process.pid)
-        except TimeoutError:
-            overran = True
+        async with timeout(wall_s):
+            await until_exit(process.pid)
+    except TimeoutError:
+        overran = True
     finally:
         await finish(_end(process, tree))
     return overran

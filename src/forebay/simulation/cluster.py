@@ -86,14 +86,9 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
         each = self.tokens_per_s / self.slots if self.slot_tokens_per_s is None else self.slot_tokens_per_s
         return min(self.tokens_per_s, each * running)
 
-    @property
-    def full_rate(self) -> float:
-        """Tokens per second of all engines together, all slots running."""
-        return self.engines * self.decode_rate(self.slots)
-
     def generation_s(self, num_tokens: float) -> float:
         """Seconds that the engines need for so many tokens if no slot is ever empty."""
-        return num_tokens / self.full_rate
+        return num_tokens / (self.engines * self.decode_rate(self.slots))
 
     def training_s(self, num_tokens: float) -> float:
         """Seconds of a train step over so many response tokens."""

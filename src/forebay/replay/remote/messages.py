@@ -144,9 +144,6 @@ def _id(value: Any) -> str | int | None:
     return value if isinstance(value, str | int) else None
 
 
-Tags = dict[str, TagValue]
-
-
 class PutArguments(msgspec.Struct, forbid_unknown_fields=True):
     """Of `ReplayBuffer.put_groups`; the client has labelled the tokens."""
 
@@ -164,7 +161,7 @@ class TakeArguments(msgspec.Struct, forbid_unknown_fields=True):
     task_batch_sizes: dict[str, int]
     group_status: Status
     train_step: int | None = None
-    tags: Tags | None = None
+    tags: dict[str, TagValue] | None = None
 
 
 def _arguments_of(method: str, **other: Any) -> Any:

@@ -97,6 +97,29 @@ def test_one_that_gives_up_leaves_the_others_their_turn(reward_model):
     assert asyncio.run(judge_them()) == [2.0, 3.0]
 
 
+def test_a_batch_of_those_that_gave_up_fails_no_other(reward_model):
+    """Two are judged, the next two are cancelled while they wait, the fifth is in the third batch."""
+    judge = RewardModelJudge(model="unused", max_concurrent=2)
+    asked, release = [], asyncio.Event()
+
+    async def run(conversations):
+        asked.append([messages[-1]["content"] for messages in conversations])
+        await release.wait()
+        return [float(len(text)) for text in asked[-1]]
+
+    async def judge_them():
+        judge._processes.run = run
+        tasks = [asyncio.create_task(judge.score(state)) for state in rollouts("a", "b", "c", "d", "eeeee")]
+        while not asked:
+            await asyncio.sleep(0)
+        for task in tasks[2:4]:
+            task.cancel()
+        release.set()
+        return await asyncio.gather(*tasks[:2], tasks[4])
+
+    assert asyncio.run(judge_them()) == [1.0, 1.0, 5.0]
+
+
 def test_a_model_with_several_outputs_is_no_reward_model(tmp_path):
     tokenizer = load_tokenizer(resolve_model("tiny"))
     tokenizer.save_pretrained(tmp_path)

@@ -118,6 +118,17 @@ def test_parts_are_exact_where_they_follow_from_the_sizes() -> None:
     assert planned.flop / planned.tokens == pytest.approx(6 * planned.num_parameters, rel=0.3)
 
 
+def test_a_divergence_over_the_likeliest_tokens_is_planned() -> None:
+    config = TrainConfig(token_budget=1024, kl_coef=0.1)
+    top = config.model_copy(update={"kl_estimator": "top_64"})
+    plain, planned = (
+        step_memory(MODELS["llama"], each, batch(), teacher=MODELS["qwen3"]) for each in (config, top)
+    )
+    assert planned.parts["reference"] == plain.parts["reference"]
+    # The student's and the teacher's 64 numbers by trained token.
+    assert total(planned) > total(plain)
+
+
 @pytest.mark.parametrize("kind", ["cpu", "8bit"])
 def test_moments_elsewhere_or_shorter_are_planned(kind: Any) -> None:
     if kind == "8bit":

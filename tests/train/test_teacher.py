@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from forebay.config import ConfigError
 from forebay.models import load_tokenizer, resolve_model
@@ -143,6 +144,17 @@ def test_ranks_read_the_teacher_and_find_the_same(make_model, make_groups, tmp_p
         worker.close()
     np.testing.assert_allclose(found[:, 0], batch.ref_logprobs, atol=1e-5)
     np.testing.assert_allclose(found[:, 1:], batch.ref_top, atol=1e-5)
+
+
+def test_a_teacher_whose_states_leak_is_refused_in_a_layout_that_suits_the_student(make_model):
+    sizes = {"vocab_size": 23, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "layer_types": ["conv", "full_attention"]}
+    torch.manual_seed(0)
+    teacher = Lfm2ForCausalLM(Lfm2Config(**sizes, **heads))
+    TrainController(make_model(), TrainConfig(**ONE_STEP), pad_token_id=0, ref_model=teacher)
+    packed = TrainConfig(layout="packed", **ONE_STEP)
+    with pytest.raises(ValueError, match=r"'packed' .* type 'lfm2'"):
+        TrainController(make_model(), packed, pad_token_id=0, ref_model=teacher)
 
 
 def test_a_teacher_with_another_vocabulary_is_refused():

@@ -81,7 +81,8 @@ class RewardModelJudge(Judge):
         # Those that come in the same turn of the event loop, a group for example, are in the same batch.
         await asyncio.sleep(0)
         async with self._turn:
-            if not number.done():
+            # Cancelled ones that came first may fill a batch.
+            while not number.done():
                 await self._judge_waiting()
         return number.result()
 

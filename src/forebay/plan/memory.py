@@ -138,6 +138,8 @@ def step_memory(
         ValueError: the model cannot be trained so, or `batch` does not fit the token budget.
     """
     config = config.model_copy(update={"attention": attention})
+    if config.kl_tokens:
+        batch.ref_top = np.zeros((batch.num_response_tokens, 2 * config.kl_tokens), np.float32)
     packer = Packer(config.token_budget, layout=config.layout)
     packs = packer.pack_pad_dispatch(fill_numbers(batch)).packs[0][0]
     packs = sorted(packs, key=lambda pack: -num_cells(batch, pack, config.layout))[:2]

@@ -41,7 +41,7 @@ from forebay.train.model import lora
 from forebay.train.model.critic import Critic
 from forebay.train.model.forward import Entropy, TokenOutputs, output_head, response_logprobs
 from forebay.train.model.layers import checkpoint_activations, compile_layers
-from forebay.train.model.trial import settle_attention
+from forebay.train.model.trial import check_layout, settle_attention
 from forebay.train.objective import losses
 from forebay.train.objective.corrections import Corrector
 from forebay.train.offload import Place
@@ -142,6 +142,10 @@ class Learner:
         for part in (policy, self.ref_model, self.critic and self.critic.body):
             if part is not None:
                 attention.use_attention(part, kernel)
+        # A teacher may be of another type than the policy.
+        if has_content and self.ref_model is not None:
+            with _autocast(self.device, self._precision):
+                check_layout(self.ref_model, self.config.layout, self.device)
         return kernel
 
     def _set_modes(self) -> None:

@@ -119,14 +119,16 @@ def check_layout(model: nn.Module, layout: Layout, device: torch.device) -> None
                 # Not of a tower for images: there are none.
                 decoder = plain.get_decoder()
                 trained = [weight for weight in decoder.parameters() if weight.requires_grad]
-                small = next((weight for weight in trained if weight.ndim == 1), trained[0])
-                total = logprobs(layout, first, second).sum()
-                if sharded:
-                    # What lies between passes is not what they compute with: no gradient of one alone.
-                    total.backward()  # type: ignore[no-untyped-call]
-                    model.zero_grad()
-                else:
-                    torch.autograd.grad(total, small)
+                # A reference has none.
+                if trained:
+                    small = next((weight for weight in trained if weight.ndim == 1), trained[0])
+                    total = logprobs(layout, first, second).sum()
+                    if sharded:
+                        # What lies between passes is not what they compute with: no gradient of one alone.
+                        total.backward()  # type: ignore[no-untyped-call]
+                        model.zero_grad()
+                    else:
+                        torch.autograd.grad(total, small)
             with _plain_attention(plain):
                 rounded = logprobs("padded", second)
                 with torch.autocast(device.type, enabled=False):

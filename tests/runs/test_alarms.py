@@ -86,7 +86,7 @@ SEQUENCES = {
     "truncated": (rows(10, truncated=0.7), r"70% .* tasks\.sample\.max_tokens \(now 5\)"),
     "judge": (
         [*rows(2, **{"failed/judge": 0.2}), row(3), *rows(3, 4, **{"failed/judge": 0.1})],
-        r"failed on 10% of its calls in the 3 steps up to 6; .*tasks\.judge\.timeout_s",
+        r"failed in 10% of the groups of the 3 steps up to 6; .*tasks\.judge\.timeout_s",
     ),
     "failed": (
         [row(step, **failing(step)) for step in range(1, 11)],

@@ -159,7 +159,7 @@ class RunAlarms:
         if len(values) < FAILING_STEPS or not min(values) or share <= JUDGE_FAILED_SHARE:
             return None
         return (
-            f"a judge failed on {share:.0%} of its calls in the {FAILING_STEPS} steps up to "
+            f"a judge failed in {share:.0%} of the groups of the {FAILING_STEPS} steps up to "
             f"{self._rows[-1]['train_step']:.0f}; such rollouts are not trained on. The last: "
             f"{self.judge_failure or 'see forebay ledger'}. Mend it, or raise tasks.judge.timeout_s"
         )

@@ -86,7 +86,7 @@ class RunStatus:
         self._batch_size = batch_size
         self._rows: dict[str, TaskNow] = {}
         self._judged: dict[Any, list[bool]] = {}
-        """By task: for what was judged since the last step, whether the judge failed."""
+        """By task: for each group judged since the last step, whether the judge failed in it."""
         self.judge_failure = ""
         """The last failure of a judge: its name and what it said."""
         self._length_bias: dict[str, tuple[int, float | None]] = {}
@@ -96,7 +96,8 @@ class RunStatus:
         activities.listen(lambda _: self.on_change(), self._ended)
 
     def _ended(self, activity: Activity) -> None:
-        if activity.stage == JUDGE:
+        # A cancelled one, as of a group that expired, says nothing of the judge.
+        if activity.stage == JUDGE and activity.note != "CancelledError":
             self._judged.setdefault(activity.task, []).append(bool(activity.note))
             self.judge_failure = activity.note or self.judge_failure
         self.on_change()

@@ -84,14 +84,15 @@ def live(tmp_path, monkeypatch):
     (tmp_path / "live.json").write_text('{"state": "running", "unix_time_s": 0}')
     run = RunFolder(tmp_path)
 
-    def follow(since):
-        stream = server._changes(run, since)
+    def follow(since, *seen):
+        stream = server._changes(run, since, *seen)
 
         async def said(wanted):
             while True:
-                change = json.loads((await anext(stream)).removeprefix(b"data: "))
+                id_line, _, data = (await anext(stream)).partition(b"\ndata: ")
+                change = json.loads(data)
                 if change[wanted]:
-                    return change
+                    return change | {"id": int(id_line.removeprefix(b"id: "))}
 
         return said
 
@@ -153,7 +154,23 @@ async def test_notes_beyond_those_that_a_page_begins_with_are_told(live, tmp_pat
     said = follow(0)
     await said("live")
     (tmp_path / "notes.jsonl").write_text(line + '{"text": "new"}\n')
-    assert (await said("notes"))["notes"] == [{"text": "new"}]
+    change = await said("notes")
+    assert change["notes"] == [{"text": "new"}]
+    # The page was away meanwhile.
+    (tmp_path / "notes.jsonl").write_text(line + '{"text": "new"}\n{"text": "missed"}\n')
+    again = await follow(0, change["id"])("notes")
+    assert (again["notes"], again["id"]) == ([{"text": "missed"}], change["id"] + 1)
+
+
+async def test_a_browser_that_connects_again_says_what_it_saw(folder, monkeypatch):
+    begun = []
+    monkeypatch.setattr(server, "_changes", lambda *given: begun.append(given[1:]) or iter([b"data: {}\n\n"]))
+    board = Board([folder.parent])
+    with TestClient(make_app(board), base_url="http://localhost:7331") as client:
+        for headers in ({}, {"Last-Event-ID": "3"}):
+            client.get("/api/events?run=planted&since=2", headers=headers)
+    board.close()
+    assert begun == [(2.0, sys.maxsize), (2.0, 3)]
 
 
 def test_a_run_that_nobody_asked_about_has_no_database(folder):
@@ -182,6 +199,38 @@ def test_rollouts_are_found_by_what_is_known_of_them(client):
     assert len(set(ids)) == 10
 
 
+@pytest.mark.parametrize("order", rollouts_module.ORDERS)
+def test_pages_hold_every_rollout_once_also_where_all_are_equal(equal_runs, order):
+    pages = [equal_runs.search(order=order, limit=7, offset=start)["rows"] for start in range(0, 60, 7)]
+    ids = [row["rollout_id"] for page in pages for row in page]
+    assert len(ids) == len(set(ids)) == 60
+
+
+@pytest.fixture(scope="module")
+def equal_runs(tmp_path_factory):
+    """Sixty rollouts that left at one moment, in six files below a folder that is named like a column."""
+    folder = tmp_path_factory.mktemp("runs") / "task=other" / "run"
+
+    async def write():
+        history = History(folder, limit_bytes=10**9)
+        for number in range(30):
+            history.left([make_group(number, score=0.0)], "trained", train_step=1)
+            if number % 5 == 4:
+                history._flush()
+        history.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record.time, "time", lambda: 1000.0)
+        asyncio.run(write())
+    rollouts = Rollouts(folder)
+    yield rollouts
+    rollouts.close()
+
+
+def test_a_folder_named_like_a_column_is_no_column(equal_runs):
+    assert {row["task"] for row in equal_runs.search()["rows"]} == {"math"}
+
+
 def test_frequent_texts_are_counted_up_to_a_bound(client, monkeypatch):
     monkeypatch.setattr(rollouts_module, "MAX_COUNTED", 7)
     assert ask(client, "count", text="answer")["rollouts"] == 7
@@ -192,13 +241,21 @@ def test_frequent_texts_are_counted_up_to_a_bound(client, monkeypatch):
 
 def test_steps_can_be_held_against_the_score_of_their_prompts(client):
     through = {row["prompt_hash"]: row for row in ask(client, "prompts")}
-    rows = ask(client, "rollouts", train_step_min=2, train_step_max=2, outcome="trained", order="worst")[
-        "rows"
-    ]
+    every = ask(client, "rollouts", limit=500)["rows"]
+    at_two = {"train_step_min": 2, "train_step_max": 2, "outcome": "trained"}
+    rows = ask(client, "rollouts", **at_two, order="worst")["rows"]
     assert [row["score"] for row in rows] == sorted(row["score"] for row in rows)
-    expected = [through[row["prompt_hash"]]["score"] for row in rows]
-    found = ask(client, "count", train_step_min=2, train_step_max=2, outcome="trained")
+    expected = []
+    for row in rows:
+        tries = [one for one in every if one["prompt_hash"] == row["prompt_hash"] and one["train_step"] != 2]
+        expected.append(sum(one["score"] for one in tries) / len(tries))
+    found = ask(client, "count", **at_two)
     assert found["solved"] == pytest.approx(sum(expected) / len(expected))
+    assert found["solved"] != pytest.approx(
+        sum(through[row["prompt_hash"]]["score"] for row in rows) / len(rows)
+    )
+    # Nothing is known of prompts that no other step tried.
+    assert ask(client, "count", train_step_min=0, train_step_max=6)["solved"] is None
     best = [row["best"] for row in through.values()]
     assert {row["never"] for row in through.values()} == {sum(score <= 0 for score in best)}
     assert {row["prompts"] for row in through.values()} == {len(best)}

@@ -89,6 +89,8 @@ class Rollouts:
         if order not in ORDERS:
             raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
         condition, values = _conditions(text, where)
+        # By place at last: among equal rollouts, too, a page goes on where the one before ended.
+        sort = f"{ORDERS[order]}, {_PLACE}"
         limit = min(max(limit, 1), MAX_ROWS)
 
         def ask(cursor: duckdb.DuckDBPyConnection, parts: list[Part]) -> dict[str, Any]:
@@ -97,10 +99,7 @@ class Rollouts:
             # The newest first, and no further than needed. Other orders have to see everything.
             for some in _newest_first(parts) if order == "newest" else [parts]:
                 source = _source(ROLLOUTS, some, _rows_with(some, text))
-                query = (
-                    f"SELECT filename, file_row_number FROM {source} "
-                    f"WHERE {condition} ORDER BY {ORDERS[order]} LIMIT ?"
-                )
+                query = f"SELECT {_PLACE} FROM {source} WHERE {condition} ORDER BY {sort} LIMIT ?"
                 keys += cursor.execute(query, [*values, wanted - len(keys)]).fetchall()
                 if len(keys) >= wanted:
                     break
@@ -110,7 +109,7 @@ class Rollouts:
             for path, number in shown:
                 rows.setdefault(Path(path), []).append((number, number))
             source = _source(ROLLOUTS, [part for part in parts if part.path in rows], rows)
-            query = f"SELECT {', '.join(LISTED)}, {_CUT} FROM {source} ORDER BY {ORDERS[order]}"
+            query = f"SELECT {', '.join(LISTED)}, {_CUT} FROM {source} ORDER BY {sort}"
             return {"rows": _rows(cursor, query) if shown else [], "more": len(keys) >= wanted}
 
         return self._ask(ROLLOUTS, ask, {"rows": [], "more": False})
@@ -118,9 +117,14 @@ class Rollouts:
     def count(self, *, text: str = "", **where: str) -> dict[str, Any]:
         """How many rollouts `search` would find, and their means; ``solved`` is of their prompts.
 
+        Where train steps are asked for, ``solved`` is the mean score of those prompts in all other steps, and
+        None if they were tried in no other.
         With a text at most `MAX_COUNTED`, and the means are of those: to count all, every text would be read.
         """
         condition, values = _conditions(text, where)
+        # With the tries of these steps a step of bad answers would make its own prompts look hard.
+        steps, bounds = _conditions("", {name: where[name] for name in where if "train_step" in name})
+        solved = _SOLVED.replace("GROUP", f"AND NOT ({steps}) GROUP") if bounds else _SOLVED
 
         def ask(cursor: duckdb.DuckDBPyConnection, parts: list[Part]) -> dict[str, Any]:
             found = (
@@ -133,8 +137,8 @@ class Rollouts:
                 "SELECT count(*) AS rollouts, count(DISTINCT group_id) AS groups, avg(score) AS score, "
                 "avg(num_tokens) AS num_tokens, avg(solved) AS solved, avg(staleness) AS staleness, "
                 "avg((finish_reason = 'length')::INT) AS truncated "
-                f"FROM ({found}) LEFT JOIN {_SOLVED} USING (prompt_hash)",
-                values,
+                f"FROM ({found}) LEFT JOIN {solved} USING (prompt_hash)",
+                [*values, *bounds],
             )[0]
 
         return self._ask(ROLLOUTS, ask, {"rollouts": 0, "groups": 0})
@@ -193,9 +197,9 @@ class Rollouts:
             f"stddev_pop(score) AS spread, avg(num_tokens) AS num_tokens, min(train_step) AS first_step, "
             f"max(train_step) AS last_step, arg_min(score, time_s) AS first_score, "
             "arg_max(score, time_s) AS last_score, count_if(max(score) <= 0) OVER () AS never, "
-            "count(*) OVER () AS prompts FROM rollouts WHERE score IS NOT NULL "
             # A rollout that is trained on again is one try.
-            f"AND outcome <> 'reused' GROUP BY prompt_hash ORDER BY {orders[order]} LIMIT ? OFFSET ?"
+            "count(*) OVER () AS prompts FROM rollouts WHERE score IS NOT NULL AND outcome <> 'reused' "
+            f"GROUP BY prompt_hash ORDER BY {orders[order]}, prompt_hash LIMIT ? OFFSET ?"
         )
         values = [min(max(limit, 1), MAX_ROWS), max(offset, 0)]
         return self._ask(ROLLOUTS, lambda cursor, _: _rows(cursor, query, values), [])
@@ -336,6 +340,10 @@ ORDERS = {
     "shortest": "num_tokens",
     "stalest": "staleness DESC, time_s DESC",
 }
+_PLACE = "filename, file_row_number"
+"""Of a line: no other has the same."""
+_READING = "union_by_name = true, filename = true, file_row_number = true, hive_partitioning = false"
+"""A folder named ``task=math`` above a run is no column."""
 EQUALS = ("task", "outcome", "reason", "status", "finish_reason", "group_id")
 RANGES = ("train_step", "score", "num_tokens", "staleness", "generate_s")
 
@@ -370,8 +378,7 @@ def _source(kind: str, parts: Sequence[Part], rows: Rows | None = None) -> str:
     selects = []
     for counts, paths in files.items():
         listed = ", ".join(f"'{path}'" for path in paths)
-        read = f"read_parquet([{listed}], union_by_name = true, filename = true, file_row_number = true)"
-        selects.append(f"SELECT * FROM {read} WHERE {counts}")
+        selects.append(f"SELECT * FROM read_parquet([{listed}], {_READING}) WHERE {counts}")
     return f"({' UNION ALL BY NAME '.join(selects)})"
 
 

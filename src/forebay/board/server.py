@@ -225,7 +225,9 @@ def make_app(board: Board, *, token: str | None = None, hosts: tuple[str, ...] =
     async def events(request: Request) -> Response:
         run, _ = await asyncio.to_thread(board.run, request.query_params.get("run", ""))
         since = float(request.query_params.get("since", -1))
-        return StreamingResponse(_changes(run, since), media_type="text/event-stream")
+        # A browser that connects again sends the id of the last event that it saw.
+        seen = int(request.headers.get("last-event-id", sys.maxsize))
+        return StreamingResponse(_changes(run, since, seen), media_type="text/event-stream")
 
     routes = [
         Route("/api/events", events),
@@ -264,10 +266,13 @@ class _Guard(BaseHTTPMiddleware):
         return response
 
 
-async def _changes(run: RunFolder, since: float) -> AsyncIterator[bytes]:
-    """New rows, notes and the live state, whenever the run has written something and every `HEARTBEAT_S`."""
+async def _changes(run: RunFolder, since: float, seen: int = sys.maxsize) -> AsyncIterator[bytes]:
+    """New rows, notes and the live state, whenever the run has written something and every `HEARTBEAT_S`.
+
+    Notes come from the one after the first `seen` on, at least those that are written from now on.
+    """
     stamp: tuple[int, ...] = (0,)
-    silent_s, num_notes = 0.0, len(await asyncio.to_thread(run.notes, 0))
+    silent_s, num_notes = 0.0, min(seen, len(await asyncio.to_thread(run.notes, 0)))
     # All that there is, in a thread; what comes later is little.
     await asyncio.to_thread(run.metrics, ())
     while True:
@@ -285,7 +290,7 @@ async def _changes(run: RunFolder, since: float) -> AsyncIterator[bytes]:
 def _change(
     run: RunFolder, moment: tuple[Any, ...], since: float, num_notes: int, has_rows: bool
 ) -> tuple[bytes, float, int]:
-    """An event with what is new at `moment`, its last step and the number of notes.
+    """An event with what is new at `moment`, its last step and the number of notes, which is its id.
 
     With ``replace`` the rows are all that there are: the run went back to a checkpoint before `since`.
     """
@@ -298,7 +303,7 @@ def _change(
     changed = run.metrics(first=first) if has_rows and first < len(steps) else {}
     notes = run.notes(num_notes)
     change = {"metrics": changed, "replace": replace, "live": run.live(), "notes": notes}
-    event = b"data: %b\n\n" % msgspec.json.encode(change)
+    event = b"id: %d\ndata: %b\n\n" % (num_notes + len(notes), msgspec.json.encode(change))
     return event, newest if since < math.inf else since, num_notes + len(notes)
 
 

@@ -157,7 +157,8 @@ def given_for(page, view, run):
 
 
 def wide(page):
-    return page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+    # Of the screen: `innerWidth` of a telephone grows with what overflows.
+    return page.evaluate("document.documentElement.scrollWidth") - page.viewport_size["width"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -185,6 +186,26 @@ def test_no_view_is_wider_than_a_telephone(address, open_page):
         for view in SHOWN:
             see(page, view, run, **given_for(page, view, run))
             assert wide(page) <= 0, (run, view)
+
+
+def test_labels_of_the_bias_and_the_timeline_can_be_read(address, open_page):
+    page = open_page(address)
+    see(page, "bias", "planted")
+    right = "one => one.getBoundingClientRect().right"
+    edges = page.locator(".histogram").evaluate_all(f"all => all.map({right})")
+    ends = page.locator(".histogram text:last-of-type").evaluate_all(f"all => all.map({right})")
+    assert edges
+    assert all(end <= edge + 0.5 for end, edge in zip(ends, edges, strict=True)), (ends, edges)
+    page.evaluate(
+        "() => { window.labels = []; const draw = CanvasRenderingContext2D.prototype.fillText;"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {"
+        " labels.push(text); draw.call(this, text, ...at); }; }"
+    )
+    whole = page.evaluate("fetch('api/timeline?run=planted').then((answer) => answer.json())")["whole"]
+    see(page, "timeline", "planted", **{"from": whole["start_s"] + 3601, "to": whole["start_s"] + 3699})
+    # It is drawn once more as it gets its width.
+    page.wait_for_function("() => labels.includes('1 h 01:30')")
+    assert {f"1 h 00:{second}" for second in range(10, 60, 10)} <= set(page.evaluate("labels"))
 
 
 def test_a_live_step_a_warning_and_a_drop_arrive_without_a_jump(tmp_path, open_page):
@@ -235,6 +256,7 @@ def test_what_is_left_of_a_damaged_run_is_shown(address, open_page):
             text = see(page, view, run)
             assert text.strip(), (run, view)
             assert "undefined" not in text
+            assert run == "damaged" or "earned something" not in text
     assert "rollouts_" in see(page, "overview", "damaged")
 
 
@@ -289,7 +311,7 @@ def test_a_click_in_a_chart_opens_the_rollouts_of_that_step(address, open_page):
     assert "train_step_max=1" in page.url
     has(page, "expected: 42")
     see(page, "rollouts", "planted", train_step_min=4, train_step_max=4)
-    has(page, "Step 4 against the 10 before")
+    has(page, "Step 4 against the 3 before")
 
 
 @pytest.mark.skipif("BOARD_PLANTED" not in os.environ, reason="needs the runs of benchmarks/planted.py")

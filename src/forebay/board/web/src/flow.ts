@@ -8,7 +8,7 @@ const HEIGHT = 250;
 /** Prompts -> in flight -> buffer -> trained, with every way out; the numbers are the balance of the books. */
 export async function flow(root: HTMLElement, run: string): Promise<() => void> {
   let live = await ask<Row>("flow", { run });
-  const picture = h("div", { class: "scroll" });
+  const picture = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "From prompts to training" });
   const details = h("div", { class: "columns" });
   const task = h("select", { id: "task", "aria-label": "task" });
   show(root, h("div", { class: "controls" }, h("label", { for: "task" }, "task ", task)), picture, details);
@@ -77,7 +77,7 @@ function drawPicture(books: Row, tasks: Row[], live: Row, run: string): Element 
   });
   const out = 2 * space + 10 + (space - 60) / 2;
   parts.push(
-    svg("line", { x1: out, y1: 122, x2: out, y2: 158, class: `pipe out ${numDropped ? moving : ""}` }),
+    svg("line", { x1: out, y1: 122, x2: out, y2: 158, class: `pipe out ${numDropped ? moving : "unused"}` }),
     svg("text", { x: out, y: 180, class: "name" }, `dropped: ${number(numDropped)}`),
     ...(dropped.length ? dropped : [["", 0] as [string, number]]).slice(0, 4).map(([reason, count], place) => svg("text", { x: out, y: 202 + 16 * place, class: "note" }, reason ? `${number(count)} ${reason}` : "nothing was")),
   );

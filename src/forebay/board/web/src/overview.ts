@@ -13,7 +13,7 @@ interface Panel {
 const PANELS: Panel[] = [
   { title: "Reward", lines: [["reward", "training"], ["eval/score", "held out", true]] },
   { title: "Return of episodes", lines: [["return", "last 100 of training"], ["eval/return", "evaluation", true]] },
-  { title: "Judge calls that failed, share", lines: [["failed/judge", "of the step"]], unlessZero: true },
+  { title: "Groups in which a judge failed, share", lines: [["failed/judge", "of the step"]], unlessZero: true },
   { title: "Held-out accuracy", lines: [["eval/accuracy", "accuracy"]] },
   { title: "Spread of scores in a group", lines: [["train/score_std", "all scores"], ["train/equal_score_groups", "groups without a difference", true]] },
   { title: "Response length, tokens", lines: [["response_tokens", "mean"]] },

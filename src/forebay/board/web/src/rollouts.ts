@@ -98,7 +98,7 @@ async function besideStepsBefore(run: string, asked: Record<string, string>): Pr
 
 const MEASURES: [name: string, title: string, format: (value: unknown) => string][] = [
   ["score", "mean score", number],
-  ["solved", "mean score of the same prompts in the whole run", number],
+  ["solved", "mean score of the same prompts in other steps", number],
   ["num_tokens", "tokens", number],
   ["truncated", "cut off by their budget", percent],
   ["staleness", "staleness", number],
@@ -108,19 +108,21 @@ const MEASURES: [name: string, title: string, format: (value: unknown) => string
 function against(run: string, these: Row, before: Row, asked: Record<string, string>): HTMLElement {
   const [first, last] = [asked.train_step_min, asked.train_step_max];
   const name = first === last ? `step ${first}` : `steps ${first} to ${last}`;
+  const numBefore = Math.min(STEPS_BEFORE, Number(first) - 1);
   const gap = (row: Row) => row.score - row.solved;
   const fell = these.score - before.score < -0.03;
   const harder = these.solved - before.solved;
   const odd = gap(these) - gap(before);
-  const why = !fell
+  // Prompts that were tried in these steps only do not tell.
+  const why = !fell || these.solved === null || before.solved === null
     ? []
     : harder < odd
-      ? ["The score is lower mostly because these prompts are harder: they score low in the whole run."]
+      ? ["The score is lower mostly because these prompts are harder: they score low in other steps."]
       : ["The score is lower although these prompts are not that much harder. Look at ", h("a", { href: address("rollouts", run, { ...asked, order: "worst" }) }, "the answers, worst first"), ", whether the judge is right, and at ", h("a", { href: address("overview", run) }, "what else changed"), " at this step."];
   return h(
     "section",
     {},
-    h("h2", {}, `${name[0].toUpperCase()}${name.slice(1)} against the ${STEPS_BEFORE} before`),
+    h("h2", {}, `${name[0].toUpperCase()}${name.slice(1)} against the ${numBefore > 1 ? `${numBefore} before` : "one before"}`),
     table(["", name, "before"], MEASURES.map(([key, title, format]) => [title, format(these[key]), format(before[key])]), { numbers: [1, 2], label: "Against the steps before" }),
     why.length ? h("p", {}, ...why) : null,
   );
@@ -285,7 +287,7 @@ export async function prompts(root: HTMLElement, run: string, given: Record<stri
   show(
     root,
     h("p", { class: "controls" }, "order: ", ...PROMPT_ORDERS.flatMap((name) => [name === order ? h("strong", {}, name) : h("a", { href: address("prompts", run, { order: name }) }, name), " "])),
-    h("p", { class: "verdict" }, never ? `${number(never)} of ${number(all)} prompts never earned anything: look whether they can be solved, and whether the judge is right.` : `Each of the ${number(all)} prompts earned something at least once.`),
+    all ? h("p", { class: "verdict" }, never ? `${number(never)} of ${number(all)} prompts never earned anything: look whether they can be solved, and whether the judge is right.` : `Each of the ${number(all)} prompts earned something at least once.`) : null,
     table(
       ["prompt", "task", "tries", "mean score", "best", "first", "last", "tokens", "steps"],
       rows.map((row) => [h("a", { class: "item", href: address("prompt", run, { hash: row.prompt_hash }) }, row.prompt || "(empty)"), row.task, number(row.rollouts), number(row.score), number(row.best), number(row.first_score), number(row.last_score), number(row.num_tokens), `${row.first_step} to ${row.last_step}`]),

@@ -154,9 +154,9 @@ interface Track {
   most: number;
 }
 
-/** The note of a judge is its failure; that of a rollout begins with what became of it. */
+/** The note of a judge is its failure, or that it was cancelled; that of a rollout begins with what became of it. */
 function hasFailed(span: Row): boolean {
-  return span.stage === "judge" ? Boolean(span.note) : span.note.startsWith("failed");
+  return span.stage === "judge" ? !["", "CancelledError"].includes(span.note) : span.note.startsWith("failed");
 }
 
 /** Upright lines at round times since the run began, with their labels at the foot. */
@@ -170,7 +170,7 @@ function drawAxis(context: CanvasRenderingContext2D, data: Row, width: number, h
     context.fillStyle = style.getPropertyValue("--rule");
     context.fillRect(x, 0, 1, height - 14);
     context.fillStyle = style.getPropertyValue("--dim");
-    const label = step < 1 ? `${at.toFixed(2)} s` : step < 60 && at < 600 ? `${Math.round(at)} s` : at < 3600 ? `${Math.floor(at / 60)}:${String(Math.round(at % 60)).padStart(2, "0")}` : `${Math.floor(at / 3600)} h ${String(Math.round((at % 3600) / 60)).padStart(2, "0")}`;
+    const label = step < 1 ? `${at.toFixed(2)} s` : step < 60 && at < 600 ? `${Math.round(at)} s` : at < 3600 ? `${Math.floor(at / 60)}:${String(Math.round(at % 60)).padStart(2, "0")}` : `${Math.floor(at / 3600)} h ${String(Math.floor((at % 3600) / 60)).padStart(2, "0")}${step < 60 ? `:${String(Math.round(at % 60)).padStart(2, "0")}` : ""}`;
     context.fillText(label, Math.min(x, width - 50), height - 3);
   }
 }

@@ -51,14 +51,14 @@ def test_a_slurm_job_starts_ray_on_its_nodes_and_the_run():
 
 def test_skypilot_rents_the_gpus_that_the_run_asks_for():
     task = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
-    known = {"name", "num_nodes", "resources", "workdir", "file_mounts", "envs", "setup", "run"}
+    known = {"name", "num_nodes", "resources", "workdir", "volumes", "envs", "setup", "run"}
     assert task.keys() == known
     for script in (task["setup"], task["run"]):
         check_shell(script)
     run_file, given = overrides(task["run"])
     assert (run_file, task["envs"]) == ("$RUN", {"RUN": "deploy/two_nodes.toml"})
     config = check_run(given)
-    assert str(config.output) in task["file_mounts"]
+    assert str(config.output) in task["volumes"]
     assert int(task["resources"]["accelerators"].split(":")[1]) * task["num_nodes"] == gpus_asked(config)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,13 +50,14 @@ def rollouts(*responses):
     ]
 
 
-def test_a_group_is_scored_as_each_conversation_alone(reward_model, monkeypatch):
+def test_a_group_is_scored_as_each_conversation_alone(reward_model):
     folder, alone = reward_model
     states = rollouts("4", "four, which is 2 + 2", "", "5" * 30, "no")
     batches = []
 
     async def judge_them():
         judge = build_judge(JudgeConfig(name="reward_model", arguments={"model": folder, "device": "cpu"}))
+        judge._processes = judge._make_process()
         run = judge._processes.run
         judge._processes.run = lambda asked: batches.append(len(asked)) or run(asked)
         try:
@@ -86,7 +88,7 @@ def test_one_that_gives_up_leaves_the_others_their_turn(reward_model):
         return [float(len(text)) for text in asked[-1]]
 
     async def judge_them():
-        judge._processes.run = run
+        judge._processes = SimpleNamespace(run=run)
         first, *others = [asyncio.create_task(judge.score(state)) for state in rollouts("a", "bb", "ccc")]
         while not asked:
             await asyncio.sleep(0)
@@ -108,7 +110,7 @@ def test_a_batch_of_those_that_gave_up_fails_no_other(reward_model):
         return [float(len(text)) for text in asked[-1]]
 
     async def judge_them():
-        judge._processes.run = run
+        judge._processes = SimpleNamespace(run=run)
         tasks = [asyncio.create_task(judge.score(state)) for state in rollouts("a", "b", "c", "d", "eeeee")]
         while not asked:
             await asyncio.sleep(0)
@@ -118,6 +120,15 @@ def test_a_batch_of_those_that_gave_up_fails_no_other(reward_model):
         return await asyncio.gather(*tasks[:2], tasks[4])
 
     assert asyncio.run(judge_them()) == [1.0, 1.0, 5.0]
+
+
+def test_a_model_that_is_not_there_starts_no_process():
+    judge = RewardModelJudge(model="/nope")
+    (state,) = rollouts("4")
+    asyncio.run(judge.judge([state]))
+    assert state.status is Status.FAILED
+    assert "no model at '/nope'" in state.error_msg + str(state.extra_fields)
+    assert judge._processes is None
 
 
 def test_a_model_with_several_outputs_is_no_reward_model(tmp_path):

@@ -38,7 +38,7 @@ class RewardModelJudge(Judge):
         arguments: those of `Arguments`, by name.
 
     Raises:
-        ConfigError: torch, or for a server httpx, is not installed.
+        ConfigError: for a server httpx is not installed. The first batch tells of a model that is not there.
     """
 
     class Arguments(ServerArguments, strict=True):
@@ -58,12 +58,9 @@ class RewardModelJudge(Judge):
         super().__init__(timeout_s=None)
         self._server: JudgeServer | None = None
         self._processes: JudgeProcesses | None = None
+        self._timeout_s = timeout_s
         if settings.base_url is not None:
             self._server = JudgeServer(settings, judge="judge 'reward_model'", timeout_s=timeout_s)
-        else:
-            factory = f"{__name__}:make_reward_scorer"
-            given = (settings.model, settings.device)
-            self._processes = JudgeProcesses(factory, timeout_s, 1, arguments=given, memory_bytes=0)
         self._waiting: list[tuple[list[Message], asyncio.Future[float]]] = []
         self._turn = asyncio.Lock()
 
@@ -88,9 +85,10 @@ class RewardModelJudge(Judge):
 
     async def _judge_waiting(self) -> None:
         """Judge those who wait longest, as one batch; a cancelled one leaves the others to the next turn."""
-        assert self._processes is not None
         batch = self._waiting[: self._settings.max_concurrent]
         try:
+            if self._processes is None:
+                self._processes = await asyncio.to_thread(self._make_process)
             scores = await self._processes.run([messages for messages, _ in batch])
         # Of whatever kind, it is the failure of all in the batch.
         except Exception as error:
@@ -100,6 +98,14 @@ class RewardModelJudge(Judge):
             for (_, number), score in zip(batch, scores, strict=True):
                 number.set_result(score)
         self._waiting = self._waiting[len(batch) :]
+
+    def _make_process(self) -> JudgeProcesses:
+        """It starts with the first batch. Its model is found here, as a download has no time limit."""
+        from forebay.models import resolve_model
+
+        given = (str(resolve_model(self._settings.model)), self._settings.device)
+        factory = f"{__name__}:make_reward_scorer"
+        return JudgeProcesses(factory, self._timeout_s, 1, arguments=given, memory_bytes=0)
 
     async def aclose(self) -> None:
         """End the process, or close the connections to the server."""

@@ -135,16 +135,15 @@ class Learner:
         """The kernel of attention with which all models compute from now on, tried if that can be."""
         # A plan has settled it.
         kernel: Any = self.config.attention
-        if has_content:
-            # On several ranks passes are as exact as with it.
-            with _autocast(self.device, self._precision):
+        # On several ranks passes are as exact as with it.
+        with _autocast(self.device, self._precision):
+            if has_content:
                 kernel = settle_attention(self.model, self.config, self.device, self._precision)
-        for part in (policy, self.ref_model, self.critic and self.critic.body):
-            if part is not None:
-                attention.use_attention(part, kernel)
-        # A teacher may be of another type than the policy.
-        if has_content and self.ref_model is not None:
-            with _autocast(self.device, self._precision):
+            for part in (policy, self.ref_model, self.critic and self.critic.body):
+                if part is not None:
+                    attention.use_attention(part, kernel)
+            # A teacher may be of another type than the policy.
+            if has_content and self.ref_model is not None:
                 check_layout(self.ref_model, self.config.layout, self.device)
         return kernel
 

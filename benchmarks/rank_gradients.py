@@ -1,6 +1,6 @@
 """Whether several ranks train as one: kinds of models by layouts of ranks, and a checkpoint on fewer ranks.
 
-    python benchmarks/rank_gradients.py [--ranks 4]
+    python benchmarks/rank_gradients.py [--ranks 4] [--layout packed]
 
 Each cell is the largest difference of a gradient after one train step, over the largest entry of that
 gradient, read from AdamW's first moments in a checkpoint; or the sentence by which the layout is refused.
@@ -51,7 +51,11 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "experts": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **EXPERTS), {}),
     "hybrid attention": (Qwen3NextForCausalLM, Qwen3NextConfig(**SIZES, **EXPERTS, **LINEAR), {}),
 }
-LAYOUTS: dict[str, dict[str, int]] = {"FSDP": {}, "FSDP x tensor": {"tensor": 2}, "hybrid": {"replicas": 2}}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "FSDP": {}, "FSDP x tensor": {"tensor": 2}, "hybrid": {"replicas": 2}, "FSDP x context": {"context": 2},
+    "context": {"context": 4}, "tensor x context": {"tensor": 2, "context": 2},
+    "hybrid x context": {"replicas": 2, "context": 2},
+}  # fmt: skip
 
 
 def groups() -> list[list[RolloutState]]:
@@ -90,11 +94,14 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+PACKING: dict[str, Any] = {"layout": "padded"}
+
+
 def trainer(kind: str, ranks: LocalRanks | None, layout: dict[str, int]) -> TrainController:
     """A fresh one, the same every time."""
     model_class, config, settings = KINDS[kind]
     torch.manual_seed(0)
-    train: dict[str, Any] = {"lr": 1e-3, "token_budget": 64, **settings}
+    train: dict[str, Any] = {"lr": 1e-3, "token_budget": 64, **PACKING, **settings}
     if ranks is not None:
         train |= {"ranks": ranks.num_ranks, "parallel": layout}
     model = model_class(config)
@@ -106,8 +113,9 @@ def step(kind: str, ranks: LocalRanks | None, layout: dict[str, int], folder: Pa
     """The checkpoint after one train step; or why it is refused."""
     try:
         trained = trainer(kind, ranks, layout)
-    except ValidationError as error:
-        return f"refused: {error.errors()[0]['ctx']['error']}"
+    except ValueError as error:
+        is_config = isinstance(error, ValidationError)
+        return f"refused: {error.errors()[0]['ctx']['error'] if is_config else error}"
     trained.fit(groups())
     trained.save(folder)
     return state(folder)
@@ -124,7 +132,8 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=4)
-    num_ranks = parser.parse_args().ranks
+    parser.add_argument("--layout", choices=["padded", "packed"], default="padded")
+    num_ranks, PACKING["layout"] = vars(parser.parse_args()).values()
     ranks, fewer = LocalRanks(num_ranks, threads=1), LocalRanks(num_ranks // 2, threads=1)
     print(f"| {num_ranks} ranks | {' | '.join(LAYOUTS)} |\n|---|{'---|' * len(LAYOUTS)}", flush=True)
     with tempfile.TemporaryDirectory() as scratch:

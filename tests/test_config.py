@@ -335,7 +335,7 @@ _FREE_WORDS = """
     train.mini_batches train.epochs train.token_budget train.layout train.dtype train.attention train.ranks
     train.adam train.preset train.credit train.discount train.overlong
     train.moments train.offload_activations train.compile
-    train.parallel.tensor train.parallel.replicas train.parallel.offload
+    train.parallel.tensor train.parallel.replicas train.parallel.context train.parallel.offload
     train.gradient_checkpointing train.advantage train.loss train.clip train.kl_coef
     train.kl_estimator train.entropy_coef train.normalization train.correction train.correction_band
     train.guard train.guard_bands train.critic_lr evaluate.every

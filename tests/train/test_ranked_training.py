@@ -85,9 +85,19 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("settings", CASES, ids=str)
-def test_two_ranks_train_as_one(make_model, make_groups, ranks, tmp_path, settings):
-    one, two = trainer_for(make_model(), **settings), trainer_for(make_model(), ranks, **settings)
+OVER_RANKS = [
+    {"layout": "packed", "loss": "gspo", "normalization": "sequence-mean", "entropy_coef": 0.01},
+    {**GAE, "lora_rank": 2, "kl_coef": 0.1, "mini_batches": 2, "gradient_checkpointing": True},
+]
+"""Each rank has half of every sequence: losses of whole sequences, a critic and adapters, which are whole."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "context"), [(c, 1) for c in CASES] + [(c, 2) for c in OVER_RANKS], ids=str
+)
+def test_two_ranks_train_as_one(make_model, make_groups, ranks, tmp_path, settings, context):
+    layout = {"num_ranks": 2, "parallel": {"context": context}}
+    one, two = trainer_for(make_model(), **settings), trainer_for(make_model(), ranks, **layout, **settings)
     for step in range(2):
         groups = make_groups(seed=step, masked=True)
         expected, got = one.fit(groups), two.fit(groups)
@@ -188,7 +198,9 @@ class Receiver:
         self.adapters, self.config = dict(adapters), config
 
 
-@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"replicas": 2}, {"offload": True}], ids=str)
+@pytest.mark.parametrize(
+    "parallel", [{"tensor": 2}, {"replicas": 2}, {"context": 2}, {"offload": True}], ids=str
+)
 def test_other_layouts_of_ranks_train_as_one_and_resume_on_one(
     make_model, make_groups, ranks, tmp_path, parallel
 ):
@@ -209,6 +221,8 @@ def test_other_layouts_of_ranks_train_as_one_and_resume_on_one(
 def test_heads_that_cannot_be_shared_out_are_refused_in_a_sentence(make_model, ranks):
     with pytest.raises(ValueError, match="tensor = 2 does not divide the 2 heads and 1 key/value heads"):
         trainer_for(make_model(), ranks, num_ranks=2, parallel={"tensor": 2})
+    with pytest.raises(ValueError, match="context = 2 does not go with 1 heads, 1 key/value heads"):
+        trainer_for(make_model(num_attention_heads=1), ranks, num_ranks=2, parallel={"context": 2})
     with pytest.raises(ValueError, match=r"tensor': 2.*does not go with lora_rank"):
         TrainConfig(ranks=2, lora_rank=2, parallel={"tensor": 2})
 

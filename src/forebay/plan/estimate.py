@@ -310,7 +310,8 @@ def _largest_batch(config: RunConfig, prompt_tokens: int, longest: int) -> Train
     group_size = config.rollouts_per_prompt
     enough = 2 * max(1, config.train.token_budget // longest)
     # Of one mini-batch and rank: the others come after it, or have memory of their own.
-    num_groups = -(-config.batch_size // (config.train.mini_batches * config.train.ranks))
+    ranks = config.train.ranks // config.train.parallel.same_sequences
+    num_groups = -(-config.batch_size // (config.train.mini_batches * ranks))
     num_groups = max(1, min(num_groups, -(-enough // group_size)))
     response = [0] * (longest - prompt_tokens)
     return TrainBatch.from_examples(

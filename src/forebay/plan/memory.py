@@ -184,7 +184,8 @@ def step_memory(
         learner.rehearse(batch, packs)
     parts = {kind: memory.peak[kind] for kind in KINDS if memory.peak[kind]}
     if config.ranks > 1:
-        split = {kind: -(-parts[kind] // config.ranks) for kind in _SPLIT if kind in parts}
+        shares = dict.fromkeys(_SPLIT, config.ranks) | dict.fromkeys(_TOKENS, config.parallel.context)
+        split = {kind: -(-parts[kind] // ranks) for kind, ranks in shares.items() if kind in parts}
         parts = parts | split | {"gathered layers": sum(map(_gathered_bytes, trained))}
     return StepMemory(
         parts=parts,
@@ -215,6 +216,8 @@ def _grouped_mm(rows_ND: torch.Tensor, experts_EDF: torch.Tensor, *, offs: torch
 
 _SPLIT = ("weights", "reference", "gradients", "moments")
 """Of each of these a rank holds its slice."""
+_TOKENS = (LOGITS, ACTIVATIONS)
+"""Of each of these it holds that of its tokens, where a context group shares out a sequence."""
 
 
 def _gathered_bytes(model: nn.Module) -> int:

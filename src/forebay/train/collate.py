@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from forebay.models.routing import OWN_CHOICE
 from forebay.train.batch import Pack, TrainBatch
+from forebay.train.parallel.context import Context, Share, even_columns
 
 Ints = NDArray[np.int64]
 
@@ -69,6 +70,9 @@ class MicroBatch:
     positions: torch.Tensor
     """int64, N (or N - N1): the cell, counted through B x L, whose output predicts each trained token."""
     prompts: SharedPrompts | None
+    share: Share | None
+    """The rank's part of the columns: `input_ids`, `positions` and `routed_experts` are of these alone; None:
+    it has all of them."""
     attention_mask: torch.Tensor | None
     """int64, B x (P + L): 0 on the pads between a prompt and its response; None if there are none."""
     borders: Mapping[str, Any]
@@ -94,43 +98,36 @@ class MicroBatch:
 
 
 def collate(
-    batch: TrainBatch, pack: Pack, *, pad_token_id: int, device: torch.device, with_borders: bool = False
+    batch: TrainBatch,
+    pack: Pack,
+    *,
+    pad_token_id: int,
+    device: torch.device,
+    with_borders: bool = False,
+    context: Context | None = None,
 ) -> MicroBatch:
     """The tensors of the sequences in `pack`, laid out as ``batch.layout`` says.
 
     An empty pack gives one pad token by pass and nothing to train: a rank that has no work left makes as many
-    passes as the others.
+    passes as the others. With a `context` it is this rank's share of them.
     """
 
-    def place(array: NDArray[Any]) -> torch.Tensor:
-        return to_device(array, device)
+    def place(array: NDArray[Any] | None) -> Any:
+        return None if array is None else to_device(array, device)
 
-    def ids_at(tokens_BL: Ints) -> torch.Tensor:
+    def ids_at(tokens_BL: Ints) -> Any:
         return place(np.where(tokens_BL < 0, pad_token_id, batch.input_ids[tokens_BL]).astype(np.int64))
 
-    def experts_at(tokens_BL: Ints) -> torch.Tensor | None:
-        if batch.routed_experts is None:
-            return None
-        cells = tokens_BL.reshape(-1)
-        experts = batch.routed_experts[cells]
-        experts[cells < 0] = OWN_CHOICE
-        return place(experts)
-
-    lengths = batch.response_lengths[pack]
-    tokens = ranges(batch.response_starts[pack], lengths)
-    # Of each trained token: its place in the batch, its row in the pack, and its distance from the first
-    # token of its sequence, which is at least 1.
-    rows = np.repeat(np.arange(len(pack)), lengths)
-    offsets = ranges(batch.prompt_lengths[pack], lengths)
-    kept = np.flatnonzero(batch.response_mask[tokens])
-    tokens, rows, offsets = tokens[kept], rows[kept], offsets[kept]
-    prompts = attention_mask = position_ids = None
+    tokens, rows, offsets = _trained(batch, pack)
+    prompts = share = attention_mask = position_ids = None
     borders: dict[str, Any] = {}
     if batch.layout == "padded":
-        tokens_BL = _pad(batch.token_starts[pack], _input_widths(batch, pack))
+        tokens_BL = even_columns(_pad(batch.token_starts[pack], _input_widths(batch, pack)), -1, context)
         cells = rows * tokens_BL.shape[1] + offsets - 1
     elif batch.layout == "packed":
         tokens_BL, position_ids, firsts = _concatenate(batch, pack)
+        tokens_BL = even_columns(tokens_BL, -1, context)
+        position_ids = even_columns(position_ids, 0, context)
         cells = firsts[rows] + offsets - 1
         widths = np.diff(firsts, append=tokens_BL.shape[1])
         if with_borders:
@@ -148,31 +145,57 @@ def collate(
             input_ids=ids_at(tokens_QP),
             positions=place(prompt_cells[:num_first]),
             rows=place(prompt_rows),
-            routed_experts=experts_at(tokens_QP),
+            routed_experts=place(_experts(batch, tokens_QP)),
         )
         tokens_BL, position_ids, attention_mask = _responses(batch, pack, tokens_QP.shape[1])
         cells = (rows * tokens_BL.shape[1] + offsets - ends[rows] - 1)[num_first:]
         if with_borders and attention_mask is not None:
             borders = _borders(np.full_like(ends, tokens_BL.shape[1]), ends + tokens_BL.shape[1])
             borders["key_cells"] = np.flatnonzero(attention_mask)
+    if context is not None:
+        position_ids = np.arange(tokens_BL.shape[1])[None] if position_ids is None else position_ids
+        columns, own, cells = context.split(tokens_BL.shape[1], cells)
+        share, tokens_BL = Share(context, columns, place(own)), tokens_BL[:, columns]
     temperatures = batch.temperatures[pack]
     targets = batch.input_ids[batch.token_starts[pack][rows] + offsets]
     return MicroBatch(
         input_ids=ids_at(tokens_BL),
-        position_ids=None if position_ids is None else place(position_ids),
+        position_ids=place(position_ids),
         positions=place(cells),
         prompts=prompts,
-        attention_mask=None if attention_mask is None else place(attention_mask),
+        share=share,
+        attention_mask=place(attention_mask),
         borders={
             name: place(value) if isinstance(value, np.ndarray) else value for name, value in borders.items()
         },
-        routed_experts=experts_at(tokens_BL),
+        routed_experts=place(_experts(batch, tokens_BL)),
         targets=place(targets.astype(np.int64)),
         inverse_temperature=None if np.all(temperatures == 1) else place(1 / temperatures[rows]),
         sequence_index=place(rows),
         num_sequences=len(pack),
         token_index=tokens,
     )
+
+
+def _trained(batch: TrainBatch, pack: Pack) -> tuple[Ints, Ints, Ints]:
+    """Of each trained token: its place in the batch, its row in the pack, and its distance from the first
+    token of its sequence, which is at least 1."""
+    lengths = batch.response_lengths[pack]
+    tokens = ranges(batch.response_starts[pack], lengths)
+    rows = np.repeat(np.arange(len(pack)), lengths)
+    offsets = ranges(batch.prompt_lengths[pack], lengths)
+    kept = np.flatnonzero(batch.response_mask[tokens])
+    return tokens[kept], rows[kept], offsets[kept]
+
+
+def _experts(batch: TrainBatch, tokens_BL: Ints) -> NDArray[Any] | None:
+    """B L x layers x k: the engine's choice for these tokens."""
+    if batch.routed_experts is None:
+        return None
+    cells = tokens_BL.reshape(-1)
+    experts = batch.routed_experts[cells]
+    experts[cells < 0] = OWN_CHOICE
+    return experts
 
 
 def _borders(queries: Ints, keys: Ints) -> dict[str, Any]:

@@ -340,6 +340,8 @@ class TrainConfig(StrictModel):
             yield f"parallel = {self.parallel.model_dump()} has no effect on one rank; set ranks"
         if self.ranks > 1:
             self.parallel.check(self.ranks)
+        if self.parallel.context > 1 and self.layout == "shared_prompt":
+            yield "parallel.context splits whole rows, which layout 'shared_prompt' has not; choose another"
         if self.lora_rank and max(self.parallel.tensor, self.parallel.replicas) > 1:
             yield (
                 f"parallel = {self.parallel.model_dump()} does not go with lora_rank: adapters are made for "

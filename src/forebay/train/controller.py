@@ -156,7 +156,7 @@ class TrainController:
             even_length = ranked.even_length
         self._packer = Packer(
             config.token_budget,
-            num_ranks=1 if ranks is None else ranks.num_ranks // config.parallel.tensor,
+            num_ranks=1 if ranks is None else ranks.num_ranks // config.parallel.same_sequences,
             layout=config.layout,
             mini_batches=config.mini_batches,
             even_length=even_length,

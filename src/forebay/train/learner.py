@@ -1,7 +1,6 @@
 """`Learner`: the model of one rank, its critic, reference and optimizers, and the passes through them.
 
-It knows batches as packs and token weights, and no groups, advantages or metrics: `TrainController` works out
-all that needs the whole batch, and it arrives as arrays by response token.
+It knows packs and token weights: `TrainController` works out what needs the whole batch, as arrays by token.
 
 ::
 
@@ -47,6 +46,7 @@ from forebay.train.objective.corrections import Corrector
 from forebay.train.offload import Place
 from forebay.train.optimization import Optimizer
 from forebay.train.packing import cut_sorted
+from forebay.train.parallel.context import Context
 from forebay.train.parallel.sharding import is_sharded
 from forebay.types import FloatArray
 
@@ -57,7 +57,7 @@ class Learner:
     Invariants: dropout is off; a pass without gradient changes nothing; `update` leaves no gradient behind.
 
     On several ranks all models are given, already split over `mesh` (`forebay.train.parallel.sharding`);
-    `rank` is which of a batch's packs are this learner's.
+    `rank` is which of a batch's packs are this learner's, and `context` its share of their tokens.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Learner:
         engine_dtype: Precision = "float32",
         mesh: DeviceMesh | None = None,
         rank: int = 0,
+        context: Context | None = None,
     ) -> None:
         output_head(model)
         self.config = config
@@ -112,12 +113,13 @@ class Learner:
             _place(part, self.device, mesh)
         model.eval()
         self._routing = routing.Routing(lora.without_adapters(model))
-        kernel = self._settle_attention(lora.without_adapters(model), has_content)
+        kernel = self._settle_attention(lora.without_adapters(model), has_content, context)
         for part in parts if config.compile else ():
             compile_layers(part, self.device)
         self._rank = rank
-        borders = kernel in attention.VARIABLE_LENGTH
-        self._collate = partial(collate, pad_token_id=pad_token_id, device=self.device, with_borders=borders)
+        borders = kernel.startswith(attention.VARIABLE_LENGTH)
+        tensors = partial(collate, pad_token_id=pad_token_id, device=self.device, context=context)
+        self._collate = partial(tensors, with_borders=borders)
         self._policy_loss: losses.PolicyLossFunction = look_up("loss", config.loss, losses.POLICY_LOSSES)
         self._corrector = Corrector(config.correction, config.band)
         make_optimizer = partial(Optimizer, settings=config, total_steps=total_steps, mesh=mesh)
@@ -131,20 +133,20 @@ class Learner:
         self._writing: Callable[[], None] | None = None
         self._set_modes()
 
-    def _settle_attention(self, policy: Any, has_content: bool) -> Any:
+    def _settle_attention(self, policy: Any, has_content: bool, context: Context | None) -> Any:
         """The kernel of attention with which all models compute from now on, tried if that can be."""
         # A plan has settled it.
         kernel: Any = self.config.attention
         # On several ranks passes are as exact as with it.
         with _autocast(self.device, self._precision):
             if has_content:
-                kernel = settle_attention(self.model, self.config, self.device, self._precision)
+                kernel = settle_attention(self.model, self.config, self.device, self._precision, context)
             for part in (policy, self.ref_model, self.critic and self.critic.body):
                 if part is not None:
                     attention.use_attention(part, kernel)
             # A teacher may be of another type than the policy.
             if has_content and self.ref_model is not None:
-                check_layout(self.ref_model, self.config.layout, self.device)
+                check_layout(self.ref_model, self.config.layout, self.device, context)
         return kernel
 
     def _set_modes(self) -> None:

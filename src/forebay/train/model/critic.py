@@ -42,11 +42,10 @@ class Critic(nn.Module):
     def forward(self, micro: MicroBatch) -> torch.Tensor:
         """Values of the N trained tokens, float32."""
 
-        def states_at(_: slice, cells: Cells, **inputs: Any) -> tuple[torch.Tensor, Any]:
+        def values_at(_: Any, cells: Cells, **inputs: Any) -> tuple[torch.Tensor, Any]:
             output = self.body(cells.input_ids, **inputs)
             states_NH = output.last_hidden_state.flatten(0, 1).index_select(0, cells.positions)
-            return states_NH, output.get("past_key_values")
+            # The body of several ranks may compute in bfloat16, without autocast.
+            return self.head(states_NH.to(self.head.weight.dtype)), output.get("past_key_values")
 
-        # The body of several ranks may compute in bfloat16, without autocast.
-        values_N1: torch.Tensor = self.head(run_passes(states_at, micro).to(self.head.weight.dtype))
-        return values_N1.float().squeeze(-1)
+        return run_passes(values_at, micro).float().squeeze(-1)

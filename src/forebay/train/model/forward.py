@@ -72,7 +72,7 @@ def response_logprobs(
     head = output_head(model)
     plain: Any = without_adapters(model)
 
-    def tail_at(place: slice) -> Tail:
+    def tail_at(place: slice | torch.Tensor) -> Tail:
         targets_NT = micro.targets[place, None]
         if others is not None:
             targets_NT = torch.cat([targets_NT, others[place]], dim=1)
@@ -81,7 +81,7 @@ def response_logprobs(
             logits_nV, targets_NT[part], None if scale_N is None else scale_N[part], entropy, top
         )
 
-    def outputs_at(place: slice, cells: Cells, **inputs: Any) -> tuple[torch.Tensor, Any]:
+    def outputs_at(place: slice | torch.Tensor, cells: Cells, **inputs: Any) -> tuple[torch.Tensor, Any]:
         if routing is not None:
             routing.replay(cells.routed_experts)
         positions_N = cells.positions
@@ -176,21 +176,27 @@ def run_passes(call: Callable[..., tuple[torch.Tensor, Any]], micro: MicroBatch)
     """The results (N x anything) for the trained tokens of a micro-batch, in one pass or in two.
 
     ``call(place, cells, **inputs)`` runs a model over the tokens of `cells` and returns the results at its
-    positions, which are those of the trained tokens at `place`, and the model's cache.
+    positions, which are those of the trained tokens at `place`, and the model's cache. Where ranks share the
+    cells out, each has the results of all.
 
     Raises:
         ValueError: the layout is ``shared_prompt`` and the model's cache is not plain keys and values.
     """
     if micro.prompts is None:
-        with told_borders(packed=micro.position_ids is not None and micro.num_sequences > 1):
+        position_ids, share = micro.position_ids, micro.share
+        packed = position_ids is not None and len(micro.input_ids) < micro.num_sequences
+        if share is not None and position_ids is not None:
+            share.context.begin(position_ids, packed=packed)
+            position_ids = position_ids[:, share.columns]
+        with told_borders(packed):
             results, _ = call(
-                slice(None),
+                slice(None) if share is None else share.own,
                 micro,
-                position_ids=micro.position_ids,
+                position_ids=position_ids,
                 use_cache=False,
                 **micro.borders,
             )
-        return results
+        return results if share is None else share.context.join(results, share.own, len(micro.targets))
     num_first = len(micro.prompts.positions)
     first, cache = call(slice(num_first), micro.prompts, use_cache=True)
     from transformers import DynamicCache

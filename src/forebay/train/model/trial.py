@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from forebay.train.config import TrainConfig
 from forebay.train.model.forward import response_logprobs
 from forebay.train.model.lora import without_adapters
 from forebay.train.packing import Packer
+from forebay.train.parallel.context import Context
 from forebay.train.parallel.sharding import is_sharded
 
 logger = logging.getLogger(__name__)
@@ -53,9 +55,13 @@ Without experts masked tokens count exactly nothing. Fresh models with states le
 
 
 def settle_attention(
-    model: nn.Module, config: TrainConfig, device: torch.device, precision: Precision
+    model: nn.Module,
+    config: TrainConfig,
+    device: torch.device,
+    precision: Precision,
+    context: Context | None = None,
 ) -> Attention:
-    """Have `model`, on `device`, compute with the kernel that `config` means, and try it; returns the kernel.
+    """Have `model`, on `device`, compute with the kernel that `config` means, and try it; returns its name.
 
     Raises:
         ConfigError: the kernel is not installed, or does not suit device, precision or model.
@@ -66,34 +72,42 @@ def settle_attention(
     kernels = attention_choices(
         config.attention, plain.config, device=device, precision=precision, packed=packed
     )
+    if context is not None:
+        # The others need masks of their own.
+        kernels = [kernel for kernel in kernels if kernel in (*VARIABLE_LENGTH, "sdpa")] or kernels[-1:]
     for kernel in kernels:
         try:
             use_attention(plain, kernel)
-            check_layout(model, config.layout, device)
+            if context is not None:
+                over: Any = context.kernel_of(kernel, plain.config, config.parallel.tensor)
+                use_attention(plain, over)
+            check_layout(model, config.layout, device, context)
         except ValueError as error:
             if kernel == kernels[-1]:
                 raise
             logger.warning("%s; attention %r is not used", error, kernel)
         else:
             break
-    return kernel
+    return attention_of(plain)
 
 
 @torch.no_grad()
-def check_layout(model: nn.Module, layout: Layout, device: torch.device) -> None:
-    """Try three short sequences of random tokens.
+def check_layout(
+    model: nn.Module, layout: Layout, device: torch.device, context: Context | None = None
+) -> None:
+    """Try three short sequences of random tokens, also as the ranks of `context` share them out.
 
     Raises:
         ValueError: the model gives others than its own log probabilities in `layout`.
     """
     plain: Any = without_adapters(model)
     kernel = attention_of(plain)
-    if layout == "padded" and kernel in ("sdpa", "eager"):
+    if layout == "padded" and kernel in ("sdpa", "eager") and context is None:
         return
     vocabulary = plain.config.get_text_config().vocab_size
     first, other, second = np.random.default_rng(0).integers(0, vocabulary, (3, NUM_TOKENS))
 
-    def logprobs(layout: Layout, *sequences: Any) -> torch.Tensor:
+    def logprobs(layout: Layout, *sequences: Any, context: Context | None = None) -> torch.Tensor:
         """Those of the last of the sequences' trained tokens."""
         prompts = PROMPTS[-len(sequences) :]
         batch = TrainBatch.from_examples(
@@ -101,19 +115,22 @@ def check_layout(model: nn.Module, layout: Layout, device: torch.device) -> None
         )
         pack = Packer(10 * NUM_TOKENS, layout=layout).pack_pad_dispatch(batch).packs[0][0][0]
         # In the order given: what comes before is what may leak.
-        micro = collate(
-            batch, np.sort(pack), pad_token_id=0, device=device, with_borders=kernel in VARIABLE_LENGTH
-        )
+        tensors = partial(collate, batch, np.sort(pack), pad_token_id=0, device=device, context=context)
+        micro = tensors(with_borders=kernel.startswith(VARIABLE_LENGTH))
         order = torch.from_numpy(np.argsort(micro.token_index)).to(device)
         return response_logprobs(model, micro).logprobs[order][prompts[-1] - NUM_TOKENS :]
 
     kind = plain.config.model_type
     way = f"layout {layout!r} with attention {kernel!r}"
+    beside_it, fix = "its neighbors", "layout 'padded'"
+    if context is not None:
+        beside_it, fix = "the ranks that share it out", "parallel.context = 1"
     is_half = torch.is_autocast_enabled(device.type)
     sharded = any(is_sharded(weight) for weight in model.parameters())
     try:
         with _short_windows(plain):
-            beside, again, moved = (logprobs(layout, one, second) for one in (first, first, other))
+            tried = partial(logprobs, layout, context=context)
+            beside, again, moved = (tried(one, second) for one in (first, first, other))
             with torch.enable_grad():
                 # Of one small weight below the attention of all layers, which need no gradient themselves.
                 # Not of a tower for images: there are none.
@@ -122,7 +139,7 @@ def check_layout(model: nn.Module, layout: Layout, device: torch.device) -> None
                 # A reference has none.
                 if trained:
                     small = next((weight for weight in trained if weight.ndim == 1), trained[0])
-                    total = logprobs(layout, first, second).sum()
+                    total = tried(first, second).sum()
                     if sharded:
                         # What lies between passes is not what they compute with: no gradient of one alone.
                         total.backward()  # type: ignore[no-untyped-call]
@@ -154,9 +171,9 @@ def check_layout(model: nn.Module, layout: Layout, device: torch.device) -> None
         # So that NaN is refused too.
         if not difference <= limit:
             raise ValueError(
-                f"{way} is wrong for models of type {kind!r}: a sequence's log probabilities change with its "
-                f"neighbors (by {difference:.2g}), as where layers carry a state from token to token; use "
-                f"layout 'padded'"
+                f"{way} is wrong for models of type {kind!r}: a sequence's log probabilities change with "
+                f"{beside_it} (by {difference:.2g}), as where layers carry a state from token to token; "
+                f"use {fix}"
             )
 
 

@@ -79,7 +79,7 @@ class RankedLearner:
 
     def _call_data(self, method: str, *arguments: Any) -> list[Any]:
         """`_call`, with one result of the ranks that see the same sequences."""
-        return self._call(method, *arguments)[:: self._config.parallel.tensor]
+        return self._call(method, *arguments)[:: self._config.parallel.same_sequences]
 
     def token_values(self, name: str, batch: TrainBatch) -> FloatArray:
         """As `Learner.token_values`."""

@@ -21,7 +21,8 @@ from forebay.config import ConfigError
 from forebay.models.config import Precision
 from forebay.models.loading import auto_class
 from forebay.train.parallel.config import ParallelConfig
-from forebay.train.parallel.sharding import REPLICA, SHARD, TENSOR, no_progress_bars
+from forebay.train.parallel.context import Context
+from forebay.train.parallel.sharding import CONTEXT, REPLICA, SHARD, TENSOR, no_progress_bars
 
 
 def make_mesh(device_type: str, num_ranks: int, config: ParallelConfig) -> DeviceMesh:
@@ -33,6 +34,15 @@ def make_mesh(device_type: str, num_ranks: int, config: ParallelConfig) -> Devic
     config.check(num_ranks)
     sizes = (config.replicas, num_ranks // config.replicas // config.tensor, config.tensor)
     return init_device_mesh(device_type, sizes, mesh_dim_names=(REPLICA, SHARD, TENSOR))
+
+
+def make_context(device_type: str, num_ranks: int, config: ParallelConfig) -> Context | None:
+    """This rank's context group, of neighboring slices: FSDP adds up its gradients as of any other ranks."""
+    if config.context == 1:
+        return None
+    sizes = (num_ranks // config.same_sequences, config.context, config.tensor)
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("sequences", CONTEXT, TENSOR))
+    return Context(mesh.get_group(CONTEXT), config.context)
 
 
 def load_sharded(

@@ -24,6 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 REPLICA, SHARD, TENSOR = "replica", "fsdp", "tensor"
 """The dimensions of a mesh. Ranks that differ in the last alone see the same sequences. peft knows the second
 by its name: layers of weights that are split over it alone compute whole outputs."""
+CONTEXT = "context"
+"""A part of the second dimension."""
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

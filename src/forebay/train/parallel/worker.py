@@ -34,7 +34,7 @@ from forebay.train.config import TrainConfig
 from forebay.train.learner import Learner
 from forebay.train.model.critic import Critic
 from forebay.train.model.lora import own_blocks
-from forebay.train.parallel.loading import load_sharded, make_mesh
+from forebay.train.parallel.loading import load_sharded, make_context, make_mesh
 from forebay.types import FloatArray
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -64,7 +64,7 @@ class RankWorker:
             timeout=COLLECTIVE_TIMEOUT,
             device_id=self.device if self.device.type == "cuda" else None,
         )
-        self._mesh = partial(make_mesh, self.device.type, world_size)
+        self._ranks = self.device.type, world_size
         self.learner: Learner
         """The rank's slice of the trainer, from `build` on."""
 
@@ -85,7 +85,7 @@ class RankWorker:
         # The memory of an earlier trainer is needed.
         vars(self).pop("learner", None)
         train = TrainConfig.model_validate(config)
-        mesh = self._mesh(train.parallel)
+        mesh = make_mesh(*self._ranks, train.parallel)
         load = partial(
             load_sharded,
             mesh=mesh,
@@ -119,7 +119,8 @@ class RankWorker:
             config=train,
             device=self.device,
             mesh=mesh,
-            rank=self.rank // train.parallel.tensor,
+            rank=self.rank // train.parallel.same_sequences,
+            context=make_context(*self._ranks, train.parallel),
         )
         width = models["model"].config.get_text_config().hidden_size
         return self.learner.adapter_config, lay_out(self.learner.sizes())[0], EVEN_WIDTHS * width

@@ -15,7 +15,7 @@ attention (``eager``), sequence by sequence.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -132,20 +132,7 @@ def check_layout(
             tried = partial(logprobs, layout, context=context)
             beside, again, moved = (tried(one, second) for one in (first, first, other))
             with torch.enable_grad():
-                # Of one small weight below the attention of all layers, which need no gradient themselves.
-                # Not of a tower for images: there are none.
-                decoder = plain.get_decoder()
-                trained = [weight for weight in decoder.parameters() if weight.requires_grad]
-                # A reference has none.
-                if trained:
-                    small = next((weight for weight in trained if weight.ndim == 1), trained[0])
-                    total = tried(first, second).sum()
-                    if sharded:
-                        # What lies between passes is not what they compute with: no gradient of one alone.
-                        total.backward()  # type: ignore[no-untyped-call]
-                        model.zero_grad()
-                    else:
-                        torch.autograd.grad(total, small)
+                _try_gradient(model, lambda: tried(first, second).sum(), sharded)
             with _plain_attention(plain):
                 rounded = logprobs("padded", second)
                 with torch.autocast(device.type, enabled=False):
@@ -175,6 +162,23 @@ def check_layout(
                 f"{beside_it} (by {difference:.2g}), as where layers carry a state from token to token; "
                 f"use {fix}"
             )
+
+
+def _try_gradient(model: nn.Module, total: Callable[[], Any], sharded: bool) -> None:
+    """Of one small weight below the attention of all layers, which need no gradient themselves."""
+    # Not of a tower for images: there are none.
+    plain: Any = without_adapters(model)
+    trained = [weight for weight in plain.get_decoder().parameters() if weight.requires_grad]
+    # A reference has none.
+    if not trained:
+        return
+    if sharded:
+        # What lies between passes is not what they compute with: no gradient of one alone.
+        total().backward()
+        model.zero_grad()
+    else:
+        small = next((weight for weight in trained if weight.ndim == 1), trained[0])
+        torch.autograd.grad(total(), small)
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -25,8 +25,10 @@ from forebay.models import (
 )
 from forebay.models.loading import default_cache_dir, save_tokenizer
 from forebay.models.tiny import character_tokenizer
+from forebay.train import TrainController
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Learner
+from forebay.types import RolloutState, Status
 
 SMALL = TinyConfig(hidden_size=16, num_layers=2, num_heads=2, alphabet="0123456789+= \n")
 
@@ -299,3 +301,29 @@ def test_a_model_that_sees_is_a_decoder_of_text_too(tmp_path):
     save_tokenizer(tokenizer, tmp_path / "again")
     assert type(load_model(tmp_path / "again")) is LlavaForConditionalGeneration
     assert (tmp_path / "again" / "preprocessor_config.json").read_text(encoding="utf-8") == "{}"
+
+    # Text gives the tower no gradient, and so no moments: a resumed run goes on all the same.
+    def trainer():
+        return TrainController(load_model(tmp_path / "first"), TrainConfig(lr=1e-3), pad_token_id=0)
+
+    def groups():
+        states = [
+            RolloutState(
+                [],
+                rollout_id=number,
+                prompt_ids=[1, 2],
+                response_ids=[3, 4],
+                reward={"score": float(number)},
+                status=Status.COMPLETED,
+            )
+            for number in range(2)
+        ]
+        for state in states:
+            state.logprobs, state.response_model_steps = np.full(2, -2.0, np.float32), [0, 0]
+        return [states]
+
+    one, two = trainer(), trainer()
+    one.fit(groups())
+    one.save(tmp_path / "saved")
+    two.resume(tmp_path / "saved")
+    assert two.fit(groups()).metrics["train/grad_norm"] == one.fit(groups()).metrics["train/grad_norm"] > 0

@@ -389,7 +389,7 @@ _MAX_TURNS = 1000
 def end_token_ids(model: Any, tokenizer: Any = None) -> set[int]:
     """The ids that end a response: those of the model's generation config and the tokenizer's own.
 
-    And its placeholder of an image, which no pass can read where there is none: a last token is not read.
+    And its placeholder of an image, which stands for one in a prompt and means nothing in an answer.
     """
     own = getattr(model.generation_config, "eos_token_id", None)
     ids = set(own if isinstance(own, list) else [own])

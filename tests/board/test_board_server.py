@@ -76,6 +76,20 @@ def test_values_below_some_keys_and_after_options_are_hidden():
         assert kept in hidden
 
 
+def test_a_file_that_is_rewritten_twice_between_two_looks_is_read_anew(tmp_path):
+    """File systems give the number of a deleted file to the next one."""
+    sink, run = JsonlSink(tmp_path / "metrics.jsonl"), RunFolder(tmp_path)
+    for step in range(1, 12):
+        sink.log(step, {"reward": step})
+    run.metrics()
+    inode = (tmp_path / "metrics.jsonl").stat().st_ino
+    for step in range(2, 9):
+        sink.log(step, {"eval/score": step})
+        assert (tmp_path / "metrics.jsonl").stat().st_ino != inode, "it is not held"
+    assert run.metrics()["eval/score"][1:8] == list(range(2, 9))
+    sink.close()
+
+
 @pytest.fixture
 def live(tmp_path, monkeypatch):
     """What the next events of a run say, and a sink of its metrics at any time."""

@@ -473,3 +473,37 @@ def test_a_hand_over_waits_for_no_newcomer_which_begins_with_the_newest_weights(
         await controller.close()
 
     virtual_time.run(main())
+
+
+@pytest.mark.parametrize("fails_twice", [False, True])
+def test_a_newcomer_that_stalls_over_the_newest_weights_is_brought_up_once_more(fails_twice):
+    class Slow(Newcomer):
+        """Its loads hang; brought up, it takes them by itself."""
+
+        num_hanging = 1 + fails_twice
+
+        async def load_weights(self, weights, model_step: int) -> None:
+            self.given_step = model_step
+            async with self.turn:
+                pass
+            if self.num_hanging:
+                self.num_hanging -= 1
+                await asyncio.sleep(1e6)
+            await super().load_weights(weights, model_step)
+
+    async def main() -> None:
+        engines = [Newcomer(), Slow(start_s=100.0)]
+        controller = RolloutController(engines)
+        await controller.generate_sample(rollout())
+        await controller.update_weights([], 2)
+        if fails_twice:
+            # In the second try.
+            await asyncio.sleep(pool.LOAD_LIMIT_S + 50.0)
+            await controller.update_weights([], 3)
+        await asyncio.sleep(3 * (pool.LOAD_LIMIT_S + 100.0))
+        assert controller.engines_up.keys() == {0, 1}
+        assert engines[1].model_step == 2 + fails_twice
+        assert not engines[1].num_hanging
+        await controller.close()
+
+    virtual_time.run(main())

@@ -235,6 +235,14 @@ async def test_a_rewound_sampler_skips_what_is_held_and_misses_nothing(
     assert await draw(rewound, 2) == await draw(sampler, 2)
 
 
+async def test_a_sampler_that_catches_up_still_skips_what_its_user_says() -> None:
+    sampler = make_sampler(6, already_has="math/7/0/1".__eq__)
+    names = [f"math/7/0/{i}" for i in range(6)]
+    for known in (names[0], names[2]):
+        sampler.catch_up(known.__eq__, [])
+    assert not {names[1], names[2]} & set(await draw(sampler, 4))
+
+
 def test_a_state_of_another_sampler_is_refused_with_what_differs(tmp_path) -> None:
     make_sampler(5, seed=1, k=2).save(tmp_path / "s.json")
     other = Sampler(make_prompts(6), Shelf(), task_name="code", prompt_repeat_k=4, seed=2)

@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import random
+from types import SimpleNamespace
 
 import pytest
 from production_world import PromptLoop, World
@@ -11,7 +12,7 @@ from forebay.aio import virtual_time
 from forebay.ledger import Ledger
 from forebay.produce import AsyncProduceStrategyConfig
 from forebay.produce.recovery import settle
-from forebay.produce.unfinished import COPIES, copy_unfinished, save_copies
+from forebay.produce.unfinished import COPIES, copies_saved, copy_unfinished, save_copies
 from forebay.replay import AsyncReplayBufferConfig, IndexedStorage, SQLStorage
 from forebay.types import RolloutState, SampleParams, Status
 
@@ -197,3 +198,32 @@ async def test_a_copy_is_replaced_and_is_neither_counted_nor_taken(make):
     assert not await buffer.storage.get(COPIES)
     assert [row.status for row in await buffer.storage.get({})] == [Status.COMPLETED]
     await buffer.close()
+
+
+def test_a_failed_copy_is_told_and_the_next_is_made_also_with_a_sampler_of_ones_own(caplog):
+    class Own:
+        """As a user may write one."""
+
+    looks = []
+
+    def pending_groups():
+        looks.append(len(looks))
+        if len(looks) == 1:
+            raise RuntimeError("not now")
+        return [[RolloutState([], rollout_id=1, group_id="g", response_ids=[5], status=Status.ABORTED)]]
+
+    async def main():
+        runner = SimpleNamespace(
+            sampler=Own(),
+            agent_loop=SimpleNamespace(is_whole_at_awaits=True),
+            produce_strategy=SimpleNamespace(pending_groups=pending_groups),
+        )
+        buffer, ledger = AsyncReplayBufferConfig().build(IndexedStorage()), Ledger()
+        async with copies_saved(buffer, lambda: ledger, {"t": runner}, 2.0):
+            await asyncio.sleep(1.5)
+            assert "not now" in caplog.text
+            await asyncio.sleep(2.0)
+            assert len(await buffer.storage.get(COPIES)) == 1
+        assert len(looks) == 3
+
+    virtual_time.run(main())

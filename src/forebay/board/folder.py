@@ -12,7 +12,8 @@ import re
 import threading
 import time
 import tomllib
-from collections.abc import Collection, Iterator
+import weakref
+from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,7 @@ class _Lines:
         """Of the lines before `_end`, where the last whole line begins."""
         self._end = 0
         self._inode = 0
+        self._let_go: Callable[[], Any] = lambda: None
 
     def read(self, names: Collection[str] | None, first: int) -> Columns:
         with self._lock:
@@ -179,6 +181,9 @@ class _Lines:
             if stat.st_ino != self._inode or stat.st_size < self._end:
                 # Rewritten by a resume: from the start.
                 self._columns, self._num_rows, self._end, self._inode = {}, 0, 0, stat.st_ino
+                # Held open: its inode would be given to a later file once it is deleted.
+                self._let_go()
+                self._let_go = weakref.finalize(self, os.close, os.dup(file.fileno()))
             file.seek(self._end)
             data = file.read()
         last = data.rfind(b"\n") + 1

@@ -16,7 +16,7 @@ import heapq
 import logging
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from forebay.engines.base import Engine
 from forebay.watching.activity import loop_time
@@ -83,21 +83,16 @@ class Members:
             heapq.heapify(self._loads)
         heapq.heappush(self._loads, (member.load, member.number))
 
-    def begin(self, member: Member) -> float:
-        """A request is on its way to it, from now on, which is the result."""
-        now_s = loop_time()
-        member.num_in_flight += 1
-        member.begun_s += now_s
+    def begin(self, member: Member, request_id: str) -> None:
+        """A request is on its way to it, from now on."""
+        member.in_flight[request_id] = loop_time()
         self.note_load(member)
-        return now_s
 
-    def end(self, member: Member, begun_s: float, num_tokens: int) -> None:
-        """A request that began at `begun_s` has ended there, after so many tokens."""
-        member.num_in_flight -= 1
-        member.begun_s -= begun_s
+    def end(self, member: Member, request_id: str, num_tokens: int) -> None:
+        """It has ended there, after so many tokens."""
         member.num_ended += 1
         member.num_tokens += num_tokens
-        member.ended_s += loop_time() - begun_s
+        member.ended_s += loop_time() - member.in_flight.pop(request_id)
         self.note_load(member)
         self._num_ended += 1
         if self._num_ended >= _LOOK_EVERY * len(self):
@@ -108,11 +103,13 @@ class Members:
         up, now_s = [member for member in self if member.is_up], loop_time()
         usual_s = sum(member.ended_s for member in up) / max(1, sum(member.num_ended for member in up))
         for member in up:
-            time_s = member.ended_s + member.num_in_flight * now_s - member.begun_s
+            time_s = member.ended_s + sum(now_s - begun_s for begun_s in member.in_flight.values())
             if time_s > 0 and (member.num_ended >= _ENOUGH or time_s > _ENOUGH * usual_s):
-                member.speed = member.num_tokens / time_s
+                # Those in flight count with their tokens as with their time: one of them may be very long.
+                made = sum(map(member.engine.num_made, member.in_flight))
+                member.speed = (member.num_tokens + made) / time_s
                 member.num_ended, member.num_tokens, member.ended_s = 0, 0, 0.0
-            elif not member.num_in_flight:
+            elif not member.in_flight:
                 # A straggler that the others leave nothing for: it may have recovered.
                 member.speed = None
         speeds = [member.speed for member in up if member.speed is not None]
@@ -145,10 +142,11 @@ class Member:
     is_remote: bool
     is_up: bool
     paused: bool = False
-    num_in_flight: int = 0
+    in_flight: dict[str, float] = field(default_factory=dict)
+    """Its requests, and the moment in which each began."""
     bringing_up: asyncio.Task[None] | None = None
-    loading: asyncio.Task[None] | None = None
-    """Of weights that came while it was brought up."""
+    loading: asyncio.Future[tuple[BaseException | None]] | None = None
+    """Of weights that came while it was brought up; the result's one item is why that failed."""
     is_starting: bool = False
     """It is being brought up, and does not wait for that."""
     lost_because: str = "not started yet"
@@ -164,13 +162,20 @@ class Member:
     num_tokens: int = 0
     ended_s: float = 0.0
     """Requests that ended since then, their tokens and their time."""
-    begun_s: float = 0.0
-    """Sum of the moments in which those in flight began."""
 
     @property
     def load(self) -> float:
         """Its requests, one more included, by its speed."""
-        return (self.num_in_flight + 1) * self.slowness
+        return (len(self.in_flight) + 1) * self.slowness
+
+    async def loaded(self) -> None:
+        """Wait for `loading`, also for one that is begun meanwhile; raise the error of one that failed."""
+        while (loading := self.loading) is not None:
+            [error] = await loading
+            if self.loading is loading:
+                self.loading = None
+            if error is not None:
+                raise error
 
     def __str__(self) -> str:
         return f"engine {self.number} ({type(self.engine).__name__})"

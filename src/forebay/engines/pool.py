@@ -147,14 +147,14 @@ class EnginePool:
             member = await self._place(call.request.session_id)
             if member is None:
                 return Completion(finish_reason="abort")
-            begun_s = self._members.begin(member)
+            self._members.begin(member, call.request.request_id)
             call.engine, num_tokens = member.engine, 0
             try:
                 completion = await member.engine.generate(call.rest())
                 num_tokens = len(completion.response_ids)
             finally:
                 call.engine = None
-                self._members.end(member, begun_s, num_tokens)
+                self._members.end(member, call.request.request_id, num_tokens)
             if not completion.lost:
                 return completion
             why = completion.error_msg or "lost"
@@ -283,18 +283,12 @@ class EnginePool:
         if any(member.is_up for member in left) and not waits:
             for member in left:
                 if not member.is_up:
-                    member.loading = asyncio.create_task(self._load_newcomer(member, load, what))
+                    loading = answered(load(member), f"{member} was asked to {what}", LOAD_LIMIT_S)
+                    member.loading = asyncio.gather(loading, return_exceptions=True)
             left = [member for member in left if member.is_up]
         await self._ask_all(what, load, among=left, limit_s=LOAD_LIMIT_S)
         while not any(member.is_up for member in self._members):
             await self._change()
-
-    async def _load_newcomer(self, member: Member, load: Load, what: str) -> None:
-        try:
-            await answered(load(member), f"{member} was asked to {what}", LOAD_LIMIT_S)
-        # It was away, or refuses them: as it is brought up it takes them by itself, or is given up.
-        except (EngineLost, StallError, ValueError) as error:
-            logger.debug("%s: %s", member, error)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests with ``"abort"``; at an engine that is lost they have ended."""
@@ -385,15 +379,16 @@ class EnginePool:
                     await self._changes.wait(self._changes.version)
                 member.is_starting = True
                 await cast("Any", member.engine).bring_up()
+                if (told := member.loading) and told.done() and isinstance(told.result()[0], EngineLost):
+                    # It was away then, and has taken those weights by itself.
+                    member.loading = None
                 try:
                     await self._rest_as_others_do(member)
                     break
-                except (EngineLost, StallError) as error:
+                except (EngineLost, StallError, ValueError) as error:
                     if not num_left:
                         raise
                     logger.warning("%s is brought up once more: %s", member, error)
-            while member.loading is not None and not member.loading.done():
-                await asyncio.wait([member.loading])
             member.is_up = True
             self._members.note_load(member)
             if again:
@@ -409,9 +404,10 @@ class EnginePool:
             self._changes.note()
 
     async def _rest_as_others_do(self, member: Member) -> None:
-        """Pause an engine that came up, if the others are; a pause may begin or end meanwhile."""
+        """Pause one that came up, if the others are; meanwhile a pause may begin or end, or weights come."""
         member.paused = False
-        while member.paused is not self._paused:
+        while member.loading is not None or member.paused is not self._paused:
+            await member.loaded()
             await answered(self._follow_pause(member), f"{member} was asked to pause or resume")
 
     async def _follow_pause(self, member: Member) -> None:

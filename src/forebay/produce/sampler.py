@@ -88,6 +88,8 @@ class Sampler:
         if self.prompt_repeat_k < 1:
             raise ValueError(f"prompt_repeat_k must be at least 1, got {self.prompt_repeat_k}")
         self._asking = asyncio.Lock()
+        self._is_known: Callable[[str], bool] = lambda name: False
+        """As `already_has`, of the latest `catch_up`."""
         self._again: deque[tuple[int, int]] = deque()
         """Epochs and indices of groups that come before the next new one."""
         self._empty_at: dict[Status, int] = {}
@@ -154,7 +156,7 @@ class Sampler:
                 foreign.append(group_id)
             else:
                 self._again.append((int(place[1]), int(place[2])))
-        self.already_has = is_known
+        self._is_known = is_known
         return foreign
 
     @property
@@ -255,7 +257,8 @@ class Sampler:
                 self._start_epoch(self.epoch + 1)
             index = self._plan[self.position]
             self.position += 1
-            if self.already_has is None or not self.already_has(self._name(self.epoch, index)):
+            name = self._name(self.epoch, index)
+            if not (self._is_known(name) or (self.already_has is not None and self.already_has(name))):
                 return self._group(self.epoch, index)
 
     def _name(self, epoch: int, index: int) -> str:

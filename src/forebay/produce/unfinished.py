@@ -104,14 +104,16 @@ async def copies_saved(
         while True:
             await asyncio.sleep(age_s / 2)
             copies: dict[str, list[Group]] = {}
-            for name, runner in runners.items():
-                if getattr(runner.agent_loop, "is_whole_at_awaits", False):
-                    params, groups = runner.sampler.sample_params, runner.produce_strategy.pending_groups()
-                    begun = [group for group in groups if any(len(state.response_ids) for state in group)]
-                    copies[name] = [copy_unfinished(group, params) for group in begun]
             try:
+                for name, runner in runners.items():
+                    if getattr(runner.agent_loop, "is_whole_at_awaits", False):
+                        # A sampler of the user's own need not have any.
+                        params = getattr(runner.sampler, "sample_params", None)
+                        groups = runner.produce_strategy.pending_groups()
+                        begun = [group for group in groups if any(len(state.response_ids) for state in group)]
+                        copies[name] = [copy_unfinished(group, params) for group in begun]
                 await save_copies(buffer, books(), copies)
-            # Whatever a store raises: the next put tells production of a store that is lost.
+            # Whatever a store, a sampler or a strategy raises: the next put tells production of a lost store.
             except Exception:
                 logger.exception("copies of unfinished groups could not be saved")
 

@@ -15,7 +15,7 @@ from forebay.engines import RolloutController
 from forebay.engines.base import EngineLost
 from forebay.engines.pool import EnginePool
 from forebay.engines.servers.dialects import TOKENS_PER_PIECE, Dialect, SGLang
-from forebay.engines.servers.engine import HTTPEngine
+from forebay.engines.servers.engine import HTTPEngine, State
 from forebay.engines.servers.launch import LocalServer
 from forebay.engines.weights.files import WeightFiles
 from forebay.types import RolloutState, SampleParams, Status
@@ -348,6 +348,27 @@ async def test_a_server_s_rollouts_are_finished_by_the_other(start_fake, fake_ki
     await until(lambda: len(controller.engines_up) == 2)
     assert servers[0].step_of_weights == 2
     await controller.close()
+
+
+async def test_a_server_that_comes_back_takes_the_newest_weights_of_many_hand_overs(
+    start_fake, fake_kinds, connect
+):
+    servers = [await start_fake(fake_kinds["FakeVLLM"]) for _ in range(2)]
+    pool = EnginePool([connect(server) for server in servers])
+    await pool.load_weights(WEIGHTS, 1)
+    await until(lambda: len(pool.up) == 2)
+    await servers[1].kill()
+    servers[1].stuck = asyncio.Event()
+    await servers[1].start()
+    pool._lose(list(pool._members)[1], "killed")
+    await asyncio.sleep(0.1)
+    for step in range(2, 6):
+        await pool.load_weights([("w", torch.ones(2))], step)
+    servers[1].stuck.set()
+    await until(lambda: len(pool.up) == 2)
+    assert servers[1].step_of_weights == 5
+    assert pool.engines[1]._state is State.UP
+    await pool.close()
 
 
 async def test_one_server_that_refuses_weights_is_brought_up_again(start_fake, fake_kinds, connect):

@@ -423,7 +423,8 @@ class HTTPEngine:
                 raise EngineLost(f"{self}: {self._lost_because}")
             self._enter(State.LOADING)
             try:
-                await self._load(written)
+                # Others may have come while this one waited, and its folder may be gone.
+                await self._load(self._files.current or written)
             finally:
                 if self._state is State.LOADING:
                     self._enter(State.UP)

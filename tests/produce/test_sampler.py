@@ -236,8 +236,8 @@ async def test_a_rewound_sampler_skips_what_is_held_and_misses_nothing(
 
 
 async def test_a_sampler_that_catches_up_still_skips_what_its_user_says() -> None:
-    sampler = make_sampler(6, already_has="math/7/0/1".__eq__)
-    names = [f"math/7/0/{i}" for i in range(6)]
+    sampler = make_sampler(6, already_has=f"{TASK}/0/0/1".__eq__)
+    names = [f"{TASK}/0/0/{i}" for i in range(6)]
     for known in (names[0], names[2]):
         sampler.catch_up(known.__eq__, [])
     assert not {names[1], names[2]} & set(await draw(sampler, 4))

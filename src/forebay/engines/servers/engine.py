@@ -27,8 +27,7 @@ and a load leaves the server paused. One that sleeps is paused, so no request re
 server: pausing it pauses everybody's requests.
 
 Requests that were running when weights change go on from their tokens with the new weights: in new requests,
-or held in between (`Dialect.keeps`). Every token carries the step of the weights that made it: see
-`forebay.engines.servers.stream`.
+or held in between (`Dialect.keeps`). Every token carries its weights' step: `forebay.engines.servers.stream`.
 """
 
 from __future__ import annotations
@@ -423,7 +422,7 @@ class HTTPEngine:
                 raise EngineLost(f"{self}: {self._lost_because}")
             self._enter(State.LOADING)
             try:
-                # Others may have come while this one waited, and its folder may be gone.
+                # The folder of a load that waited long may be gone.
                 await self._load(self._files.current or written)
             finally:
                 if self._state is State.LOADING:

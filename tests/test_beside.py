@@ -99,7 +99,7 @@ def test_a_sweep_finds_the_same(project, monkeypatch):
         ],
     }
     cluster = load_cluster(ROOT / "recipes/clusters/example.toml", [])
-    (case,) = combine(table, [], cluster, [], beside=project)
+    (case,) = combine(table, [], cluster, {}, beside=project)
     assert case.config.tasks[0].data.source == str(project / "rows/a.jsonl")
 
 

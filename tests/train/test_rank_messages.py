@@ -81,7 +81,7 @@ class TwoRanks:
             {"token_index": np.array([0, 1, 1, 0]), "loss": np.array([3.0, 4.0, 5.0, 6.0])},
         ]
         answers = {
-            "build": [(None, [])] * 2,
+            "build": [(None, [], 0)] * 2,
             "token_values": [np.array([0, 0, 3], np.float32), np.array([1, 2, 0], np.float32)],
             "update": [{"columns": part, "norms": [1.0], "critic_norms": [], "lr": 0.1} for part in columns],
         }

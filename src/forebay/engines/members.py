@@ -83,16 +83,18 @@ class Members:
             heapq.heapify(self._loads)
         heapq.heappush(self._loads, (member.load, member.number))
 
-    def begin(self, member: Member, request_id: str) -> None:
-        """A request is on its way to it, from now on."""
-        member.in_flight[request_id] = loop_time()
+    def begin(self, member: Member, request_id: str) -> tuple[str, float]:
+        """A request is on its way to it, from now on: the answer is for `end`."""
+        member.in_flight.append(begun := (request_id, loop_time()))
         self.note_load(member)
+        return begun
 
-    def end(self, member: Member, request_id: str, num_tokens: int) -> None:
+    def end(self, member: Member, begun: tuple[str, float], num_tokens: int) -> None:
         """It has ended there, after so many tokens."""
         member.num_ended += 1
         member.num_tokens += num_tokens
-        member.ended_s += loop_time() - member.in_flight.pop(request_id)
+        member.in_flight.remove(begun)
+        member.ended_s += loop_time() - begun[1]
         self.note_load(member)
         self._num_ended += 1
         if self._num_ended >= _LOOK_EVERY * len(self):
@@ -103,10 +105,10 @@ class Members:
         up, now_s = [member for member in self if member.is_up], loop_time()
         usual_s = sum(member.ended_s for member in up) / max(1, sum(member.num_ended for member in up))
         for member in up:
-            time_s = member.ended_s + sum(now_s - begun_s for begun_s in member.in_flight.values())
+            time_s = member.ended_s + sum(now_s - begun_s for _, begun_s in member.in_flight)
             if time_s > 0 and (member.num_ended >= _ENOUGH or time_s > _ENOUGH * usual_s):
                 # Those in flight count with their tokens as with their time: one of them may be very long.
-                made = sum(map(member.engine.num_made, member.in_flight))
+                made = sum(member.engine.num_made(request_id) for request_id, _ in member.in_flight)
                 member.speed = (member.num_tokens + made) / time_s
                 member.num_ended, member.num_tokens, member.ended_s = 0, 0, 0.0
             elif not member.in_flight:
@@ -142,8 +144,8 @@ class Member:
     is_remote: bool
     is_up: bool
     paused: bool = False
-    in_flight: dict[str, float] = field(default_factory=dict)
-    """Its requests, and the moment in which each began."""
+    in_flight: list[tuple[str, float]] = field(default_factory=list)
+    """The id of each of its requests, which need not differ, and the moment in which it began."""
     bringing_up: asyncio.Task[None] | None = None
     loading: asyncio.Future[tuple[BaseException | None]] | None = None
     """Of weights that came while it was brought up; the result's one item is why that failed."""

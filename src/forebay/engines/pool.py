@@ -147,14 +147,14 @@ class EnginePool:
             member = await self._place(call.request.session_id)
             if member is None:
                 return Completion(finish_reason="abort")
-            self._members.begin(member, call.request.request_id)
+            begun = self._members.begin(member, call.request.request_id)
             call.engine, num_tokens = member.engine, 0
             try:
                 completion = await member.engine.generate(call.rest())
                 num_tokens = len(completion.response_ids)
             finally:
                 call.engine = None
-                self._members.end(member, call.request.request_id, num_tokens)
+                self._members.end(member, begun, num_tokens)
             if not completion.lost:
                 return completion
             why = completion.error_msg or "lost"

@@ -101,9 +101,10 @@ def load_tokenizer(folder: Path) -> Any:
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write `tokenizer` into `folder`, with what its own folder says of a processor for images."""
     tokenizer.save_pretrained(folder)
+    source = Path(getattr(tokenizer, "name_or_path", "") or folder)
     for name in _PROCESSOR_FILES:
-        if (file := Path(tokenizer.name_or_path) / name).is_file():
-            shutil.copyfile(file, folder / name)
+        if source != folder and (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def context_of(folder: Path) -> int | None:

@@ -20,8 +20,9 @@ from transformers import (
 )
 
 from forebay.engines import Completion, GenerateRequest, RolloutController, ScriptedEngine, TransformersEngine
+from forebay.engines.pool import EnginePool
 from forebay.engines.process.engine import ProcessEngine
-from forebay.engines.process.host import EngineHost, HostSession
+from forebay.engines.process.host import HostSession
 from forebay.models.routing import Routing
 from forebay.replay.format.encode import pack_group
 from forebay.replay.format.packed import unpack_group
@@ -282,7 +283,7 @@ async def test_experts_travel_from_an_engine_in_another_process() -> None:
     for sent in (experts, None):
         answer = Completion(response_ids=np.array([7, 8]), routed_experts=sent, finish_reason="stop")
         session = object.__new__(HostSession)
-        session._host, session._timer = EngineHost([ScriptedEngine({(1, 2): answer})]), None
+        session._pool, session._timer = EnginePool([ScriptedEngine({(1, 2): answer})]), None
         session._report = lambda: None
         found = (await Asked(session).generate(request)).routed_experts
         assert found is None if sent is None else (np.array_equal(found, sent) and found.dtype == np.int16)

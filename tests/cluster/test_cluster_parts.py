@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from forebay.cluster import buffer
 from forebay.cluster.arguments import RayArguments
 from forebay.cluster.buffer import locate
-from forebay.cluster.calls import ActorLost, CallFailed, asked
+from forebay.cluster.calls import ActorLost, CallFailed, NotBuilt, asked
 from forebay.cluster.library import Given, why
 from forebay.cluster.placement import plan_parts
 from forebay.cluster.ranks import _interface_of
 from forebay.cluster.supervisor import Restarts
 from forebay.cluster.trainer import RayTrainer
 from forebay.config import ConfigError
-from forebay.engines.process.host import NotBuilt
 from forebay.produce import ProductionError
 from forebay.replay import ConnectionLost
 from forebay.runs.launch import _lost_part

@@ -10,10 +10,10 @@ import pytest
 import torch
 from test_ray_run import run_config
 
+from forebay.cluster.calls import NotBuilt
 from forebay.cluster.engines import EngineActor, EngineSpec, engine_on
 from forebay.config import Component
 from forebay.engines import EngineLost, GenerateRequest, ScriptedEngine
-from forebay.engines.process.host import NotBuilt
 from forebay.io.shared import lay_out, write
 from forebay.models import load_model, resolve_model
 from forebay.types import SampleParams

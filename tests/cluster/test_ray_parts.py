@@ -16,7 +16,7 @@ from test_ray_run import run_config
 
 from forebay.cluster import supervisor
 from forebay.cluster.buffer import connect_buffer, start_buffer, stop_buffer
-from forebay.cluster.calls import ActorLost
+from forebay.cluster.calls import ActorLost, NotBuilt
 from forebay.cluster.engines import EngineActor, PlacedEngine, RayEngine
 from forebay.cluster.library import Given, Published
 from forebay.cluster.supervisor import Restarts, all_started
@@ -24,7 +24,6 @@ from forebay.cluster.workers import PlacedWorker
 from forebay.config import ConfigError
 from forebay.engines import ScriptedEngine
 from forebay.engines.pool import EnginePool
-from forebay.engines.process.host import NotBuilt
 from forebay.models import resolve_model
 from forebay.runs.placement import make_cluster
 from forebay.types import RolloutState, SampleParams
@@ -42,11 +41,11 @@ async def test_engines_that_are_given_up_come_back_in_a_new_process(ray, tmp_pat
     weights = ray.put(NOTHING)
     await placed.load_weights(Published(weights, 1), 1)
     pool = EnginePool([RayEngine(actor, caller="worker 0", max_context_tokens=100)])
-    completions = await asyncio.gather(pool.generate(ask("a")), pool.generate(ask("b")))
+    completions = await asyncio.gather(pool.complete(ask("a")), pool.complete(ask("b")))
     # What the lost engine had made of the first one is kept.
     assert [len(completion.response_ids) for completion in completions] == [3, 3]
     assert not [completion for completion in completions if completion.lost]
-    assert pool.counts["retries"] == 2
+    assert pool.counts()["retries"] == 2
     assert restarts.counts == {"engine": 1}
     told = []
     restarts.listen(lambda *what: told.append(what))

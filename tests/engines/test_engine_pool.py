@@ -382,7 +382,7 @@ def test_a_rollout_whose_last_token_was_made_by_a_lost_engine_is_complete():
             max_tokens=3,
             seed=0,
         )
-        completion = await pool.generate(request)
+        completion = await pool.complete(request)
         assert (completion.finish_reason, completion.response_ids.tolist()) == ("length", [6, 7, 8])
         await pool.close()
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from forebay.engines.base import EngineLost
+from forebay.engines.pool import EnginePool
 from forebay.engines.weights.between_processes import SharedMemoryHandOver, WeightInbox
 from forebay.models.starting_weights import AdaptersRefusedError
 
@@ -19,7 +20,7 @@ class Engine:
     """Keeps what it is given; a member of hand-overs whose messages go through no process border."""
 
     def __init__(self) -> None:
-        self.inbox = WeightInbox(self)
+        self.inbox = WeightInbox(EnginePool([self]))
         self.weights: dict[str, torch.Tensor] = {}
         self.model_step = -1
         self.num_messages = 0

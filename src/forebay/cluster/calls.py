@@ -8,7 +8,6 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from forebay.cluster.library import import_ray, why
-from forebay.engines.process.host import NotBuilt
 from forebay.watching.stalls import answered
 
 ResultT = TypeVar("ResultT")
@@ -16,6 +15,10 @@ ResultT = TypeVar("ResultT")
 
 class ActorLost(RuntimeError):
     """The actor's process has ended, or cannot be reached."""
+
+
+class NotBuilt(RuntimeError):
+    """The process is a new one, in which nothing has been built yet."""
 
 
 class CallFailed(RuntimeError):

@@ -25,13 +25,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forebay.cluster.calls import ActorLost, asked
+from forebay.cluster.calls import ActorLost, NotBuilt, asked
 from forebay.cluster.library import PartSpec, Published, find_modules_in, import_ray, why
 from forebay.cluster.supervisor import START_LIMIT_S, Supervised
 from forebay.config import Component
 from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.pool import LOAD_LIMIT_S, EnginePool
-from forebay.engines.process.host import EngineHost
 from forebay.io.shared import Layout, views
 from forebay.models import load_tokenizer
 from forebay.runs.placement import PartLost
@@ -41,17 +40,18 @@ from forebay.watching.stalls import StallError, answered
 logger = logging.getLogger(__name__)
 
 
-class EngineActor(EngineHost):
-    """The host of a run's engines on a cluster; see `forebay.engines.base` for the meaning of its methods.
+class EngineActor:
+    """The engines of one process; see `forebay.engines.pool` for the meaning of its methods.
 
-    Invariant: nothing is generated before weights were loaded into this process.
+    Invariants: nothing is generated before weights were loaded into this process; a request is known by its
+    caller from its first moment to its end.
 
     >>> actor = ray.remote(EngineActor).remote()
     >>> pid = ray.get(actor.start.remote(spec))
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        self._pool: EnginePool | None = None
         self._building = asyncio.Lock()
         self._serving = asyncio.Event()
         self._lost_because = ""
@@ -71,9 +71,19 @@ class EngineActor(EngineHost):
                     self._serving.set()
         return os.getpid()
 
+    def _built(self) -> EnginePool:
+        """The engines, as one.
+
+        Raises:
+            NotBuilt: this process was started in place of one that has ended.
+        """
+        if self._pool is None:
+            raise NotBuilt("the engine has not been built in this process")
+        return self._pool
+
     async def max_context_tokens(self) -> int:
         """The most tokens, prompt and response together, one request may reach."""
-        return self.pool.max_context_tokens
+        return self._built().max_context_tokens
 
     async def live(self, *, while_it_works: bool = False) -> str:
         """Never returns: a caller that waits for it learns of this process's end.
@@ -92,7 +102,7 @@ class EngineActor(EngineHost):
         if not self._serving.is_set():
             return Completion(finish_reason="error", error_msg="the engine has no weights yet", lost=True)
         try:
-            return await self.complete(request, caller)
+            return await self._built().complete(request, caller=caller)
         except ValueError as error:
             return error
         except EngineLost as error:
@@ -101,11 +111,24 @@ class EngineActor(EngineHost):
 
     async def pause(self) -> None:
         """End every request and take no new one."""
-        await self.pool.pause()
+        await self._built().pause_generation()
 
     async def resume(self) -> None:
         """Take requests again."""
-        await self.pool.resume()
+        await self._built().continue_generation()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests; at an engine that is lost they have ended."""
+        await self._built().abort(request_ids)
+
+    async def num_made(self, caller: str) -> dict[str, int]:
+        """How many tokens each running request of `caller` has by now."""
+        return self._built().progress(caller)
+
+    async def forget(self, caller: str) -> None:
+        """End the requests of a caller whose process has ended."""
+        if self._pool is not None:
+            await self._pool.abort(list(self._pool.progress(caller)))
 
     async def load_weights(self, weights: tuple[Layout, ByteArray], model_step: int) -> None:
         """Take over the weights that are laid out in these bytes, and serve.
@@ -121,7 +144,7 @@ class EngineActor(EngineHost):
             warnings.filterwarnings("ignore", message=".*not writable.*")
             memory = torch.from_numpy(data)
         try:
-            await self.pool.load_weights(views(layout, memory), model_step)
+            await self._built().update_weights(views(layout, memory), model_step)
         except EngineLost as error:
             self._lose(error)
             raise
@@ -129,7 +152,7 @@ class EngineActor(EngineHost):
 
     async def health(self) -> EngineHealth:
         """All engines of this process together."""
-        health = await self.pool.health()
+        health = await self._built().health()
         return replace(health, ok=health.ok and self._serving.is_set())
 
     async def close(self) -> None:

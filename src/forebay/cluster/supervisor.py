@@ -22,10 +22,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from forebay.cluster.calls import NotBuilt
 from forebay.cluster.library import cause_of, import_ray, why
 from forebay.config import ConfigError
 from forebay.engines import EngineLost
-from forebay.engines.process.host import NotBuilt
 from forebay.runs.placement import Listener, PartLost
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 

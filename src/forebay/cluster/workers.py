@@ -30,12 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from forebay.agents import AgentLoop
-from forebay.cluster.calls import ActorLost, CallFailed, asked
+from forebay.cluster.calls import ActorLost, CallFailed, NotBuilt, asked
 from forebay.cluster.engines import PlacedEngine, RayEngine
 from forebay.cluster.library import PartSpec, Published, find_modules_in, import_ray
 from forebay.cluster.supervisor import Supervised, none_is_left
 from forebay.engines import Engine, RolloutController
-from forebay.engines.process.host import NotBuilt
 from forebay.runs.placement import PartLost, RetryListener
 from forebay.runs.rollouts import build_task_loop
 from forebay.types import RolloutState, Status, reset_rollout_response

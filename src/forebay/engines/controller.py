@@ -2,11 +2,11 @@
 
 ::
 
-    generate_sample(state) -> place (concurrency) -> engine pool -> state.append(ids, logprobs, steps)
-        tokens, budget left, seed                                   finish_reason, status, error_msg
+    generate_sample(state) -> place (concurrency) -> complete(request) -> state.append(ids, logprobs, steps)
+        tokens, budget left, seed                                         finish_reason, status, error_msg
 
-It does not chat, decode or judge: tokens in, tokens out. Which engine makes them, and what happens where one
-is lost, is `forebay.engines.pool`'s.
+It does not chat, decode or judge: tokens in, tokens out. Which engine makes them, what happens where one is
+lost, pauses and weights are in `forebay.engines.pool`.
 """
 
 from __future__ import annotations
@@ -15,22 +15,14 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from forebay.engines.base import (
-    Completion,
-    Engine,
-    EngineHealth,
-    GenerateRequest,
-    joined_experts,
-    request_seed,
-)
+from forebay.engines.base import Completion, Engine, GenerateRequest, joined_experts, request_seed
 from forebay.engines.pool import EnginePool
-from forebay.models.starting_weights import AdapterConfig, Weights
 from forebay.types import RolloutState, SampleParams, fill_token_fields, status_from_finish_reason
 from forebay.watching.activity import Activity
 
 
-class RolloutController:
-    """Continues rollouts on one engine or several.
+class RolloutController(EnginePool):
+    """Continues rollouts on one engine or several, which it pauses and gives weights as an `EnginePool`.
 
     Invariants: a rollout never gets more policy tokens than its ``sample_params.max_tokens``, over all its
     calls; what it draws depends on the run's seed, its ids, its try and its length so far, not on the engine,
@@ -64,7 +56,7 @@ class RolloutController:
         Raises:
             ValueError: no engine, a concurrency below 1, or a time limit that is not positive.
         """
-        self._pool = EnginePool(engines if isinstance(engines, Sequence) else [engines])
+        super().__init__(engines if isinstance(engines, Sequence) else [engines])
         if concurrency is not None and concurrency < 1:
             raise ValueError(f"concurrency must be at least 1 or None, got {concurrency}")
         if time_limit_s is not None and time_limit_s <= 0:
@@ -76,25 +68,6 @@ class RolloutController:
         self._num_unnamed = 0
         self._at_engine: dict[str | int | None, GenerateRequest] = {}
         """Running requests, by the rollout."""
-
-    @property
-    def engines(self) -> tuple[Engine, ...]:
-        """All engines; may be replaced before the first use, say by some that record what they do."""
-        return self._pool.engines
-
-    @engines.setter
-    def engines(self, engines: Sequence[Engine]) -> None:
-        self._pool.engines = engines
-
-    @property
-    def model_step(self) -> int:
-        """The oldest step of the weights that any engine makes its next token with; of those that are up."""
-        return self._pool.model_step
-
-    @property
-    def engines_up(self) -> dict[int, Engine]:
-        """Those that take rollouts now, by their place in `engines`: none is starting, lost or given up."""
-        return self._pool.up
 
     async def generate_sample(self, state: RolloutState) -> RolloutState:
         """Continue ``state.tokens`` (the prompt, if empty) in place within the remaining budget; return it.
@@ -135,7 +108,7 @@ class RolloutController:
     async def _continue(self, state: RolloutState, time_limit_s: float | None) -> Completion:
         """The answer to one request for what is left of the budget."""
         budget = (state.sample_params or SampleParams()).max_tokens - int(state.response_mask.sum())
-        context_used_up = len(state.response_ids) and len(state.tokens) >= self._pool.max_context_tokens
+        context_used_up = len(state.response_ids) and len(state.tokens) >= self.max_context_tokens
         if budget <= 0 or context_used_up:
             return Completion(finish_reason="length")
         async with self._places or contextlib.nullcontext():
@@ -144,7 +117,7 @@ class RolloutController:
             name = request.request_id if state.rollout_id is None else state.rollout_id
             self._at_engine[name] = request
             try:
-                return await self._pool.generate(request)
+                return await self.complete(request)
             finally:
                 self._at_engine.pop(name, None)
 
@@ -157,89 +130,7 @@ class RolloutController:
         """
         if (request := self._at_engine.get(activity.name)) is None:
             return ""
-        return f"{request.num_earlier + self._pool.num_made(request.request_id)} tokens"
-
-    def count_tokens_made(self) -> int:
-        """Tokens that engines have made so far, those of running requests included; it never falls.
-
-        For `forebay.watching.stalls.StallWatch`. It asks for every request at an engine: not for every token.
-        """
-        return self._pool.count_tokens_made()
-
-    async def pause_generation(self) -> None:
-        """End what runs and waits as aborted, and take nothing new until `continue_generation`.
-
-        Raises:
-            StallError: an engine of this process did not answer within a minute; the others are paused.
-        """
-        await self._pool.pause()
-
-    async def continue_generation(self) -> None:
-        """Take rollouts again.
-
-        Raises:
-            StallError: an engine of this process did not answer within a minute.
-        """
-        await self._pool.resume()
-
-    async def sleep(self, *, keep_weights: bool) -> None:
-        """Pause, and have engines that sleep give their device's memory back to a trainer.
-
-        Weights that are not kept are gone: `update_weights` comes before the next rollouts. Those and
-        `continue_generation` take the memory again. When this returns or raises, no engine holds any.
-
-        Raises:
-            EngineLost: all engines are lost for good.
-        """
-        await self._pool.sleep(keep_weights=keep_weights)
-
-    async def update_weights(self, weights: Weights, model_step: int) -> None:
-        """Give every engine the weights after train step `model_step`.
-
-        An engine that is lost meanwhile, or refuses them, takes them over when it comes back.
-
-        Raises:
-            StallError: an engine of this process did not take them within ten minutes.
-            EngineLost: all engines are lost for good.
-            ConfigError: the weights cannot be written to where servers read them.
-        """
-        await self._pool.load_weights(weights, model_step)
-
-    @property
-    def takes_live_weights(self) -> bool:
-        """Whether `update_weights` takes `LiveWeights`, which engines read from the trainer's memory."""
-        return self._pool.takes_live_weights
-
-    @property
-    def takes_adapters(self) -> bool:
-        """Whether `update_adapters` may be called: all engines keep their starting weights."""
-        return self._pool.takes_adapters
-
-    async def update_adapters(self, adapters: Weights, model_step: int, *, config: AdapterConfig) -> None:
-        """Give every engine the LoRA adapters after train step `model_step`, for its starting weights.
-
-        Raises:
-            BaseDiffersError: an engine has others (`config` says which are meant), until `update_weights`.
-            AdaptersRefusedError: an engine cannot use such adapters; give it all weights.
-            StallError, EngineLost: as for `update_weights`.
-        """
-        await self._pool.load_adapters(adapters, model_step, config=config)
-
-    async def health(self) -> EngineHealth:
-        """All engines together: ok if all are, sums of requests, the oldest model step.
-
-        Raises:
-            StallError: an engine did not answer within a minute.
-        """
-        return await self._pool.health()
-
-    def counts(self) -> dict[str, float]:
-        """For a run's metrics: ``retries`` and ``engine_restarts`` so far, because engines were lost."""
-        return dict(self._pool.counts)
-
-    async def close(self) -> None:
-        """End everything and free the engines; one that does not answer is left as it is."""
-        await self._pool.close()
+        return f"{request.num_earlier + self.num_made(request.request_id)} tokens"
 
     def _request(self, state: RolloutState, budget: int, time_limit_s: float | None) -> GenerateRequest:
         name, params = state.rollout_id, state.sample_params or SampleParams()

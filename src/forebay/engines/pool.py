@@ -2,7 +2,7 @@
 
 ::
 
-    generate(request) --> [an engine that is up: the session's, else the least busy]
+    complete(request) --> [an engine that is up: the session's, else the least busy]
                               |                              |
                           completion                    lost, with the tokens so far
                                                              |
@@ -56,7 +56,7 @@ _BRING_UP_TRIES = 3
 
 
 class EnginePool:
-    """Engines that stand in for each other; for the rollout controller.
+    """Engines that stand in for each other: requests are completed by some, weights and pauses are for all.
 
     Invariants: a request is at one engine at a time; tokens that a lost engine made are kept, and the
     next engine gets them as input; an engine gets requests only with the latest weights; every wait ends, at
@@ -65,7 +65,7 @@ class EnginePool:
     >>> pool = EnginePool([ScriptedEngine({(1,): [7, 8]}), ScriptedEngine({(1,): [7, 8]})])
     >>> request = GenerateRequest(request_id="a", input_ids=np.array([1], np.int32), params=SampleParams(),
     ...                           max_tokens=2, seed=0)
-    >>> asyncio.run(pool.generate(request)).response_ids.tolist()
+    >>> asyncio.run(pool.complete(request)).response_ids.tolist()
     [7, 8]
     """
 
@@ -83,8 +83,7 @@ class EnginePool:
         self._closed = False
         self._changes = Changes()
         """An engine came back, or was given up; a pause or the end began."""
-        self.counts = {"retries": 0.0, "engine_restarts": 0.0}
-        """Requests that were given to another engine, or the same again; engines that came back."""
+        self._counts = {"retries": 0.0, "engine_restarts": 0.0}
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -110,8 +109,8 @@ class EnginePool:
         return min(up or [member.engine.model_step for member in self._members])
 
     @property
-    def up(self) -> dict[int, Engine]:
-        """Those that take requests now, by their place in `engines`."""
+    def engines_up(self) -> dict[int, Engine]:
+        """Those that take requests now, by their place in `engines`: none is starting, lost or given up."""
         return {member.number: member.engine for member in self._members if member.is_up}
 
     @property
@@ -125,26 +124,28 @@ class EnginePool:
         """How many tokens a running request has by now, over all engines it was at; else 0."""
         return self._calls[request_id].num_made() if request_id in self._calls else 0
 
-    async def generate(self, request: GenerateRequest) -> Completion:
+    async def complete(self, request: GenerateRequest, *, caller: str = "") -> Completion:
         """Continue ``request.input_ids`` on some engine, and on another where that one is lost.
+
+        `caller` is the process that asks, where several do: see `progress`.
 
         Raises:
             EngineLost: no engine is left, and none will come back.
             ValueError: the engine refuses the request.
         """
-        call = self._calls[request.request_id] = _Call(request)
+        call = self._calls[request.request_id] = _Call(request, caller)
         try:
-            completion = call.joined(await self._complete(call))
+            completion = call.joined(await self._last_part(call))
         finally:
             self._calls.pop(request.request_id, None)
         self._note_made(call, len(completion.response_ids))
         return completion
 
-    async def _complete(self, call: _Call) -> Completion:
+    async def _last_part(self, call: _Call) -> Completion:
         """The last part of the call's completion; the parts of lost engines are with the call."""
         lost: list[str] = []
         while True:
-            member = await self._place(call.request.session_id)
+            member = await self._choose(call.request.session_id)
             if member is None:
                 return Completion(finish_reason="abort")
             begun = self._members.begin(member, call.request.request_id)
@@ -167,10 +168,17 @@ class EnginePool:
             rest = call.rest()
             if rest.max_tokens < 1 or len(rest.input_ids) >= self.max_context_tokens:
                 return Completion(finish_reason="length")
-            self.counts["retries"] += 1
+            self._counts["retries"] += 1
+
+    def progress(self, caller: str = "") -> dict[str, int]:
+        """How many tokens each running request of `caller` has by now, by its id."""
+        return {name: call.num_made() for name, call in self._calls.items() if call.caller == caller}
 
     def count_tokens_made(self) -> int:
-        """Tokens made so far, those of running requests included; it never falls."""
+        """Tokens that engines have made so far, those of running requests included; it never falls.
+
+        For `forebay.watching.stalls.StallWatch`. It asks for every request at an engine: not for every token.
+        """
         for call in self._calls.values():
             self._note_made(call, call.num_made())
         return self._num_tokens_made
@@ -180,8 +188,8 @@ class EnginePool:
         self._num_tokens_made += max(0, num_made - call.num_counted)
         call.num_counted = max(call.num_counted, num_made)
 
-    async def pause(self) -> None:
-        """End what runs and waits as aborted, and take nothing new until `resume`.
+    async def pause_generation(self) -> None:
+        """End what runs and waits as aborted, and take nothing new until `continue_generation`.
 
         A remote engine that does not do so within a minute is lost, which is no error.
 
@@ -192,18 +200,21 @@ class EnginePool:
         self._changes.note()
         await self._ask_all("pause", self._follow_pause)
 
-    async def resume(self) -> None:
-        """Take requests again; engines that do not answer are as for `pause`.
+    async def continue_generation(self) -> None:
+        """Take requests again; engines that do not answer are as for `pause_generation`.
 
         Raises:
-            StallError: as for `pause`; the others go on.
+            StallError: as for `pause_generation`; the others go on.
         """
         self._paused = False
         self._wake()
         await self._ask_all("resume", self._follow_pause)
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        """Pause, and have every engine give its device's memory back until weights are loaded, or `resume`.
+        """Pause, and have every engine give its device's memory back, to a trainer for instance.
+
+        `update_weights` takes that of the weights again, `continue_generation` all; weights that are not kept
+        are gone, so `update_weights` comes before the next requests.
 
         For engines with a ``sleep`` of their own that gives the memory back in any case, that of one that is
         lost, too. One that cannot do it is lost, and is not brought up again before the others wake up.
@@ -232,7 +243,7 @@ class EnginePool:
         self._asleep = False
         self._changes.note()
 
-    async def load_weights(self, weights: Weights, model_step: int) -> None:
+    async def update_weights(self, weights: Weights, model_step: int) -> None:
         """Give every engine the weights after train step `model_step`; return once one at least has them.
 
         Those that are lost, or start, take them over by themselves: no hand-over waits for them while another
@@ -250,24 +261,24 @@ class EnginePool:
 
     @property
     def takes_live_weights(self) -> bool:
-        """Whether all engines read a trainer's weights by themselves (`LiveWeights`)."""
+        """Whether `update_weights` takes `LiveWeights`, which engines read from the trainer's memory."""
         return all(getattr(member.engine, "takes_live_weights", False) for member in self._members)
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether all engines do."""
+        """Whether `update_adapters` may be called: all engines keep their starting weights."""
         return all(getattr(member.engine, "takes_adapters", False) for member in self._members)
 
-    async def load_adapters(self, adapters: Weights, model_step: int, *, config: AdapterConfig) -> None:
-        """As `load_weights`, with adapters on the engines' starting weights; for engines that take them.
+    async def update_adapters(self, adapters: Weights, model_step: int, *, config: AdapterConfig) -> None:
+        """As `update_weights`, with LoRA adapters on starting weights; for engines that take them.
 
-        Those are the weights that an engine began with, or was last given whole. `adapters` and `config` are
-        what peft writes to ``adapter_model.safetensors`` and ``adapter_config.json``.
+        Starting weights are those that an engine began with, or was last given whole. `adapters` and `config`
+        are what peft writes to ``adapter_model.safetensors`` and ``adapter_config.json``.
 
         Raises:
             BaseDiffersError: `config` names other starting weights; nothing has changed.
             AdaptersRefusedError: an engine cannot use them exactly; others may have done so.
-            StallError, EngineLost: as for `load_weights`.
+            StallError, EngineLost: as for `update_weights`.
         """
         shared = list(adapters)
         await self._load(
@@ -312,6 +323,10 @@ class EnginePool:
             detail="; ".join(f"engine {number}: {detail}" for number, detail in details.items() if detail),
         )
 
+    def counts(self) -> dict[str, float]:
+        """For a run's metrics: ``retries`` and ``engine_restarts`` so far, because engines were lost."""
+        return dict(self._counts)
+
     async def close(self) -> None:
         """End everything and free the engines; one that does not answer is left as it is."""
         self._closed = True
@@ -330,7 +345,7 @@ class EnginePool:
 
     # Which engine gets a request
 
-    async def _place(self, session_id: str | None) -> Member | None:
+    async def _choose(self, session_id: str | None) -> Member | None:
         """The session's engine if it is up and no straggler, else the least busy one (the first of equals).
 
         None: there is none, and a pause or the end keeps it from waiting for one.
@@ -392,7 +407,7 @@ class EnginePool:
             member.is_up = True
             self._members.note_load(member)
             if again:
-                self.counts["engine_restarts"] += 1
+                self._counts["engine_restarts"] += 1
                 logger.warning("%s is back", member)
         # Any error: callers must not wait for this engine any longer. Those that do are told the error.
         except Exception as error:
@@ -469,6 +484,7 @@ class _Call:
     """A request on its way through one engine or several."""
 
     request: GenerateRequest
+    caller: str
     parts: list[Completion] = field(default_factory=list)
     engine: Engine | None = None
     num_counted: int = 0

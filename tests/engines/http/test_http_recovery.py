@@ -355,17 +355,17 @@ async def test_a_server_that_comes_back_takes_the_newest_weights_of_many_hand_ov
 ):
     servers = [await start_fake(fake_kinds["FakeVLLM"]) for _ in range(2)]
     pool = EnginePool([connect(server) for server in servers])
-    await pool.load_weights(WEIGHTS, 1)
-    await until(lambda: len(pool.up) == 2)
+    await pool.update_weights(WEIGHTS, 1)
+    await until(lambda: len(pool.engines_up) == 2)
     await servers[1].kill()
     servers[1].stuck = asyncio.Event()
     await servers[1].start()
     pool._lose(list(pool._members)[1], "killed")
     await asyncio.sleep(0.1)
     for step in range(2, 6):
-        await pool.load_weights([("w", torch.ones(2))], step)
+        await pool.update_weights([("w", torch.ones(2))], step)
     servers[1].stuck.set()
-    await until(lambda: len(pool.up) == 2)
+    await until(lambda: len(pool.engines_up) == 2)
     assert servers[1].step_of_weights == 5
     assert pool.engines[1]._state is State.UP
     await pool.close()
@@ -374,17 +374,17 @@ async def test_a_server_that_comes_back_takes_the_newest_weights_of_many_hand_ov
 async def test_one_server_that_refuses_weights_is_brought_up_again(start_fake, fake_kinds, connect):
     servers = [await start_fake(fake_kinds["FakeVLLM"]) for _ in range(2)]
     pool = EnginePool([connect(server) for server in servers])
-    await pool.load_weights(WEIGHTS, 1)
-    await until(lambda: len(pool.up) == 2)
+    await pool.update_weights(WEIGHTS, 1)
+    await until(lambda: len(pool.engines_up) == 2)
     servers[0].load_error = "out of memory"
-    await pool.load_weights(WEIGHTS, 2)
-    assert list(pool.up) == [1]
+    await pool.update_weights(WEIGHTS, 2)
+    assert list(pool.engines_up) == [1]
     assert pool.model_step == 2
     servers[0].load_error = None
-    await until(lambda: len(pool.up) == 2)
+    await until(lambda: len(pool.engines_up) == 2)
     assert [server.step_of_weights for server in servers] == [2, 2]
     for server in servers:
         server.load_error = "shape mismatch"
     with pytest.raises(EngineLost, match=r"no engine is left: .*shape mismatch"):
-        await pool.load_weights(WEIGHTS, 3)
+        await pool.update_weights(WEIGHTS, 3)
     await pool.close()

@@ -14,7 +14,8 @@ import sys
 
 from forebay.engines.base import EngineSurroundings
 from forebay.engines.build import build_engines
-from forebay.engines.process.host import MAX_HEADER_BYTES, EngineHost, EngineRecipe, HostSession
+from forebay.engines.pool import EnginePool
+from forebay.engines.process.host import MAX_HEADER_BYTES, EngineRecipe, HostSession
 from forebay.io.channel import BlockingChannel, Channel
 from forebay.io.messages import Note, encode_value
 from forebay.models import load_tokenizer
@@ -31,15 +32,13 @@ def main() -> None:
     surroundings = EngineSurroundings(
         **given, tokenizer=load_tokenizer(recipe.model_folder), scratch=recipe.model_folder
     )
-    host = EngineHost(build_engines(recipe.engine, surroundings))
-    facts = {
-        name: getattr(host.pool, name) for name in ("max_context_tokens", "model_step", "takes_adapters")
-    }
+    pool = EnginePool(build_engines(recipe.engine, surroundings))
+    facts = {name: getattr(pool, name) for name in ("max_context_tokens", "model_step", "takes_adapters")}
     BlockingChannel(sock).send(Note(encode_value(facts)))
 
     async def serve() -> None:
         channel = Channel(sock, max_header_bytes=MAX_HEADER_BYTES)
-        await HostSession(host, channel, silence_limit_s=silence_limit_s).run()
+        await HostSession(pool, channel, silence_limit_s=silence_limit_s).run()
 
     try:
         asyncio.run(serve())

@@ -2,7 +2,7 @@
 
 ::
 
-    ProcessEngine                     channel over a socket pair                  EngineHost, in the child
+    ProcessEngine                     channel over a socket pair                  HostSession, in the child
       generate, abort, pause, ...  --(method, arguments)----------------------->  the real engine
                                    <-(result or error)--------------------------
       num_made                     <-(progress of what runs), twice a second----
@@ -141,11 +141,11 @@ class ProcessEngine:
 
     async def pause(self) -> None:
         """End every request with ``"abort"`` and take no new one until `resume`."""
-        await self._ask("pause")
+        await self._ask("pause_generation")
 
     async def resume(self) -> None:
         """Take requests again."""
-        await self._ask("resume")
+        await self._ask("continue_generation")
 
     def num_made(self, request_id: str) -> int:
         """How many tokens a running request had half a second ago at the latest; else 0."""

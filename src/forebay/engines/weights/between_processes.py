@@ -6,11 +6,11 @@
     load_weights of engine 1 --+
     load_weights of engine 2 --+-> SharedMemoryHandOver        WeightInbox
          written once for all into one file in memory <-- the ranks of the trainer, if it has several
-              --message: path, layout--------------------------> maps the file --> engine.load_weights
+              --message: path, layout--------------------------> maps the file --> update_weights
          <------------------------------------------------------ answered when they are in use
 
 With LoRA, adapters travel in the same way; the message then has their config too, and the inbox calls
-``engine.load_adapters``, which puts them on the engine's starting weights.
+``update_adapters``, which puts them on the engine's starting weights.
 
 Live weights (`LiveWeights`) go there from where they lie: of a trainer on several ranks, each rank writes its
 own slices, and no process has them all.
@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from forebay.engines.base import Engine, EngineLost
+from forebay.engines.base import EngineLost
+from forebay.engines.pool import EnginePool
 from forebay.io.shared import MemoryFile, lay_out, mapped, views, write
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError
@@ -153,14 +154,14 @@ class SharedMemoryHandOver:
 
 
 class WeightInbox:
-    """The engine's side of a hand-over.
+    """The side of a hand-over where the engines are.
 
-    >>> inbox = WeightInbox(engine)                                                 # doctest: +SKIP
+    >>> inbox = WeightInbox(EnginePool(engines))                                    # doctest: +SKIP
     >>> await inbox.handle(message)                                                 # doctest: +SKIP
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
         self._turn = asyncio.Lock()
 
     async def handle(self, message: dict[str, Any]) -> None:
@@ -175,9 +176,9 @@ class WeightInbox:
             data = mapped(message["path"], message["inode"], message["num_bytes"])
             weights, step = views(message["layout"], data), message["model_step"]
             if (adapters := message["adapters"]) is None:
-                await self._engine.load_weights(weights, step)
+                await self._pool.update_weights(weights, step)
             else:
-                await cast("Any", self._engine).load_adapters(weights, step, config=adapters)
+                await self._pool.update_adapters(weights, step, config=adapters)
 
 
 class _Written:

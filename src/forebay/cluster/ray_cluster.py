@@ -42,7 +42,6 @@ from forebay.cluster.workers import (
     WorkerSpec,
 )
 from forebay.config import ConfigError, parse_config
-from forebay.engines import RolloutController
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import SERVERS, Listener, PartLost, RetryListener
 from forebay.watching.activity import Activities
@@ -289,7 +288,7 @@ class RayCluster:
         )
         return {"trainer": self._trainer_actor.start.remote(spec)}
 
-    def controller(self) -> RolloutController:
+    def controller(self) -> ClusterController:
         """The controller that pauses and continues the engines and gives them weights."""
         return ClusterController(self._engines, self._workers)
 

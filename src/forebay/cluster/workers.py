@@ -35,6 +35,7 @@ from forebay.cluster.engines import PlacedEngine, RayEngine
 from forebay.cluster.library import PartSpec, Published, find_modules_in, import_ray
 from forebay.cluster.supervisor import Supervised, none_is_left
 from forebay.engines import Engine, RolloutController
+from forebay.engines.pool import EnginePool
 from forebay.runs.placement import PartLost, RetryListener
 from forebay.runs.rollouts import build_task_loop
 from forebay.types import RolloutState, Status, reset_rollout_response
@@ -433,7 +434,7 @@ class RayAgentLoop:
         """Nothing: the workers are the cluster's, which may go on with another run."""
 
 
-class ClusterController(RolloutController):
+class ClusterController(EnginePool):
     """The run's own process has this in place of a rollout controller: it generates nothing itself.
 
     >>> controller = ClusterController(engines, workers)

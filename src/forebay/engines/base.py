@@ -27,8 +27,7 @@ Contract:
   made of the earlier tokens. So a rollout may hold tokens of several model steps, each with the log
   probability that it was drawn with. (An aborted request that is continued later is computed anew, all of it
   by the weights of then.)
-* An engine that ``takes_adapters`` has ``load_adapters(adapters, model_step, *, config)``, which is to
-  `load_weights` as `EnginePool.update_adapters` is to `EnginePool.update_weights`.
+* An engine that ``takes_adapters`` has ``load_adapters``: see `EnginePool.update_adapters`.
 * The same request (ids, parameters, seed) over the same weights draws the same random numbers, whatever runs
   beside it. The numbers are counted over the whole rollout: a continuation goes on where the earlier calls
   stopped, so that an interrupted rollout draws what an uninterrupted one would have. An engine that can only

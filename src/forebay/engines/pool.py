@@ -20,11 +20,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import reduce
+from dataclasses import replace
 from typing import Any, TypeVar, cast
-
-import numpy as np
 
 from forebay.aio.changed import Changes
 from forebay.engines.base import (
@@ -33,11 +30,12 @@ from forebay.engines.base import (
     EngineHealth,
     EngineLost,
     GenerateRequest,
-    joined_experts,
 )
+from forebay.engines.call import Call
 from forebay.engines.members import Member, Members
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdapterConfig, Weights
+from forebay.watching.activity import Activity
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
 logger = logging.getLogger(__name__)
@@ -75,7 +73,7 @@ class EnginePool:
             raise ValueError("a rollout controller needs at least one engine, got none")
         self.engines = tuple(engines)
         self._engine_of_session: dict[str, int] = {}
-        self._calls: dict[str, _Call] = {}
+        self._calls: dict[str, Call] = {}
         self._num_tokens_made = 0
         self._given_step: int | None = None
         """Of the weights that the engines should have."""
@@ -133,7 +131,7 @@ class EnginePool:
             EngineLost: no engine is left, and none will come back.
             ValueError: the engine refuses the request.
         """
-        call = self._calls[request.request_id] = _Call(request, caller)
+        call = self._calls[request.request_id] = Call(request, caller)
         try:
             completion = call.joined(await self._last_part(call))
         finally:
@@ -141,7 +139,7 @@ class EnginePool:
         self._note_made(call, len(completion.response_ids))
         return completion
 
-    async def _last_part(self, call: _Call) -> Completion:
+    async def _last_part(self, call: Call) -> Completion:
         """The last part of the call's completion; the parts of lost engines are with the call."""
         lost: list[str] = []
         while True:
@@ -183,7 +181,7 @@ class EnginePool:
             self._note_made(call, call.num_made())
         return self._num_tokens_made
 
-    def _note_made(self, call: _Call, num_made: int) -> None:
+    def _note_made(self, call: Call, num_made: int) -> None:
         # An engine that fails takes back what it has made; what was counted stays counted.
         self._num_tokens_made += max(0, num_made - call.num_counted)
         call.num_counted = max(call.num_counted, num_made)
@@ -322,6 +320,10 @@ class EnginePool:
             model_step=self.model_step,
             detail="; ".join(f"engine {number}: {detail}" for number, detail in details.items() if detail),
         )
+
+    def describe(self, activity: Activity) -> str:
+        """How far the rollout that `activity` is named after is; empty: none is known here by its name."""
+        return ""
 
     def counts(self) -> dict[str, float]:
         """For a run's metrics: ``retries`` and ``engine_restarts`` so far, because engines were lost."""
@@ -477,36 +479,3 @@ class EnginePool:
 
 _MAX_SESSIONS = 65_536
 """Sessions whose engine is remembered; more than run at once, so only finished ones are forgotten."""
-
-
-@dataclass(eq=False, slots=True)
-class _Call:
-    """A request on its way through one engine or several."""
-
-    request: GenerateRequest
-    caller: str
-    parts: list[Completion] = field(default_factory=list)
-    engine: Engine | None = None
-    num_counted: int = 0
-    """Its tokens that `EnginePool.count_tokens_made` has seen."""
-
-    def num_made(self) -> int:
-        made = sum(len(part.response_ids) for part in self.parts)
-        return made + (0 if self.engine is None else self.engine.num_made(self.request.request_id))
-
-    def rest(self) -> GenerateRequest:
-        """The request that makes the tokens which are still missing."""
-        return self.request.after([token for part in self.parts for token in part.response_ids])
-
-    def joined(self, last: Completion) -> Completion:
-        """All parts as one completion that ended as `last` did."""
-        if not self.parts:
-            return last
-        parts = [*self.parts, last]
-        return replace(
-            last,
-            response_ids=np.concatenate([part.response_ids for part in parts]),
-            logprobs=np.concatenate([part.logprobs for part in parts]),
-            model_steps=np.concatenate([part.model_steps for part in parts]),
-            routed_experts=reduce(joined_experts, [part.routed_experts for part in parts]),
-        )

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from forebay.engines import RolloutController
+from forebay.engines.pool import EnginePool
 from forebay.runs.build import Run
 from forebay.runs.checkpoints import compute, phase
 from forebay.runs.placement import Cluster, PartLost
@@ -107,7 +107,7 @@ async def evaluation_ended(run: Run) -> None:
 
 
 async def _evaluate_beside(
-    run: Run, controller: RolloutController, label: str, eval_sets: Sequence[EvalSet], train_step: int
+    run: Run, controller: EnginePool, label: str, eval_sets: Sequence[EvalSet], train_step: int
 ) -> None:
     with run.activities.span(EVALUATE_BESIDE, f"step {train_step}"):
         groups = await _answers(controller, eval_sets, run.eval_watch)
@@ -123,7 +123,7 @@ async def _evaluate_beside(
 
 
 async def _answers(
-    controller: RolloutController, eval_sets: Sequence[EvalSet], stall_watch: StallWatch | None
+    controller: EnginePool, eval_sets: Sequence[EvalSet], stall_watch: StallWatch | None
 ) -> list[list[RolloutState]]:
     await controller.continue_generation()
     try:

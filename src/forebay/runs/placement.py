@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from forebay.config import ConfigError, look_up
-from forebay.engines import RolloutController
+from forebay.engines.pool import EnginePool
 from forebay.models import Precision, attention_choices, find_device, precision_on, spread_devices
 from forebay.models.loading import model_config
 from forebay.produce.strategies.context import GroupGenerator
@@ -67,7 +67,7 @@ class Cluster(Protocol):
             PartLost: one that was built before cannot be built again.
         """
 
-    def controller(self) -> RolloutController:
+    def controller(self) -> EnginePool:
         """Pauses and continues the engines and gives them weights."""
 
     def agent_loop(self, task_name: str, *, held_out: bool, activities: Activities) -> GroupGenerator:

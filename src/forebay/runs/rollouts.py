@@ -25,6 +25,7 @@ from forebay.agents import AgentLoop, build_agent_loop, prompt_tools, with_max_c
 from forebay.agents.base import Generator
 from forebay.config import Component, ConfigError, errors_about, look_up
 from forebay.engines import Engine, EngineSurroundings, RolloutController, build_engines
+from forebay.engines.pool import EnginePool
 from forebay.evaluate import EvalConfig
 from forebay.judges import build_judge
 from forebay.ledger import Ledger
@@ -98,7 +99,7 @@ class Rollouts:
     """Everything that makes and judges rollouts, without a trainer."""
 
     tokenizer: Any
-    controller: RolloutController
+    controller: EnginePool
     eval_sets: list[EvalSet]
     manager: AgentLoopManager
     activities: Activities
@@ -290,7 +291,7 @@ def build_rollouts(
     # Of their own: rollouts of an evaluation beside production are none of the producer's.
     eval_controller, eval_activities = None, activities
     if cluster is not None:
-        controller = cluster.controller()
+        controller: EnginePool = cluster.controller()
     else:
         lora_rank = config.train.lora_rank if trains else 0
         engines = build_run_engines(config, model_folder, tokenizer, lora_rank=lora_rank)
@@ -298,7 +299,7 @@ def build_rollouts(
             engines, apart = _apart(config, engines, model_folder, tokenizer, lora_rank)
             eval_controller, eval_activities = RolloutController(apart, seed=config.seed), Activities()
         limit_s = (every_s := config.produce.save_partial_every_s) and every_s / 2
-        controller = RolloutController(engines, seed=config.seed, time_limit_s=limit_s, goes_on=True)
+        controller = own = RolloutController(engines, seed=config.seed, time_limit_s=limit_s, goes_on=True)
 
     def agent_loop(task: TaskConfig, *, held_out: bool = False) -> GroupGenerator:
         if cluster is not None:
@@ -307,7 +308,7 @@ def build_rollouts(
             config,
             task,
             held_out=held_out,
-            controller=(eval_controller or controller) if held_out else controller,
+            controller=(eval_controller or own) if held_out else own,
             tokenizer=tokenizer,
             activities=eval_activities if held_out else activities,
         )
@@ -348,7 +349,7 @@ WARN_AFTER_S = 60.0
 """Seconds without progress after which a run says what it waits for: longer than a usual generation."""
 
 
-def _watch(config: RunConfig, activities: Activities, controller: RolloutController) -> StallWatch:
+def _watch(config: RunConfig, activities: Activities, controller: EnginePool) -> StallWatch:
     stall_after_s = config.produce.stall_after_s
     return StallWatch(
         activities,
@@ -463,7 +464,7 @@ def _why_untrainable(train: TrainConfig, context: int, state: RolloutState) -> s
     return None
 
 
-def build_strategy(config: RunConfig, task: TaskConfig, controller: RolloutController) -> ProduceStrategy:
+def build_strategy(config: RunConfig, task: TaskConfig, controller: EnginePool) -> ProduceStrategy:
     """The strategy that produces `task`, as the run file says."""
     produce = config.produce
     accept = look_up("filter", produce.filter, FILTERS)

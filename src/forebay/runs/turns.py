@@ -27,7 +27,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import Literal
 
-from forebay.engines import RolloutController
+from forebay.engines.pool import EnginePool
 from forebay.train import TrainController
 
 
@@ -51,7 +51,7 @@ class DeviceTurns:
 
     def __init__(
         self,
-        controller: RolloutController,
+        controller: EnginePool,
         trainer: TrainController,
         thread: Executor,
         *,

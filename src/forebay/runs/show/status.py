@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forebay.engines import RolloutController
+from forebay.engines.pool import EnginePool
 from forebay.ledger import AGED, length_bias
 from forebay.metrics import RESPONSE_TOKENS, SAMPLES
 from forebay.produce import AgentLoopManager
@@ -72,7 +72,7 @@ class RunStatus:
         self,
         manager: AgentLoopManager,
         activities: Activities,
-        controller: RolloutController,
+        controller: EnginePool,
         *,
         batch_size: int,
     ) -> None:

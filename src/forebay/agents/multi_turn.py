@@ -334,25 +334,18 @@ class Interruptible:
             call.close()
             raise Interrupted
         # Made within its limit, whose clock it may stop.
-        task: asyncio.Task[Result] | None = None
-        limit: asyncio.Timeout | None = None
-        try:
-            async with time_limit(limit_s) as limit:
-                task = asyncio.create_task(call)
-                self._running.add(task)
+        async with time_limit(limit_s, lambda: TimeoutError(f"{what} did not answer within {limit_s:g} s")):
+            task = asyncio.create_task(call)
+            self._running.add(task)
+            try:
                 return await task
-        except asyncio.CancelledError:
-            if task in self._interrupted and not is_cancelled():
-                raise Interrupted from None
-            raise
-        except TimeoutError as error:
-            if limit is not None and limit.expired():
-                raise TimeoutError(f"{what} did not answer within {limit_s:g} s") from None
-            raise RuntimeError(f"{what}: TimeoutError: {error}") from error
-        except Exception as error:
-            raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
-        finally:
-            if task is not None:
+            except asyncio.CancelledError:
+                if task in self._interrupted and not is_cancelled():
+                    raise Interrupted from None
+                raise
+            except Exception as error:
+                raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
+            finally:
                 self._running.discard(task)
                 self._interrupted.discard(task)
 

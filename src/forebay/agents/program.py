@@ -33,6 +33,7 @@ from forebay.agents.chat.rendering import IncrementRenderer
 from forebay.agents.chat.session import ChatSession
 from forebay.agents.chat.tool_calls import check_parser, choose_reader
 from forebay.agents.extra_fields import REQUESTS_KEY
+from forebay.aio.tasks import beside
 from forebay.aio.time_limits import start_thread, timeout
 from forebay.config import StrictModel, import_object
 from forebay.types import Message, RolloutState, Status
@@ -146,20 +147,21 @@ class ProgramAgentLoop(AgentLoop):
             TOOL, state.rollout_id, task=state.task_name, group=state.group_id
         ) as activity:
             activity.note = self.name
-            program = asyncio.ensure_future(self._program(given))
-            ended = asyncio.create_task(session.ended.wait())
+            limit_s = self.arguments.timeout_s
+
+            def late() -> TimeoutError:
+                asked = f"after {session.num_requests} requests"
+                return TimeoutError(f"{self.name} took longer than {limit_s:g} s, {asked}")
+
             try:
-                async with timeout(self.arguments.timeout_s):
+                async with (
+                    beside(self._program(given)) as program,
+                    beside(session.ended.wait()) as ended,
+                    # Within the others: their end takes its own time.
+                    timeout(limit_s, late),
+                ):
                     await asyncio.wait([program, ended], return_when=asyncio.FIRST_COMPLETED)
-            except TimeoutError:
-                raise TimeoutError(
-                    f"{self.name} took longer than {self.arguments.timeout_s:g} s, after "
-                    f"{session.num_requests} requests"
-                ) from None
             finally:
-                for task in (program, ended):
-                    task.cancel()
-                await asyncio.gather(program, ended, return_exceptions=True)
                 await session.close()
         if session.ended.is_set():
             return None

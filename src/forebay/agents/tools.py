@@ -114,17 +114,13 @@ class ToolEnvironment(Environment):
 
     async def _result_of(self, call: ToolCall) -> tuple[bool, str]:
         """Whether there is a result, and what the model reads."""
-        limit: asyncio.Timeout | None = None
+        limit_s = self._arguments.tool_timeout_s
         try:
             tool, arguments = self._find(call)
-            async with time_limit(self._arguments.tool_timeout_s) as limit:
+            async with time_limit(limit_s, lambda: ToolError(f"no result within {limit_s:g} s")):
                 result = await tool.call(arguments)
         except ToolError as error:
             return False, self._cut(f"Error: {error}")
-        except TimeoutError:
-            if limit is None or not limit.expired():
-                raise
-            return False, f"Error: no result within {self._arguments.tool_timeout_s:g} s"
         return True, self._cut(result)
 
     def _find(self, call: ToolCall) -> tuple[Tool, dict[str, Any]]:

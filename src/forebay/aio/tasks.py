@@ -1,4 +1,4 @@
-"""Tasks together: work that comes to its end although its caller is cancelled, and a wait for a quiet moment.
+"""Tasks together: work beside a block, work that outlasts its caller, and a wait for a quiet moment.
 
 ::
 
@@ -11,7 +11,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -19,6 +20,25 @@ Result = TypeVar("Result")
 QUIET_TURNS = 4
 """Turns of the event loop without a new item after which those of one moment are all there: what lies between
 a group and its requests (task start, gather, agent loop) takes one or two."""
+
+
+@asynccontextmanager
+async def beside(work: Awaitable[Result]) -> AsyncIterator[asyncio.Future[Result]]:
+    """A block beside which `work` runs as a task; the block ends once that task, cancelled, has ended."""
+    task = asyncio.ensure_future(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def unless(stop: asyncio.Event, work: Awaitable[Result]) -> Result | None:
+    """The result of `work`; None, and `work` cancelled, if `stop` is set before it has ended."""
+    async with beside(stop.wait()) as stopping, beside(work) as working:
+        ends: list[asyncio.Future[Any]] = [stopping, working]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
 
 
 async def finish(work: Awaitable[Result]) -> Result:

@@ -97,17 +97,17 @@ class CallThreads:
 
     async def _hold(self, call: Future[ResultT], limit_s: float | None) -> ResultT:
         """The result of `call`; the slot is given back with it, or when its time has passed."""
-        try:
-            async with timeout(limit_s) as limit:
-                return await asyncio.wrap_future(call)
-        except TimeoutError:
-            if not limit.expired():
-                raise
+
+        def late() -> OverrunError:
             # A clock leaves a little less than the limit that people know.
             shown_s = math.ceil((limit_s or 0.0) * 1000) / 1000
-            raise OverrunError(
+            return OverrunError(
                 f"no {self._result} within {shown_s:g} s; its thread cannot be stopped and runs on"
-            ) from None
+            )
+
+        try:
+            async with timeout(limit_s, late):
+                return await asyncio.wrap_future(call)
         finally:
             if not call.done():
                 self._overrunning.append(call)
@@ -172,20 +172,22 @@ _CLOCK: ContextVar[CallClock | None] = ContextVar("forebay_call_clock", default=
 
 
 @contextlib.asynccontextmanager
-async def time_limit(limit_s: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """As ``asyncio.timeout(limit_s)``; what a call spends in `not_counted` does not count.
+async def time_limit(
+    limit_s: float | None, late: Callable[[], Exception] = TimeoutError
+) -> AsyncIterator[None]:
+    """As ``timeout(limit_s, late)``; what a call spends in `not_counted` does not count.
 
-    >>> async with time_limit(10.0) as limit:
+    >>> async with time_limit(10.0):
     ...     result = await tool.call(arguments)
     """
-    async with timeout(None) as limit:
+    async with timeout(None, late) as limit:
         if limit_s is None:
-            yield limit
+            yield
             return
         clock = CallClock(limit, limit_s, _CLOCK.get())
         token = _CLOCK.set(clock)
         try:
-            yield limit
+            yield
         finally:
             clock.end()
             _CLOCK.reset(token)
@@ -231,7 +233,15 @@ class _Timeout(asyncio.Timeout):  # type: ignore[misc]  # final, but every use o
 
     It takes every request for the task's cancellation for one that is still to come. A task that went on, as
     one that waits for the end of its work does, would get no `TimeoutError` any more.
+
+    Args:
+        when_s: the deadline, of the event loop's clock; None: there is none yet.
+        late: makes the error that is raised after it. Errors of the block itself pass as they are.
     """
+
+    def __init__(self, when_s: float | None, late: Callable[[], Exception] = TimeoutError) -> None:
+        super().__init__(when_s)
+        self._late = late
 
     async def __aenter__(self) -> asyncio.Timeout:
         self._entered_by = asyncio.current_task()
@@ -244,16 +254,17 @@ class _Timeout(asyncio.Timeout):  # type: ignore[misc]  # final, but every use o
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await super().__aexit__(kind, error, trace)
+        with contextlib.suppress(TimeoutError):
+            await super().__aexit__(kind, error, trace)
         if self.expired() and kind is asyncio.CancelledError and self._entered_by is not None:
             has_other_requests = self._entered_by.cancelling() > self._num_before
             if not has_other_requests:
-                raise TimeoutError from error
+                raise self._late() from error
 
 
-def timeout(limit_s: float | None) -> asyncio.Timeout:
-    """As `asyncio.timeout`, in a task that was cancelled before too."""
-    return _Timeout(None if limit_s is None else asyncio.get_running_loop().time() + limit_s)
+def timeout(limit_s: float | None, late: Callable[[], Exception] = TimeoutError) -> asyncio.Timeout:
+    """As `asyncio.timeout`, in a task that was cancelled before too; `late` makes the error of its end."""
+    return _Timeout(None if limit_s is None else asyncio.get_running_loop().time() + limit_s, late)
 
 
 def timeout_at(when_s: float | None) -> asyncio.Timeout:

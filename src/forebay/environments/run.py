@@ -36,6 +36,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
+from forebay.aio.tasks import unless
 from forebay.config import ConfigError, look_up
 from forebay.environments import evaluation
 from forebay.environments.config import FragmentRunConfig
@@ -194,21 +195,13 @@ class FragmentRun:
 
     async def _fetch(self) -> FragmentBatch | None:
         """The next batch; None: the run is to stop."""
-        fetching = asyncio.ensure_future(
-            self._buffer.fetch_fragments(self.config.fragments_per_batch, timeout_s=STALL_S)
-        )
-        stopping = asyncio.ensure_future(self.stop.wait())
+        fetch = self._buffer.fetch_fragments(self.config.fragments_per_batch, timeout_s=STALL_S)
         try:
-            await asyncio.wait([fetching, stopping], return_when=asyncio.FIRST_COMPLETED)
-            return fetching.result() if fetching.done() else None
+            return await unless(self.stop, fetch)
         except TimeoutError:
             raise WorkerError(
                 f"no batch arrived within {STALL_S:g} s: the environments seem to hang"
             ) from None
-        finally:
-            for task in (fetching, stopping):
-                task.cancel()
-            await asyncio.wait([fetching, stopping])
 
     async def _account(self) -> dict[str, float]:
         """Counts of what happened so far."""

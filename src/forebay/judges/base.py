@@ -109,16 +109,15 @@ class Judge(ABC):
         self, states: Sequence[RolloutState]
     ) -> Sequence[dict[str, Any] | JudgeError]:
         """The verdicts of one call of `score_group`, with one time-out and its retries for all of them."""
-        limit = timeout(self.timeout_s)
+        late = JudgeError(f"no verdict within {self.timeout_s} s")
         try:
-            async with limit:
+            async with timeout(self.timeout_s, lambda: late):
                 verdicts = await self._with_retries(states)
             if len(verdicts) != len(states):
                 raise JudgeError(f"{len(verdicts)} verdicts for the {len(states)} rollouts of the group")
         # Judges are user code: whatever one raises, sys.exit() included, fails what it judged, and only that.
         except (Exception, SystemExit) as error:
-            late = JudgeError(f"no verdict within {self.timeout_s} s")
-            return [late if limit.expired() else _as_judge_error(error)] * len(states)
+            return [_as_judge_error(error)] * len(states)
         return [_checked_or_error(verdict) for verdict in verdicts]
 
     async def _with_retries(self, states: Sequence[RolloutState]) -> Sequence[Verdict | Exception]:

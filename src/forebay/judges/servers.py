@@ -85,11 +85,10 @@ class JudgeServer:
                 self._http = httpx.AsyncClient(timeout=None, headers=self._headers)
             # Failed requests count, too: the server may charge for them.
             self._num_calls += 1
+            late = TransientJudgeError(f"{url}: no reply within {self._timeout_s} s")
             try:
-                async with timeout(self._timeout_s):
+                async with timeout(self._timeout_s, lambda: late):
                     response = await self._http.post(url, json=request)
-            except TimeoutError:
-                raise TransientJudgeError(f"{url}: no reply within {self._timeout_s} s") from None
             except httpx.TransportError as error:
                 raise TransientJudgeError(f"{url}: {type(error).__name__}: {error}") from error
         _check_status(response)

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from forebay.aio.tasks import finish
+from forebay.aio.tasks import beside, finish
 from forebay.aio.time_limits import timeout_at
 from forebay.ledger import Ledger
 from forebay.produce.background import BackgroundProducer, Mode, TaskRunner
@@ -119,8 +119,7 @@ class Batches:
         now_s, asked_at = asyncio.get_running_loop().time, None
         held_up_s, started_s = HELD_UP_S, now_s()
         has_siblings = sum(size > 0 for size in sizes.values()) > 1
-        relay = asyncio.create_task(self._relay_puts(buffer.version), name="relay puts")
-        try:
+        async with beside(self._relay_puts(buffer.version)) as relay:
             while True:
                 seen = producer.changes.version
                 counts = await buffer.count_statuses(sizes, [Status.COMPLETED])
@@ -168,9 +167,6 @@ class Batches:
                         f"{', '.join(lacking)} while others are ready: {counts_of}"
                     )
                 held_up_s *= 2
-        finally:
-            relay.cancel()
-            await asyncio.gather(relay, return_exceptions=True)
 
     async def _relay_puts(self, version: int) -> None:
         """Make changes of the buffer changes of the producer, so that one wait is woken by both."""

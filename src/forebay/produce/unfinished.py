@@ -18,6 +18,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
+from forebay.aio.tasks import beside
 from forebay.ledger import GroupId, Ledger
 from forebay.produce.background import TaskRunner
 from forebay.produce.strategies.context import Group
@@ -117,10 +118,6 @@ async def copies_saved(
             except Exception:
                 logger.exception("copies of unfinished groups could not be saved")
 
-    saving = asyncio.create_task(save_again_and_again(), name="copies")
-    try:
+    async with beside(save_again_and_again()):
         yield
-    finally:
-        saving.cancel()
-        await asyncio.gather(saving, return_exceptions=True)
     await save_copies(buffer, books(), {})

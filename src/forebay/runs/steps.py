@@ -16,12 +16,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from forebay.agents import AgentLoop
+from forebay.aio.tasks import unless
 from forebay.config import ConfigError
 from forebay.engines import EngineLost
 from forebay.io.durable import publish, unfinished
@@ -77,7 +78,7 @@ async def next_batch(run: Run, train_step: int) -> ProduceBatchResult | None:
     empty: list[ProduceBatchResult] = []
     while True:
         with phase(run, "wait", WAIT_BATCH):
-            batch = await _unless_stopped(run, run.manager.get_batch(run.config.batch_size, train_step))
+            batch = await unless(run.stop, run.manager.get_batch(run.config.batch_size, train_step))
         if batch is None:
             return None
         if batch.rollout_states:
@@ -87,18 +88,6 @@ async def next_batch(run: Run, train_step: int) -> ProduceBatchResult | None:
         empty.append(batch)
         async with production_paused(run):
             await sync_weights(run)
-
-
-async def _unless_stopped(run: Run, waiting: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `waiting`; None, and `waiting` cancelled, if a stop is requested before."""
-    stop, work = asyncio.create_task(run.stop.wait()), asyncio.create_task(waiting)
-    try:
-        await asyncio.wait([stop, work], return_when=asyncio.FIRST_COMPLETED)
-        return work.result() if work.done() else None
-    finally:
-        for task in (stop, work):
-            task.cancel()
-        await asyncio.gather(stop, work, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager

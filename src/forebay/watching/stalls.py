@@ -118,9 +118,8 @@ class StallWatch:
         Raises:
             StallError: nothing progressed for `fail_after_s`; what waited in here was cancelled.
         """
-        limit = timeout(None)
         try:
-            async with limit:
+            async with timeout(None, lambda: StallError(self._failure)) as limit:
                 if not self._waiting:
                     self._since_s = max(self._since_s, loop_time())
                     self._has_grown()
@@ -128,10 +127,6 @@ class StallWatch:
                 if self._timer is None:
                     self._set_timer()
                 yield
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise StallError(self._failure) from None
         finally:
             self._waiting.pop(limit, None)
             if not self._waiting and self._timer is not None:
@@ -199,11 +194,5 @@ async def answered(call: Awaitable[T], what: str, limit_s: float = ANSWER_LIMIT_
     Raises:
         StallError: it took longer; the message begins with `what`, which names part and request.
     """
-    limit = timeout(limit_s)
-    try:
-        async with limit:
-            return await call
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise StallError(f"{what}: no answer within {limit_s:g} s") from None
+    async with timeout(limit_s, lambda: StallError(f"{what}: no answer within {limit_s:g} s")):
+        return await call

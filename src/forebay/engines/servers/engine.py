@@ -450,28 +450,21 @@ class HTTPEngine:
 
     async def _prepare(self) -> None:
         """Load the current weights if the server lacks them, let it make tokens, and check how it does."""
-        limit = timeout(self._start_limit_s)
-        try:
-            async with limit, self._controlling():
-                # The pool pauses it again if need be; a stale pause would outlast the load.
-                self._paused = False
-                await self._weights.wake(WEIGHTS, CACHE)
-                written = await self._files.latest()
-                if written is not None and not await self._weights.has(written):
-                    await self._load(written)
-                else:
-                    await self._link.do(self._dialect.release)
-                # Others may have started theirs anew, in another way.
-                if self._server is None or self._state is State.NEW:
-                    await self._link.check_context(self._model, self.max_context_tokens)
-                    await self._link.probe(self._model, self._weights.label)
-                self._enter(State.UP)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise EngineLost(
-                f"{self}: it answers, but was not ready within {self._start_limit_s:.0f} s"
-            ) from None
+        late = EngineLost(f"{self}: it answers, but was not ready within {self._start_limit_s:.0f} s")
+        async with timeout(self._start_limit_s, lambda: late), self._controlling():
+            # The pool pauses it again if need be; a stale pause would outlast the load.
+            self._paused = False
+            await self._weights.wake(WEIGHTS, CACHE)
+            written = await self._files.latest()
+            if written is not None and not await self._weights.has(written):
+                await self._load(written)
+            else:
+                await self._link.do(self._dialect.release)
+            # Others may have started theirs anew, in another way.
+            if self._server is None or self._state is State.NEW:
+                await self._link.check_context(self._model, self.max_context_tokens)
+                await self._link.probe(self._model, self._weights.label)
+            self._enter(State.UP)
 
 
 class State(Enum):

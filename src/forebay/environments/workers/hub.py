@@ -167,15 +167,12 @@ class Hub:
         """
         limit_s = self._start_limit_s
         try:
-            async with timeout(limit_s) as limit:
+            async with timeout(
+                limit_s, lambda: WorkerDied(f"it {watch.reason}: it hangs or was stopped")
+            ) as limit:
                 watch = _Watch(limit, f"did not connect to its trainer within {limit_s:g} s")
                 self._watched[worker_uuid] = watch
                 await life
-        except TimeoutError:
-            # Otherwise it is an error of `life`.
-            if not limit.expired():
-                raise
-            raise WorkerDied(f"it {watch.reason}: it hangs or was stopped") from None
         finally:
             self._watched.pop(worker_uuid, None)
 

@@ -29,7 +29,6 @@ producer's lead is bounded. This module has the producer's and the buffer's part
 
 from __future__ import annotations
 
-import asyncio
 import enum
 import itertools
 from abc import ABC, abstractmethod
@@ -39,6 +38,7 @@ from functools import partial
 
 from pydantic import BaseModel
 
+from forebay.aio.tasks import beside
 from forebay.config import StrictModel
 from forebay.produce.strategies.context import (
     Generation,
@@ -124,10 +124,9 @@ class ProduceStrategy(ABC):
         `start_missing` starts what the call still needs, given the number of groups that are available.
         """
         pending = self._pending
-        watcher = asyncio.create_task(ctx.update_event.wait(), name="watch for a pause")
-        # One task for the whole call: a pause then looks like one more group that has ended.
-        watcher.add_done_callback(lambda _: pending.changes.note())
-        try:
+        async with beside(ctx.update_event.wait()) as watcher:
+            # One task for the whole call: a pause then looks like one more group that has ended.
+            watcher.add_done_callback(lambda _: pending.changes.note())
             while True:
                 seen = pending.changes.version
                 pending.raise_error()
@@ -145,9 +144,6 @@ class ProduceStrategy(ABC):
                     # The staleness rule wants nothing more from these weights.
                     return ProduceBatchStatus.EXPIRED_BATCH
                 await pending.changes.wait(seen)
-        finally:
-            watcher.cancel()
-            await asyncio.gather(watcher, return_exceptions=True)
 
 
 class ProduceBatchStatus(enum.Enum):

@@ -391,13 +391,12 @@ class TrainController:
     async def sync_weights(self, rollout_controller: weight_sync.WeightReceiver) -> None:
         """Give the current weights, adapters merged, to what generates rollouts. Not during `train`."""
         source = self._learner
+        dtype, step = self._engine_dtype, self.model_step
+        copy = source.copy_weights if isinstance(source, RankedLearner) else None
         live = LiveWeights(
-            source.weights, self._engine_dtype, self._turn, lambda: self.train_step,
-            sizes=source.sizes, copy=source.copy_weights if isinstance(source, RankedLearner) else None,
-        )  # fmt: skip
-        await weight_sync.sync_weights(
-            self._learner, rollout_controller, self.model_step, dtype=self._engine_dtype, live=live
+            source.weights, dtype, self._turn, lambda: self.train_step, sizes=source.sizes, copy=copy
         )
+        await weight_sync.sync_weights(source, rollout_controller, step, dtype=dtype, live=live)
 
     def offload(self, *, weights: bool) -> None:
         """Move the moments, and the models if asked, to the host's memory; one rank only."""

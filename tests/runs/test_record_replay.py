@@ -134,7 +134,8 @@ def test_every_put_and_take_is_recorded_and_the_rest_is_in_the_history(recorded)
     trained = [name for event in events(recorded, "train") for name in event["groups"]]
     assert len(trained) == len(set(trained)) == STEPS * BATCH_SIZE
     assert {event["group"] for event in events(recorded, "put")} >= set(trained)
-    taken = [name for event in events(recorded, "take") for ids in event["taken"].values() for name in ids]
+    takes = events(recorded, "take_batch")
+    taken = [name for event in takes for ids in event["result"].values() for name in ids]
     assert set(taken) >= set(trained)
     spans = list(read_spans(recorded))
     assert {span.name for span in spans if span.stage == "judge"} >= set(trained)
@@ -322,11 +323,11 @@ def test_one_changed_logprob_is_noticed(recorded, tmp_path):
 
 def test_other_groups_than_those_taken_are_one_clear_error(recorded, tmp_path):
     folder = copy(recorded, tmp_path)
-    batches = [event["taken"] for event in events(folder, "take")]
+    batches = [event["result"] for event in events(folder, "take_batch")]
     first, other = batches[1]["sorting"][0], batches[2]["sorting"][0]
 
     def exchange(lines):
-        return [line.replace(first, other) if '"event":"take"' in line else line for line in lines]
+        return [line.replace(first, other) if '"event":"take_batch"' in line else line for line in lines]
 
     rewrite(folder, exchange)
     result = CliRunner().invoke(app, ["replay", str(folder)])
@@ -358,12 +359,14 @@ DAMAGES = {
         "line 10",
     ),
     "a fact is missing": (
-        lambda folder: rewrite(folder, lambda lines: [line.replace('"sizes"', '"size"') for line in lines]),
-        "lacks 'sizes'",
+        lambda folder: rewrite(
+            folder, lambda lines: [line.replace('"task_batch_sizes"', '"sizes"') for line in lines]
+        ),
+        "missing 1 required positional argument: 'task_batch_sizes'",
     ),
     "another format": (
         lambda folder: rewrite(
-            folder, lambda lines: [line.replace("record/1", "record/9") for line in lines]
+            folder, lambda lines: [line.replace("record/2", "record/1") for line in lines]
         ),
         "not a record that this release reads",
     ),

@@ -2,7 +2,7 @@
 
 ::
 
-    replay buffer  put (of each group), and the calls in `CALLS`: arguments and result
+    replay buffer  put (of each group), and the calls in `CALLS`, by their own names: arguments and result
     steps.fit      train        what the trainer was given
     steps.checkpoint            checkpoint
 
@@ -18,9 +18,10 @@ from __future__ import annotations
 import inspect
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from forebay.replay import ReplayBuffer
+from forebay.replay.arrival import PutKeywords
 from forebay.replay.groups import StoredGroup, copy_group
 from forebay.runs.record.journal import Event, Facts, Recorder
 from forebay.types import RolloutState, Status, get_group_status
@@ -52,12 +53,11 @@ class BufferRerun:
         try:
             if facts["event"] == "put":
                 assert event.group is not None
-                arguments = {name: facts[fact] for name, fact in _PUT_FACTS.items() if fact in facts}
-                await self.buffer.put(event.group, facts["task"], **arguments)
+                await self.buffer.put(event.group, **_arguments(_PUT, facts))
             elif facts["event"] in CALLS:
-                await self._repeat(CALLS[facts["event"]], facts)
-        except KeyError as error:
-            raise ValueError(f"event {facts['number']} is damaged: it lacks {error}") from error
+                await self._repeat(getattr(self.buffer, facts["event"]), facts)
+        except TypeError as error:
+            raise ValueError(f"event {facts['number']} is damaged: {error}") from error
 
     def batch(self, train_step: int, group_ids: list[Any]) -> Groups:
         """The groups that the trainer was given, in its order, out of those taken for the step.
@@ -76,67 +76,27 @@ class BufferRerun:
             )
         return [taken[name].popleft() for name in group_ids]
 
-    async def _repeat(self, call: BufferCall, facts: Facts) -> None:
-        method = getattr(self.buffer, call.method)
-        parameters = inspect.signature(method).parameters
-        result = await method(
-            **{
-                name: _DECODERS[name](facts[fact]) if name in _DECODERS else facts[fact]
-                for name, fact in call.facts.items()
-                # An argument that was None is not in the event; one without a default is a KeyError then.
-                if fact in facts or parameters[name].default is inspect.Parameter.empty
-            }
-        )
-        if call.result:
-            _require_equal(facts, facts[call.result], _summary(result))
-        if call.method == "take_batch" and "train_step" in facts:
+    async def _repeat(self, method: Callable[..., Any], facts: Facts) -> None:
+        result = await method(**_arguments(inspect.signature(method).parameters, facts))
+        _require_equal(facts, facts.get("result"), _summary(result))
+        if facts["event"] == "take_batch" and "train_step" in facts:
             self._taken = {facts["train_step"]: [group for part in result[0].values() for group in part]}
-        if call.method == "use_again":
+        if facts["event"] == "use_again":
             self._taken[facts["train_step"]] += [group for part in result.values() for group in part]
 
 
-class BufferCall(NamedTuple):
-    """A method of the buffer that changes its content, and how its event is written."""
-
-    method: str
-    facts: Mapping[str, str]
-    """The arguments, each with its name in the event."""
-    result: str = ""
-    """Name of the result in the event; a rerun has to get the same. Empty: the method returns nothing."""
-
-
-CALLS: Mapping[str, BufferCall] = {
-    "get": BufferCall(
-        "get",
-        {"batch_size": "count", "task_name": "task", "group_status": "status", "tags": "tags"},
-        "groups",
-    ),
-    "take": BufferCall(
-        "take_batch",
-        {"task_batch_sizes": "sizes", "group_status": "status", "train_step": "train_step"},
-        "taken",
-    ),
-    "use": BufferCall("use_again", {"task_sizes": "sizes", "train_step": "train_step"}, "used"),
-    "commit": BufferCall("commit", {"train_step": "train_step"}),
-    "restore": BufferCall("restore", {"train_step": "train_step"}),
-    "refresh": BufferCall(
-        "refresh_staleness",
-        {"task_stale_thresholds": "thresholds", "current_train_step": "train_step", "statuses": "statuses"},
-        "expired",
-    ),
-    "priorities": BufferCall(
-        "update_priorities", {"priorities": "priorities", "by": "by", "task_name": "task"}, "count"
-    ),
-}
-"""The events of the buffer, besides ``put``, whose groups are written apart."""
-
-_PUT_FACTS = {
-    "model_step": "model_step",
-    "current_train_step": "train_step",
-    "stale_threshold": "threshold",
-    "tags": "tags",
-    "priority": "priority",
-}
+CALLS = (
+    "get",
+    "take_batch",
+    "use_again",
+    "commit",
+    "restore",
+    "refresh_staleness",
+    "update_priorities",
+)
+"""The methods that change a buffer's content, besides `put`, whose groups are written apart."""
+_PUT = ("task_name", *PutKeywords.__annotations__)
+"""The other arguments of `put`."""
 
 
 def observe_buffer(recorder: Recorder, buffer: ReplayBuffer) -> None:
@@ -153,12 +113,12 @@ def observe_buffer(recorder: Recorder, buffer: ReplayBuffer) -> None:
         before = sum(buffer.num_evicted.values())
         await put_groups(groups, task_name, **arrival)
         num_evicted = sum(buffer.num_evicted.values()) - before
-        facts = {fact: _as_fact(name, arrival.get(name)) for name, fact in _PUT_FACTS.items()}
+        facts = {name: _as_fact(name, value) for name, value in arrival.items()}
         for place, (copied, group) in enumerate(zip(given, groups, strict=True), start=1):
             recorder.note(
                 "put",
                 copied,
-                task=task_name,
+                task_name=task_name,
                 group=copied[0].group_id,
                 status=get_group_status(group).value,
                 # By all of them together.
@@ -168,30 +128,26 @@ def observe_buffer(recorder: Recorder, buffer: ReplayBuffer) -> None:
 
     # On the object itself, because `put` calls its own `put_groups`, which a wrapper would not see.
     vars(buffer)["put_groups"] = noted_put
-    for event, call in CALLS.items():
-        vars(buffer)[call.method] = _noted(recorder, event, call, getattr(buffer, call.method))
+    for name in CALLS:
+        vars(buffer)[name] = _noted(recorder, name, getattr(buffer, name))
 
 
-def _noted(
-    recorder: Recorder, event: str, call: BufferCall, method: Callable[..., Any]
-) -> Callable[..., Any]:
+def _noted(recorder: Recorder, event: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """The buffer's `method`, noted as `event` when it has succeeded."""
     signature = inspect.signature(method)
 
     async def noted(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
         arguments = {
             name: list(value) if isinstance(value, Iterator) else value
-            for name, value in bound.arguments.items()
+            for name, value in signature.bind(*args, **kwargs).arguments.items()
         }
         # Before the call: its arguments may be changed while it runs.
-        facts = {call.facts[name]: _as_fact(name, value) for name, value in arguments.items()}
+        facts = {name: _as_fact(name, value) for name, value in arguments.items()}
         result = await method(**arguments)
         summary = _summary(result)
         # Samplers mostly ask for what is not there, which changes nothing.
         if event != "get" or summary:
-            recorder.note(event, **facts, **({call.result: summary} if call.result else {}))
+            recorder.note(event, **facts, result=summary)
         return result
 
     return noted
@@ -200,6 +156,15 @@ def _noted(
 def name_groups(groups: Iterable[Sequence[RolloutState]]) -> list[str | int | None]:
     """Their ids, in order."""
     return [group[0].group_id for group in groups]
+
+
+def _arguments(names: Iterable[str], facts: Facts) -> dict[str, Any]:
+    """Those of these names that the event holds; one that was None is not in it."""
+    return {
+        name: _DECODERS[name](facts[name]) if name in _DECODERS else facts[name]
+        for name in names
+        if name in facts
+    }
 
 
 def _as_fact(name: str, value: Any) -> Any:

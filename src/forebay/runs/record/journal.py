@@ -40,7 +40,7 @@ from forebay.types import RolloutState
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "forebay-record/1"
+FORMAT = "forebay-record/2"
 FOLDER, EVENTS, ROLLOUTS, RUN_FILE = "record", "events.jsonl", "rollouts.arrows", "run.toml"
 
 FLUSH_AFTER_S = 1.0
@@ -267,7 +267,10 @@ def read_history(run_folder: Path) -> list[Segment]:
             ):
                 continue
         if first is None or first.get("format") != FORMAT:
-            raise ValueError(f"{str(path)!r} is not a record that this release reads ({FORMAT})")
+            raise ValueError(
+                f"{str(path)!r} is not a record that this release reads ({FORMAT}); "
+                f"replay it with the one that wrote it"
+            )
         history.append(Segment(folder, first.get("resumed_from"), until))
         until = history[-1].resumed_from
         if until is None:
@@ -315,9 +318,6 @@ def _read_lines(path: Path) -> Iterator[Facts]:
                 return
             with damage_named(f"{str(path)!r} line {place}"):
                 facts = json.loads(line)
-                # In a record of 0.1 or 0.2 a line without a number said where the next rollouts lie.
-                if facts["event"] == "rollouts":
-                    continue
                 number += 1
                 if facts["number"] != number:
                     raise ValueError(f"it has number {facts['number']}, but {number} comes next")

@@ -21,11 +21,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from forebay.io.durable import is_disk_error
 from forebay.ledger import Balance
 from forebay.produce import AgentLoopManager
+from forebay.runs.show.live import look_again_and_again
 from forebay.runs.show.status import RunStatus
-from forebay.watching.activity import SIDES
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class LiveFile:
         self._path = folder / LIVE_FILE
         self._notes = folder / NOTES_FILE
         self._at, self._values, self._refresh = at, values, refresh
+        self._has_logged = False
         self._task = asyncio.create_task(self._write_all(), name="live file")
 
     def note(self, kind: str, text: str) -> None:
@@ -75,47 +78,27 @@ class LiveFile:
         temporary.replace(self._path)
 
     async def _write_all(self) -> None:
-        has_logged = False
-        while True:
-            started_s = time.thread_time()
-            try:
-                await self._refresh()
-                self._write("running")
-            # Of a remote store, for instance. Nobody waits for this task: its end would not be seen.
-            except Exception as error:
-                if is_disk_error(error):
-                    logger.warning("%s is not written any more: %s", self._path, error)
-                    return
-                if not has_logged:
-                    logger.warning(
-                        "%s could not be written, and will be tried again", self._path, exc_info=True
-                    )
-                has_logged = True
-            await asyncio.sleep(max(PERIOD_S, (time.thread_time() - started_s) / MAX_CPU_SHARE))
+        try:
+            await look_again_and_again(self._look, PERIOD_S, MAX_CPU_SHARE)
+        except OSError as error:
+            logger.warning("%s is not written any more: %s", self._path, error)
+
+    async def _look(self) -> None:
+        try:
+            await self._refresh()
+            self._write("running")
+        # Of a remote store, for instance. Nobody waits for this task: its end would not be seen.
+        except Exception as error:
+            if is_disk_error(error):
+                raise
+            if not self._has_logged:
+                logger.warning("%s could not be written, and will be tried again", self._path, exc_info=True)
+            self._has_logged = True
 
 
 def live_values(status: RunStatus, manager: AgentLoopManager) -> Values:
     """What flows through the run now: groups by place, work in flight by stage, the oldest of it."""
-    now = status.now()
-    balance = manager.ledger.balance({})
-    return {
-        "model_step": now.model_step,
-        "tasks": {
-            name: {
-                "in_flight": task.in_flight,
-                "batch": task.batch,
-                "buffer": {state.value: count for state, count in task.groups.items() if count},
-                "ages": {str(age): count for age, count in task.ages.items()},
-            }
-            for name, task in now.tasks.items()
-        },
-        "stages": now.stages,
-        "oldest": [doing._asdict() for doing in now.oldest],
-        "doing": [doing._asdict() for doing in now.doing],
-        "busy": {side: now.busy[side] for side in SIDES},
-        "stall": now.stall,
-        "books": books_of(balance),
-    }
+    return {**msgspec.to_builtins(status.now(), str_keys=True), "books": books_of(manager.ledger.balance({}))}
 
 
 _COUNTED = ("generated", "trained", "dropped", "retried", "reused", "left")

@@ -29,7 +29,7 @@ from rich.text import Text
 from forebay.agents.extra_fields import conversation_of
 from forebay.metrics import EVAL_SCORE, RESPONSE_TOKENS, REWARD, STEP_S, TIME_PREFIX, TOKENS_PER_S
 from forebay.produce.prompts.dataset import last_user_text
-from forebay.runs.show.live import MIN_PERIOD_S, LiveView, panel
+from forebay.runs.show.live import PERIOD_S, LiveView, panel
 from forebay.runs.show.pictures import Rows, terminal_curve
 from forebay.runs.show.status import RunStatus, StepNow
 from forebay.runs.show.wording import clean, duration, mean, number
@@ -123,11 +123,10 @@ class RunDisplay:
             self._live = LiveView(self._console, self._panel)
 
     def follow(self, status: RunStatus) -> None:
-        """From now on the live view shows what `status` says, and follows its changes."""
+        """From now on the live view shows what `status` says."""
         self._status = status
         if self._live is not None:
             self._live.look = status.count_buffer
-            status.on_change = self._live.note
 
     def phase(self, name: str) -> None:
         """The run now does `name`."""
@@ -136,14 +135,13 @@ class RunDisplay:
         if self._live is not None and self._status is None:
             # While a run is being built the event loop stands still, and no timer would draw.
             self._live.draw()
-        self._note()
 
     def progress(self, done: int, total: int, note: str) -> None:
         """`done` of `total` parts of the present phase are done: in the live view, or a line now and then."""
         now = self._clock()
         text = f"{self.phase_name} {done}/{total}, {note}"
         if self._live is not None:
-            if now - self._progress_at >= MIN_PERIOD_S:
+            if now - self._progress_at >= PERIOD_S:
                 self._phase, self._progress_at = text, now
                 self._live.draw()
         elif now - self._progress_at >= PROGRESS_EVERY_S and done < total:
@@ -154,7 +152,6 @@ class RunDisplay:
     def production(self, done: int, total: int) -> None:
         """`done` of the `total` groups of this step are there."""
         self._produced = (done, total)
-        self._note()
 
     def count_group(self, task_name: str, group: Sequence[RolloutState]) -> None:
         """Count a stored group for the step under way; a background producer's groups are of no one step."""
@@ -170,7 +167,6 @@ class RunDisplay:
         if step % every == 0 or step == total:
             self._print_step_line()
             self._window = []
-        self._note()
 
     def rollouts(self, groups: Sequence[Sequence[RolloutState]]) -> None:
         """A table of the best and the worst rollout of a few groups, with the whole conversation of each."""
@@ -295,10 +291,6 @@ class RunDisplay:
     def _eta(self) -> str:
         step_s = mean(self._recent, STEP_S)
         return "-" if math.isnan(step_s) else duration((self._total - self._step) * step_s)
-
-    def _note(self) -> None:
-        if self._live is not None:
-            self._live.note()
 
     def _panel(self) -> RenderableType:
         done, total = self._produced or (0, 0)

@@ -2,11 +2,9 @@
 
 ::
 
-    note(): something has changed --+
-                                    +--> look() --> draw() --> a rest, the longer the more it cost
-    a second has passed ------------+
+    look() --> draw() --> a rest of `PERIOD_S`, or longer the more it cost --> look() ...
 
-    consumes: notes    waits for: a note, the clock    woken by: `note`, a timer of the event loop
+    consumes: nothing    waits for: the clock    woken by: a timer of the event loop
     produces: drawings, in the event loop's thread, for less than `MAX_CPU_SHARE` of its time
 
 `panel` turns the numbers into lines; it draws nothing. Its height depends on the tasks and on whether the run
@@ -16,7 +14,6 @@ is stalled, so nothing jumps. A narrow terminal gets fewer fields of each line, 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -26,7 +23,6 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from forebay.aio.time_limits import timeout
 from forebay.runs.show.status import MAX_AGE, Now, StepNow, TaskNow
 from forebay.runs.show.wording import age, clean, percent
 from forebay.types import Status
@@ -34,10 +30,8 @@ from forebay.watching.activity import STAGES
 
 logger = logging.getLogger(__name__)
 
-MIN_PERIOD_S = 0.25
+PERIOD_S = 0.5
 """Between two drawings: a person reads no faster."""
-TICK_S = 1.0
-"""Without a change, times go on."""
 MAX_CPU_SHARE = 0.01
 """Of one core, for counting and drawing: after an expensive one the next is put off."""
 MAX_TASKS = 8
@@ -54,13 +48,12 @@ _BAR_WIDTH = 30
 
 
 class LiveView:
-    """Redraws a few lines of a terminal when something has changed, never often, or a second has passed.
+    """Redraws a few lines of a terminal twice a second, or seldomer where that is expensive.
 
     Invariants: drawing costs at most `MAX_CPU_SHARE` of a core over any stretch of time; an error in it ends
     the view with a warning, never the run; after `close` the terminal is as it was.
 
     >>> live = LiveView(console, lambda: Text("step 1"), look=status.count_buffer)     # doctest: +SKIP
-    >>> live.note()                                                                    # doctest: +SKIP
     >>> live.close()                                                                   # doctest: +SKIP
     """
 
@@ -74,16 +67,10 @@ class LiveView:
     ) -> None:
         """`look` is awaited before each drawing, to bring up to date what `render` reads."""
         self.look = look
-        self._cpu_clock = cpu_clock
-        self._changed = asyncio.Event()
         # Refreshed from here and not by a thread, which would fight for the compute cores.
         self._live = Live(get_renderable=render, console=console, auto_refresh=False, transient=True)
         self._live.start(refresh=True)
-        self._task = asyncio.create_task(self._redraw(), name="live view")
-
-    def note(self) -> None:
-        """Something has changed. Costs next to nothing."""
-        self._changed.set()
+        self._task = asyncio.create_task(self._redraw(cpu_clock), name="live view")
 
     def draw(self) -> None:
         """Draw at once, whatever it costs, as of the last `look`."""
@@ -95,24 +82,31 @@ class LiveView:
         self._task.cancel()
         self._live.stop()
 
-    async def _redraw(self) -> None:
-        rest_s = 0.0
+    async def _redraw(self, cpu_clock: Callable[[], float]) -> None:
         try:
-            while True:
-                with contextlib.suppress(TimeoutError):
-                    async with timeout(TICK_S - rest_s):
-                        await self._changed.wait()
-                self._changed.clear()
-                started_s = self._cpu_clock()
-                if self.look is not None:
-                    await self.look()
-                self.draw()
-                rest_s = max(MIN_PERIOD_S, (self._cpu_clock() - started_s) / MAX_CPU_SHARE)
-                await asyncio.sleep(rest_s)
+            await look_again_and_again(self._look_and_draw, PERIOD_S, MAX_CPU_SHARE, cpu_clock)
         # Whatever a terminal or a store does: a view of the run must not end the run.
         except Exception as error:
             self._live.stop()
             logger.warning("the live view has ended: %r", error)
+
+    async def _look_and_draw(self) -> None:
+        if self.look is not None:
+            await self.look()
+        self.draw()
+
+
+async def look_again_and_again(
+    look: Callable[[], Awaitable[None]],
+    period_s: float,
+    cpu_share: float,
+    cpu_clock: Callable[[], float] = time.thread_time,
+) -> None:
+    """Await `look` every `period_s`; after an expensive one the next is put off, to keep the `cpu_share`."""
+    while True:
+        started_s = cpu_clock()
+        await look()
+        await asyncio.sleep(max(period_s, (cpu_clock() - started_s) / cpu_share))
 
 
 def panel(step: StepNow, now: Now | None, *, width: int, ascii_only: bool = False) -> RenderableType:
@@ -188,7 +182,7 @@ def _task_lines(now: Now, width: int) -> Iterator[Text]:
 
 def _task_fields(task: TaskNow) -> Iterator[str]:
     """The columns; ``0: 12  1: 7``: how many ready groups are that stale; statuses without a column."""
-    completed, aborted, expired = (task.groups.get(status, 0) for status in _COLUMN_STATUSES)
+    completed, aborted, expired = (task.buffer.get(status, 0) for status in _COLUMN_STATUSES)
     cells = f"{completed}/{task.batch}", str(task.in_flight), str(aborted), str(expired)
     yield from (cell.rjust(column) for cell, column in zip(cells, _COLUMNS.values(), strict=True))
     yield "  ".join(
@@ -196,6 +190,6 @@ def _task_fields(task: TaskNow) -> Iterator[str]:
     )
     yield "  ".join(
         f"{count} {status.value}"
-        for status, count in task.groups.items()
+        for status, count in task.buffer.items()
         if count and status not in _COLUMN_STATUSES
     )

@@ -16,9 +16,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -64,7 +64,7 @@ class RunStatus:
 
     >>> status = RunStatus(manager, activities, controller, batch_size=16)
     >>> await status.count_buffer()
-    >>> status.now().tasks["math"].groups[Status.COMPLETED]
+    >>> status.now().tasks["math"].buffer[Status.COMPLETED]
     12
     """
 
@@ -77,8 +77,6 @@ class RunStatus:
         batch_size: int,
     ) -> None:
         """Listen to `activities` from now on."""
-        self.on_change: Callable[[], None] = lambda: None
-        """Told that there is something new; called often, so it must cost next to nothing."""
         self._manager = manager
         self._activities = activities
         self._controller = controller
@@ -93,14 +91,13 @@ class RunStatus:
         """By task: how many groups there were at the last look, and the ratio that was found."""
         self._started_s = self._reported_s = activities.clock()
         self._reported_busy_s = dict.fromkeys(SIDES, 0.0)
-        activities.listen(lambda _: self.on_change(), self._ended)
+        activities.listen(lambda _: None, self._ended)
 
     def _ended(self, activity: Activity) -> None:
         # A cancelled one, as of a group that expired, says nothing of the judge.
         if activity.stage == JUDGE and activity.note != "CancelledError":
             self._judged.setdefault(activity.task, []).append(bool(activity.note))
             self.judge_failure = activity.note or self.judge_failure
-        self.on_change()
 
     async def count_buffer(self) -> None:
         """Count the groups of every task anew."""
@@ -122,7 +119,7 @@ class RunStatus:
         )
         return Now(
             tasks=self._tasks(),
-            stages=Counter(activity.stage for activity in producing),
+            stages=dict(Counter(activity.stage for activity in producing)),
             # The first are the oldest; those of 16,000 rollouts in flight are not sorted.
             oldest=[self._told(activity) for activity in producing[:NUM_OLDEST]],
             doing=[self._told(activity) for activity in itertools.islice(others, NUM_OLDEST)],
@@ -221,8 +218,8 @@ class TaskNow:
     batch: int = 0
     """Groups of the next batch."""
     in_flight: int = 0
-    groups: Mapping[Status, int] = field(default_factory=dict)
-    """In the buffer, by status."""
+    buffer: Mapping[Status, int] = field(default_factory=dict)
+    """Groups in the buffer, by status; without those that none has."""
     ages: Mapping[int, int] = field(default_factory=dict)
     """Those of them that are COMPLETED, by staleness; `MAX_AGE` stands for that or more."""
     max_age: int = 0
@@ -231,7 +228,8 @@ class TaskNow:
 NUM_OLDEST = 10
 
 
-class Doing(NamedTuple):
+@dataclass(frozen=True)
+class Doing:
     """One thing that goes on."""
 
     stage: str
@@ -278,18 +276,19 @@ class StepNow:
 
 
 async def _count_rows(buffer: ReplayBuffer, task_name: str) -> TaskNow:
-    groups = (await buffer.count_statuses([task_name], COUNTED_STATUSES))[task_name]
-    if not groups[Status.COMPLETED]:
-        return TaskNow(groups=groups)
+    counts = (await buffer.count_statuses([task_name], COUNTED_STATUSES))[task_name]
+    groups = {status: count for status, count in counts.items() if count}
+    if Status.COMPLETED not in groups:
+        return TaskNow(buffer=groups)
     completed = {"task_name": task_name, "status": Status.COMPLETED}
     stalest = await buffer.storage.get(completed, order=STALEST, limit=1, rows_only=True)
     max_age = max(0, stalest[0].staleness) if stalest else 0
     # Rollouts of a source that is ahead of the trainer (negative staleness) are as good as fresh ones.
     comparisons = {0: "$lte", MAX_AGE: "$gte"}
     staleness = [{comparisons.get(age, "$eq"): age} for age in range(min(max_age, MAX_AGE) + 1)]
-    counts = await buffer.storage.count_many([{**completed, "staleness": value} for value in staleness])
-    ages = {age: count for age, count in enumerate(counts) if count}
-    return TaskNow(groups=groups, ages=ages, max_age=max_age)
+    numbers = await buffer.storage.count_many([{**completed, "staleness": value} for value in staleness])
+    ages = {age: count for age, count in enumerate(numbers) if count}
+    return TaskNow(buffer=groups, ages=ages, max_age=max_age)
 
 
 def _group_values(tasks: Iterable[TaskNow], scope: str) -> dict[str, float]:
@@ -299,7 +298,7 @@ def _group_values(tasks: Iterable[TaskNow], scope: str) -> dict[str, float]:
     ages = sum(age * count for task in tasks for age, count in task.ages.items())
     return {
         **{
-            f"buffer/{scope}{status.value}": float(sum(task.groups.get(status, 0) for task in tasks))
+            f"buffer/{scope}{status.value}": float(sum(task.buffer.get(status, 0) for task in tasks))
             for status in _LOGGED_STATUSES
         },
         f"buffer/{scope}staleness_mean": ages / num_completed if num_completed else 0.0,

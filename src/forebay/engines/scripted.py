@@ -31,8 +31,8 @@ Script = Callable[[GenerateRequest], Answer] | Mapping[tuple[int, ...], Answer]
 SCRIPTED_LOGPROB = -1.0
 """The log probability of every token for which the script gives none."""
 
-_CLOCK_ROUNDING = 1e-9
-"""In tokens: sums of latencies may come out this much short of a token's time."""
+CLOCK_ROUNDING = 1e-6
+"""In tokens: sums of latencies, or of seconds times rates, may come out this much short of a token."""
 
 
 @dataclass(eq=False)
@@ -42,11 +42,9 @@ class ScriptedRequest:
     request: GenerateRequest
     ended: asyncio.Future[Completion]
     answer: Completion = field(default_factory=lambda: Completion(finish_reason="abort"))
-    first_token_s: float = 0.0
-    """When the first token starts to be made, on the loop's clock."""
+    first_token: float = math.inf
+    """When the first token starts to be made, on the engine's clock."""
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
-    steps: list[tuple[float, int]] = field(default_factory=list)
-    """The model steps while it runs: from when, and which."""
 
 
 class ScriptedEngine:
@@ -92,6 +90,8 @@ class ScriptedEngine:
         self._eos_token_ids = frozenset(eos_token_ids)
         self.model_step = model_step
         """The step of the latest weights."""
+        self._loads = [(-math.inf, model_step)]
+        """From when on, on the engine's clock, which model step."""
         # Dicts are the ordered sets of Python: first in, first out.
         self._waiting: dict[ScriptedRequest, None] = {}
         self._running: dict[ScriptedRequest, None] = {}
@@ -146,9 +146,7 @@ class ScriptedEngine:
         for _ in weights:
             pass
         self.model_step = model_step
-        now_s = asyncio.get_running_loop().time()
-        for entry in self._running:
-            entry.steps.append((now_s, model_step))
+        self._loads.append((self._clock(), model_step))
 
     async def health(self) -> EngineHealth:
         """Whether it can serve, and how busy it is."""
@@ -171,16 +169,19 @@ class ScriptedEngine:
             self._running[entry] = None
             self._start(entry)
 
-    # Tokens and their times: `forebay.simulation.engine` overrides the rest of the class with others.
+    # Tokens and their times: `forebay.simulation.engine` overrides when they begin, and the clock.
+
+    def _clock(self) -> float:
+        """The time that the latencies of tokens are in."""
+        return asyncio.get_running_loop().time()
 
     def _start(self, entry: ScriptedRequest) -> None:
         self.requests.append(entry.request)
         loop = asyncio.get_running_loop()
         latency = self._request_latency_s
         entry.answer = self._answer(entry.request)
-        entry.steps.append((-math.inf, self.model_step))
-        entry.first_token_s = loop.time() + (latency(entry.request) if callable(latency) else latency)
-        end_s = entry.first_token_s + len(entry.answer.response_ids) * self._token_latency_s
+        entry.first_token = loop.time() + (latency(entry.request) if callable(latency) else latency)
+        end_s = entry.first_token + len(entry.answer.response_ids) * self._token_latency_s
         if end_s < math.inf:
             entry.timers.append(loop.call_at(end_s, self._end, entry))
         self._start_time_limit(entry)
@@ -211,9 +212,7 @@ class ScriptedEngine:
 
     def _end(self, entry: ScriptedRequest, aborted: bool = False, why: str | None = None) -> None:
         """Resolve the request with what it has by now."""
-        count = (
-            self._num_whole(entry) if not aborted else self._num_made(entry) if entry in self._running else 0
-        )
+        count = self._num_made(entry) if aborted else len(entry.answer.response_ids)
         completion = self._completion(entry, count, aborted)
         if why is not None:
             completion = replace(completion, error_msg=why)
@@ -230,15 +229,11 @@ class ScriptedEngine:
             del self._running[entry]
             self._fill_places()
 
-    def _num_whole(self, entry: ScriptedRequest) -> int:
-        """How many tokens it ends with if nothing ends it before."""
-        return len(entry.answer.response_ids)
-
     def _num_made(self, entry: ScriptedRequest) -> int:
-        elapsed_s = asyncio.get_running_loop().time() - entry.first_token_s
-        if elapsed_s < 0 or not self._token_latency_s:
+        elapsed = self._clock() - entry.first_token
+        if elapsed < 0 or not self._token_latency_s:
             return 0
-        made = int(elapsed_s / self._token_latency_s + _CLOCK_ROUNDING)
+        made = int(elapsed / self._token_latency_s + CLOCK_ROUNDING)
         return min(made, len(entry.answer.response_ids))
 
     def _completion(self, entry: ScriptedRequest, count: int, aborted: bool) -> Completion:
@@ -246,7 +241,7 @@ class ScriptedEngine:
         logprobs, steps = answer.logprobs, answer.model_steps
         return replace(
             answer,
-            response_ids=answer.response_ids[:count],
+            response_ids=answer.response_ids[:count].copy(),
             logprobs=logprobs[:count] if len(logprobs) else np.full(count, SCRIPTED_LOGPROB, np.float32),
             model_steps=steps[:count] if len(steps) else self._labels(entry, count),
             finish_reason="abort" if aborted else answer.finish_reason,
@@ -254,9 +249,11 @@ class ScriptedEngine:
 
     def _labels(self, entry: ScriptedRequest, count: int) -> IntArray:
         """The step whose weights were loaded when each token was made."""
-        made_s = entry.first_token_s + np.arange(1, count + 1) * self._token_latency_s
-        times, steps = zip(*(entry.steps or [(-math.inf, self.model_step)]), strict=True)
-        labels: IntArray = np.asarray(steps, np.int32)[np.searchsorted(times, made_s, side="right") - 1]
+        if count == 0 or self._loads[-1][0] <= entry.first_token:
+            return np.full(count, self._loads[-1][1], np.int32)
+        made = entry.first_token + np.arange(1, count + 1) * self._token_latency_s
+        times, steps = zip(*self._loads, strict=True)
+        labels: IntArray = np.asarray(steps, np.int32)[np.searchsorted(times, made, side="right") - 1]
         return labels
 
 

@@ -9,7 +9,7 @@
 All decoding requests get tokens at one speed, so their progress is one number that grows: a request ends when
 that number has grown by its length. That is one timer for an engine, however many requests and tokens it has.
 Requests wait, run and are aborted as those of `forebay.engines.scripted`, where each token takes a fixed
-time; tokens and their times are its own.
+time: here it takes 1 on a clock that shows this progress.
 """
 
 from __future__ import annotations
@@ -17,21 +17,12 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 
 from forebay.engines.base import Completion, GenerateRequest
-from forebay.engines.scripted import SCRIPTED_LOGPROB, ScriptedEngine, ScriptedRequest
-from forebay.types import IntArray
-
-if TYPE_CHECKING:
-    import torch
-
-_ROUNDING = 1e-6
-"""In tokens: sums of seconds times rates may come out this much short of a token."""
+from forebay.engines.scripted import CLOCK_ROUNDING, ScriptedEngine, ScriptedRequest
 
 _LONGEST = 1 << 20
 """Tokens: the context of an engine whose limits are those of the run file."""
@@ -69,12 +60,11 @@ class ModeledEngine(ScriptedEngine):
         length: Callable[[GenerateRequest], int],
         prefill_s: Callable[[int], float] = lambda num_tokens: 0.0,
     ) -> None:
-        super().__init__({}, max_running=slots, max_context_tokens=_LONGEST)
+        super().__init__({}, token_latency_s=1.0, max_running=slots, max_context_tokens=_LONGEST)
         self._slot_rates = [0.0, *(rate(running) / running for running in range(1, slots + 1))]
         self.num_tokens = 0
         """Tokens of all requests that ended."""
         self._length, self._prefill_s = length, prefill_s
-        self._work: dict[ScriptedRequest, _Work] = {}
         self._left_slot_s = 0.0
         """Sum of the ends less that of the beginnings of all times in a slot, as far as they are known."""
         self._num_decoding = 0
@@ -86,25 +76,20 @@ class ModeledEngine(ScriptedEngine):
         self._progress_at_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._is_setting_timer = False
-        self._loads: list[tuple[float, int]] = [(-math.inf, 0)]
-        """From which progress on, which model step."""
 
     def slot_s(self) -> float:
         """Seconds that slots were taken until now, all slots together."""
-        return self._left_slot_s + len(self._work) * asyncio.get_running_loop().time()
-
-    async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
-        """Label the tokens from now on with `model_step`; there are no weights."""
-        self._advance()
-        self.model_step = model_step
-        self._loads.append((self._progress, model_step))
+        return self._left_slot_s + len(self._running) * asyncio.get_running_loop().time()
 
     # -- Slots
 
     def _start(self, entry: ScriptedRequest) -> None:
         loop, request = asyncio.get_running_loop(), entry.request
         self._start_time_limit(entry)
-        self._work[entry] = _Work(max(1, self._length(request)))
+        length, budget = max(1, self._length(request)), request.max_tokens
+        # One zero that counts as so many: no tokens take memory before the end.
+        ids = np.broadcast_to(np.int32(0), min(length, budget))
+        entry.answer = Completion(response_ids=ids, finish_reason="stop" if length <= budget else "length")
         self._left_slot_s -= loop.time()
         if seconds := self._prefill_s(len(request.input_ids)):
             entry.timers.append(loop.call_later(seconds, self._decode, entry))
@@ -112,37 +97,30 @@ class ModeledEngine(ScriptedEngine):
             self._decode(entry)
 
     def _decode(self, entry: ScriptedRequest) -> None:
-        self._advance()
+        entry.first_token = self._clock()
         self._num_decoding += 1
         self._num_started += 1
-        work = self._work[entry]
-        work.first_progress = self._progress
-        end = self._progress + min(work.length, entry.request.max_tokens)
+        end = entry.first_token + len(entry.answer.response_ids)
         heapq.heappush(self._ends, (end, self._num_started, entry))
         self._set_timer()
 
     def _completion(self, entry: ScriptedRequest, count: int, aborted: bool) -> Completion:
-        work, budget = self._work.get(entry), entry.request.max_tokens
-        if work is None:
-            return Completion(finish_reason="abort")
         self.num_tokens += count
-        return Completion(
-            response_ids=np.zeros(count, np.int32),
-            logprobs=np.full(count, SCRIPTED_LOGPROB, np.float32),
-            model_steps=self._labels(entry, count),
-            finish_reason="abort" if aborted else "stop" if work.length <= budget else "length",
-        )
+        return super()._completion(entry, count, aborted)
 
     def _leave(self, entry: ScriptedRequest) -> None:
-        work = self._work.pop(entry, None)
-        if work is not None:
+        if entry in self._running:
             self._advance()
-            self._num_decoding -= work.first_progress < math.inf
+            self._num_decoding -= entry.first_token < math.inf
             self._left_slot_s += self._progress_at_s
             self._set_timer()
         super()._leave(entry)
 
     # -- Progress
+
+    def _clock(self) -> float:
+        self._advance()
+        return self._progress
 
     def _advance(self) -> None:
         """Bring the progress up to now."""
@@ -162,7 +140,7 @@ class ModeledEngine(ScriptedEngine):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        while self._ends and self._ends[0][2] not in self._work:
+        while self._ends and self._ends[0][2] not in self._running:
             heapq.heappop(self._ends)
         if self._ends:
             seconds = (self._ends[0][0] - self._progress) / self._slot_rates[self._num_decoding]
@@ -172,36 +150,9 @@ class ModeledEngine(ScriptedEngine):
         self._timer = None
         self._advance()
         # The timer was set for the first: rounding must not make it come again for nothing.
-        due = max(self._progress, self._ends[0][0]) + _ROUNDING
+        due = max(self._progress, self._ends[0][0]) + CLOCK_ROUNDING
         while self._ends and self._ends[0][0] <= due:
             _, _, entry = heapq.heappop(self._ends)
-            if entry in self._work:
+            if entry in self._running:
                 self._end(entry)
         self._set_timer()
-
-    def _num_whole(self, entry: ScriptedRequest) -> int:
-        return min(self._work[entry].length, entry.request.max_tokens)
-
-    def _num_made(self, entry: ScriptedRequest) -> int:
-        self._advance()
-        made = max(0.0, self._progress - self._work[entry].first_progress)
-        return min(int(made + _ROUNDING), self._num_whole(entry))
-
-    def _labels(self, entry: ScriptedRequest, count: int) -> IntArray:
-        """The step whose weights were loaded when each token was made."""
-        first_progress = self._work[entry].first_progress
-        if count == 0 or self._loads[-1][0] <= first_progress:
-            return np.full(count, self._loads[-1][1], np.int32)
-        made = first_progress + np.arange(1, count + 1)
-        starts, steps = zip(*self._loads, strict=True)
-        labels: IntArray = np.asarray(steps, np.int32)[np.searchsorted(starts, made, side="right") - 1]
-        return labels
-
-
-@dataclass
-class _Work:
-    """A request in a slot."""
-
-    length: int
-    first_progress: float = math.inf
-    """Where the engine's progress was when it began to decode."""

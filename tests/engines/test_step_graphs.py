@@ -186,8 +186,9 @@ def test_memory_that_runs_out_while_recording_is_a_shortage(make_model, caplog, 
     recorder.record = short_once
     batch, waiting, ended = new_batch(model, recorder), rows(4), {}
     while waiting or batch.size:
-        ended |= dict(batch.admit(waiting) if waiting else batch.step(0))
-        waiting = sorted(batch.take_given_up(), key=lambda row: row.turn)
+        left = dict(batch.admit(waiting) if waiting else batch.step(0))
+        waiting = sorted((row for row in left if left[row] is None), key=lambda row: row.turn)
+        ended |= {row: completion for row, completion in left.items() if completion is not None}
     got = [completion for _, completion in sorted(ended.items(), key=lambda item: item[0].turn)]
     assert [one.response_ids.tolist() for one in got] == [one.response_ids.tolist() for one in expected]
     assert batch.budget.num_shortages == 1

@@ -6,7 +6,7 @@
     admit(rows) -- one prefill per distinct prompt --> KV rows
     step()      -- one forward over all rows, one token each --> rows that finished, with their Completion
     abort(rows) --> their Completion so far
-    take_given_up() -> rows that memory did not suffice for, with their tokens: admit them again
+    all but select also return rows that memory did not suffice for, with their tokens: admit them again
 
 Rows enter with room for some tokens more, not for all that they may make. When the cache would outgrow its
 budget, the youngest are given up; when memory runs out, all are. Their tokens are kept and computed again.
@@ -82,7 +82,6 @@ class DecodeBatch:
         self._cache = RowCache(num_layers, self._device, Routing(model))
         self._graphs = StepGraphs(self._forward, recorder)
         self._requests: list[Row] = []
-        self._given_up: set[Row] = set()
         self._num_entered = 0
         self._rows = np.zeros(MIN_ROWS, ROW_FIELDS)
         self._made = np.zeros((MIN_ROWS, 0), TOKEN_FIELDS)
@@ -113,7 +112,6 @@ class DecodeBatch:
     def clear(self) -> None:
         """Forget all rows."""
         self._requests.clear()
-        self._given_up.clear()
 
     # Room
 
@@ -148,11 +146,6 @@ class DecodeBatch:
 
     def _reach(self, row: Row) -> int:
         return min(len(row.request.input_ids) + row.request.max_tokens, self.max_context_tokens)
-
-    def take_given_up(self) -> set[Row]:
-        """Rows that no longer run for want of memory; their tokens are in `Row.made`."""
-        given_up, self._given_up = self._given_up, set()
-        return given_up
 
     def _longest(self) -> int:
         """Tokens of the longest row that runs, 0 without one."""
@@ -194,7 +187,7 @@ class DecodeBatch:
             if self._num_tokens(self.size, self._longest()) <= self.budget.tokens:
                 break
             youngest = max(range(self.size), key=lambda place: self._requests[place].turn)
-            self._given_up.add(self._keep(youngest))
+            ended.append((self._keep(youngest), None))
             ended += self._close_holes([youngest])
         return ended
 
@@ -216,8 +209,7 @@ class DecodeBatch:
             "and it takes %d at most for now; %s",
             *(asked_for, len(rows), self.budget.tokens, advice),
         )
-        self._given_up.update(rows)
-        return []
+        return [(row, None) for row in rows]
 
     # Joining
 
@@ -225,7 +217,7 @@ class DecodeBatch:
     def admit(self, rows: Sequence[Row]) -> list[Ended]:
         """Prefill these rows' tokens and let them run from the next `step` on.
 
-        When a forward pass raises, none of them runs; when memory runs out, nothing does (`take_given_up`).
+        When a forward pass raises, none of them runs; when memory runs out, all are given up.
         """
         for row in rows:
             if row.turn < 0:
@@ -323,7 +315,7 @@ class DecodeBatch:
     def step(self, model_step: int) -> list[Ended]:
         """Add one token, labeled `model_step`, to every row; take out and return the rows that finished.
 
-        Where memory does not suffice for all, some or all are given up instead (`take_given_up`).
+        Where memory does not suffice for all, some or all are given up instead.
         """
         ended = self._give_up_youngest()
         if not self._requests:

@@ -125,6 +125,8 @@ def _worst_difference(batch: DecodeBatch) -> float:
         ended += batch.step(0)
     differences: list[float] = []
     for row, completion in ended:
+        if completion is None:
+            raise torch.OutOfMemoryError("there is no memory for a few tokens")
         ids = completion.response_ids.astype(np.int64)
         tokens = torch.from_numpy(np.concatenate([row.request.input_ids, ids]))[None].to(batch.model.device)
         logits_TV = batch.model(input_ids=tokens, use_cache=False).logits[0].float()

@@ -44,7 +44,8 @@ class Row:
         )
 
 
-Ended = tuple[Row, Completion]
+Ended = tuple[Row, Completion | None]
+"""A row that left the batch; without a completion it was given up for want of memory: admit it again."""
 
 ROW_FIELDS = np.dtype(
     [

@@ -279,9 +279,9 @@ class TransformersEngine:
                 aborting, self._aborting = self._aborting, set()
                 self._news.clear()
                 work = loop.run_in_executor(self._thread, self._work, admitted, aborting)
-                ended, given_up = await work
+                ended = await work
                 self._deliver(ended)
-                self._wait_again(given_up)
+                self._wait_again({row for row, completion in ended if completion is None})
         # Whatever went wrong, no caller may be left waiting; the error itself goes to each of them.
         except Exception as error:
             logger.exception("the engine's driver failed")
@@ -323,9 +323,11 @@ class TransformersEngine:
         self._end(self._aborting.intersection(calls))
         self._aborting.difference_update(calls)
 
-    def _deliver(self, ended: Iterable[tuple[Row, Completion]]) -> None:
+    def _deliver(self, ended: Iterable[Ended]) -> None:
         for call, completion in ended:
             assert isinstance(call, _Call)
+            if completion is None:
+                continue
             if call.timer is not None:
                 call.timer.cancel()
             if call.overdue and completion.finish_reason == "abort":
@@ -341,10 +343,9 @@ class TransformersEngine:
 
     # The worker thread's side
 
-    def _work(self, admitted: Sequence[Row], aborting: Iterable[Row]) -> tuple[list[Ended], set[Row]]:
+    def _work(self, admitted: Sequence[Row], aborting: Iterable[Row]) -> list[Ended]:
         """Admit, then step until something ends or is given up, or the event loop has news."""
         ended = self._batch.abort(aborting)
-        given_up = self._batch.take_given_up()
         if admitted:
             try:
                 ended += self._batch.admit(admitted)
@@ -352,14 +353,12 @@ class TransformersEngine:
             except Exception as error:
                 failed = Completion(finish_reason="error", error_msg=self._failed_pass(error))
                 ended += [(row, failed) for row in admitted]
-        given_up |= self._batch.take_given_up()
-        while self._batch.size and not (ended or given_up or self._news.is_set()):
+        while self._batch.size and not (ended or self._news.is_set()):
             try:
                 ended = self._batch.step(self.model_step)
             except Exception as error:
                 ended = self._batch.fail(self._failed_pass(error))
-            given_up = self._batch.take_given_up()
-        return ended, given_up
+        return ended
 
     def _failed_pass(self, error: Exception) -> str:
         self._num_failed_passes += 1

@@ -38,7 +38,7 @@ from forebay.types import (
     note_place,
     reset_rollout_response,
 )
-from forebay.watching.activity import GENERATE, JUDGE, Activities
+from forebay.watching.activity import GENERATE, JUDGE, Activities, Activity
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +174,10 @@ class AgentLoop(ABC):
         if closing is not None:
             await closing()
 
+    def span(self, stage: str, state: RolloutState) -> Activity:
+        """The block ``with loop.span(stage, state):``, in which the rollout is at this stage."""
+        return self.activities.span(stage, state.rollout_id, task=state.task_name, group=state.group_id)
+
     async def _run_one(self, attempt: Attempt, enable_partial_rollout: bool) -> Attempt:
         if all(state.status is Status.COMPLETED and len(state.response_ids) for state in attempt):
             return attempt
@@ -181,10 +185,9 @@ class AgentLoop(ABC):
         if not (enable_partial_rollout and state.status is Status.ABORTED):
             reset_rollout_response(state)
         state.status = Status.INIT
+        state.sample_params = state.sample_params or self.sample_params
         attempt = [state]
-        with self.activities.span(
-            GENERATE, state.rollout_id, task=state.task_name, group=state.group_id
-        ) as activity:
+        with self.span(GENERATE, state) as activity:
             try:
                 # Working in place and returning nothing is as clear as returning the state.
                 made = await self.generate_sample(state) or state

@@ -115,8 +115,6 @@ class MultiTurnAgentLoop(AgentLoop):
 
     async def generate_sample(self, state: RolloutState) -> RolloutState:
         """Play, or go on with, one episode in place."""
-        if state.sample_params is None:
-            state.sample_params = self.sample_params
         try:
             async with self._opened(state) as record:
                 while record.ended_by is None:
@@ -269,9 +267,7 @@ class MultiTurnAgentLoop(AgentLoop):
         one_s = self.arguments.environment_timeout_s
         limit_s = None if one_s is None else one_s * num_replies
         what = f"{self._name}, turn {state.extra_fields.get(TURNS_KEY, 0)}"
-        with self.activities.span(
-            TOOL, state.rollout_id, task=state.task_name, group=state.group_id
-        ) as activity:
+        with self.span(TOOL, state) as activity:
             activity.note = what
             return await self._calls.run(call, what, limit_s)
 

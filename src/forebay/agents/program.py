@@ -105,8 +105,6 @@ class ProgramAgentLoop(AgentLoop):
 
     async def generate_sample(self, state: RolloutState) -> list[RolloutState]:
         """Run the program once; the rollout and the further trajectories of this attempt."""
-        if state.sample_params is None:
-            state.sample_params = self.sample_params
         session = ChatSession(
             state,
             self.rollout_controller,
@@ -143,9 +141,7 @@ class ProgramAgentLoop(AgentLoop):
             [dict(message) for message in state.message],
             {name: getattr(state, name) for name in _TASK_FIELDS},
         )
-        with self.activities.span(
-            TOOL, state.rollout_id, task=state.task_name, group=state.group_id
-        ) as activity:
+        with self.span(TOOL, state) as activity:
             activity.note = self.name
             limit_s = self.arguments.timeout_s
 

@@ -34,8 +34,6 @@ class SingleTurnAgentLoop(AgentLoop):
     async def generate_sample(self, state: RolloutState) -> RolloutState:
         """Generate, or continue, one rollout in place."""
         self._prompts.render(state)
-        if state.sample_params is None:
-            state.sample_params = self.sample_params
         await self.rollout_controller.generate_sample(state)
         state.response = self.tokenizer.decode(state.response_ids.tolist(), skip_special_tokens=True)
         return state

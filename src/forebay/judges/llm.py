@@ -291,14 +291,17 @@ class ReplyParser:
         if scale is not None and not (len(scale) == 2 and scale[0] < scale[1]):
             raise ValueError(f"scale must be [lowest, highest] raw score, got {scale!r}")
         self._scale = scale
-        self._function: Callable[[str], Any] | None = None
-        self._pattern: re.Pattern[str] | None = None
-        if callable(parse):
-            self._function = parse
-        elif _IMPORT_PATH.fullmatch(parse):
-            self._function = import_object("parse", parse)
+        if isinstance(parse, str) and _IMPORT_PATH.fullmatch(parse):
+            parse = import_object("parse", parse)
+        # Of a reply, and whether it is on a group: the list of scores, if it has one; all of its numbers may
+        # be scores.
+        self._raw: Callable[[str, bool], Any] = _scores_in
+        if not isinstance(parse, str):
+            function = parse
+            self._raw = lambda reply, of_group: list(function(reply)) if of_group else [function(reply)]
         elif parse != "json":
-            self._pattern = compile_pattern("last_number" if parse == "number" else parse)
+            pattern = compile_pattern("last_number" if parse == "number" else parse)
+            self._raw = lambda reply, _: [float(text.replace(",", "")) for text in pattern.findall(reply)]
 
     def verdict(self, reply: str) -> Verdict:
         """The verdict on one rollout.
@@ -306,7 +309,7 @@ class ReplyParser:
         Raises:
             ValueError: the reply holds none.
         """
-        return self._scaled(_last_of(self._raw(reply, of_group=False), 1, reply)[0])
+        return self._scaled(_last_of(self._raw(reply, False), 1, reply)[0])
 
     def verdicts(self, reply: str, count: int) -> list[Verdict]:
         """The verdicts on the `count` rollouts of a group, in their order.
@@ -314,16 +317,7 @@ class ReplyParser:
         Raises:
             ValueError: the reply does not hold as many.
         """
-        return [self._scaled(item) for item in _last_of(self._raw(reply, of_group=True), count, reply)]
-
-    def _raw(self, reply: str, *, of_group: bool) -> Any:
-        """The list of scores in the reply, if it has one; all numbers of it may be scores."""
-        if self._function is not None:
-            found = self._function(reply)
-            return list(found) if of_group else [found]
-        if self._pattern is not None:
-            return [float(text.replace(",", "")) for text in self._pattern.findall(reply)]
-        return _last_object(reply, "scores")["scores"] if of_group else [_last_object(reply, "score")]
+        return [self._scaled(item) for item in _last_of(self._raw(reply, True), count, reply)]
 
     def _scaled(self, verdict: Any) -> Verdict:
         details = dict(verdict) if isinstance(verdict, Mapping) else {"score": verdict}
@@ -336,6 +330,10 @@ class ReplyParser:
                 raise ValueError(f"the score {details['score']:g} is not within {low:g} .. {high:g}")
             details["score"] = (details["score"] - low) / (high - low)
         return details if len(details) > 1 else details["score"]
+
+
+def _scores_in(reply: str, of_group: bool) -> Any:
+    return _last_object(reply, "scores")["scores"] if of_group else [_last_object(reply, "score")]
 
 
 def _last_of(found: Any, count: int, reply: str) -> list[Any]:

@@ -92,7 +92,8 @@ class BackgroundProducer:
         self.mode = Mode.PRODUCING
         self.failure: BaseException | None = None
         """The error that ended `run`."""
-        self._pauses_s = dict.fromkeys(self.runners, 0.0)
+        self.pauses_s = dict.fromkeys(self.runners, 0.0)
+        """Seconds of the pauses since `consume_pauses`, by task."""
         self._ended: asyncio.Future[None] | None = None
         """Done when `run` has ended; None before its first call."""
 
@@ -244,12 +245,12 @@ class BackgroundProducer:
             # Groups that could not be stored are missing: the rest must not be saved as if it were all.
             raise ConnectionLost(str(self.failure)) from self.failure
         for name, pause_s in seconds.items():
-            self._pauses_s[name] += pause_s
+            self.pauses_s[name] += pause_s
         return sum(seconds.values())
 
     def consume_pauses(self) -> dict[str, float]:
         """Seconds of each task's pauses since the last call."""
-        pauses_s, self._pauses_s = self._pauses_s, dict.fromkeys(self.runners, 0.0)
+        pauses_s, self.pauses_s = self.pauses_s, dict.fromkeys(self.runners, 0.0)
         return pauses_s
 
     async def _end_of_round(self) -> None:

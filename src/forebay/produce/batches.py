@@ -285,7 +285,7 @@ class Batches:
                 leftovers=leftovers[name],
                 group_gen_pause_time_s=pause_s,
             )
-            for name, pause_s in self.producer.consume_pauses().items()
+            for name, pause_s in self.producer.pauses_s.items()
         }
         return summarize(results, sizes)
 

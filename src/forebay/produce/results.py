@@ -81,12 +81,6 @@ class ProduceBatchResult(TaskResult):
     task_results: dict[str, TaskResult] = field(default_factory=dict)
     produce_time_s: float = 0.0
 
-    def add_pauses_of(self, earlier: ProduceBatchResult) -> None:
-        """Add the pauses of an empty result that came before this one."""
-        self.group_gen_pause_time_s += earlier.group_gen_pause_time_s
-        for name, result in self.task_results.items():
-            result.group_gen_pause_time_s += earlier.task_results[name].group_gen_pause_time_s
-
     def by_outcome(self) -> dict[str, list[list[RolloutState]]]:
         """The groups as a history has them: ``trained``, or ``reused`` if an earlier step did so."""
         found: dict[str, list[list[RolloutState]]] = {"trained": [], "reused": []}

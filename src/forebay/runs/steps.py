@@ -75,17 +75,11 @@ async def next_batch(run: Run, train_step: int) -> ProduceBatchResult | None:
     # Before the batch is taken: an error after it would lose its groups.
     if run.evaluating is not None and run.evaluating.done():
         await evaluation_ended(run)
-    empty: list[ProduceBatchResult] = []
     while True:
         with phase(run, "wait", WAIT_BATCH):
             batch = await unless(run.stop, run.manager.get_batch(run.config.batch_size, train_step))
-        if batch is None:
-            return None
-        if batch.rollout_states:
-            for earlier in empty:
-                batch.add_pauses_of(earlier)
+        if batch is None or batch.rollout_states:
             return batch
-        empty.append(batch)
         async with production_paused(run):
             await sync_weights(run)
 

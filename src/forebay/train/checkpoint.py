@@ -324,25 +324,19 @@ def load_trainer(folder: Path, parts: TrainerParts) -> int:
     there = {name for name in found if name.startswith(("model.", "critic."))}
     if different := sorted(weights.keys() ^ there):
         raise ValueError(f"the saved weights are of another model; names that differ: {different[:5]}")
-    blocks = {name: in_one_piece(value) for name, value in weights.items()}
-    moments: dict[str, dict[str, torch.Tensor]] = {}
-    for prefix, optimizer in parts.optimizers.items():
-        of_this = {name: value for name, value in found.items() if name.startswith(f"{prefix}.")}
-        moments[prefix] = {
-            name: _place_for(value, optimizer.weight_of(name.removeprefix(f"{prefix}.")))
-            for name, value in of_this.items()
-        }
-        blocks |= {name: in_one_piece(value) for name, value in moments[prefix].items()}
+    moments: dict[str, dict[str, torch.Tensor]] = {prefix: {} for prefix in parts.optimizers}
+    for name, value in found.items():
+        prefix, _, key = name.partition(".")
+        if prefix in moments:
+            moments[prefix][key] = _place_for(value, parts.optimizers[prefix].weight_of(key))
+    places = weights | {f"{prefix}.{key}": v for prefix, own in moments.items() for key, v in own.items()}
+    blocks = {name: in_one_piece(value) for name, value in places.items()}
     # Each rank plans by itself what it reads.
     load(blocks, storage_reader=reader, no_dist=True)
-    for name, value in weights.items():
+    for name, value in places.items():
         put_back(value, blocks[name])
     for prefix, optimizer in parts.optimizers.items():
-        for name, value in moments[prefix].items():
-            put_back(value, blocks[name])
-        optimizer.load_state_tensors(
-            {name.removeprefix(f"{prefix}."): value for name, value in moments[prefix].items()}
-        )
+        optimizer.load_state_tensors(moments[prefix])
     return int(saved["train_step"])
 
 

@@ -106,7 +106,8 @@ _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
 _TOOL_CALLS = "[TOOL_CALLS]"
 _ARGUMENTS = ("arguments", "parameters")
-_NAMED_CALL = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+_CALL = re.compile(r"(?:(?<![\w.-])([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{))?(?=[\[{])")
+"""Where JSON begins, perhaps with the name of its call before it."""
 _decoder = json.JSONDecoder()
 
 MAX_DEPTH = 50
@@ -115,7 +116,7 @@ MAX_DEPTH = 50
 
 def parse_hermes(text: str) -> list[ToolCall]:
     """Calls in ``<tool_call>`` tags; the last may lack its end."""
-    return [_read_json(body) for body in _HERMES.findall(text)]
+    return [call for body in _HERMES.findall(text) for call in _read_calls(body)]
 
 
 def parse_llama3(text: str) -> list[ToolCall]:
@@ -125,25 +126,17 @@ def parse_llama3(text: str) -> list[ToolCall]:
     """
     body = text.strip()
     if body.startswith(_PYTHON_TAG):
-        return _read_sequence(body.removeprefix(_PYTHON_TAG).strip())
+        return _read_calls(body.removeprefix(_PYTHON_TAG))
     if body.startswith("{") and '"name"' in body and any(f'"{key}"' in body for key in _ARGUMENTS):
-        return _read_sequence(body, needs_arguments=True)
+        return _read_calls(body, needs_arguments=True)
     return []
 
 
 def parse_mistral(text: str) -> list[ToolCall]:
     """Calls after ``[TOOL_CALLS]``: a list of them, or each by its name."""
     _, tag, body = text.partition(_TOOL_CALLS)
-    body = body.strip()
-    if not tag:
-        return []
-    if not body.startswith("["):
-        return _read_named(body.replace(_TOOL_CALLS, " "))
-    try:
-        calls, _ = _decode(body)
-    except ValueError as error:
-        return [_malformed(body, error)]
-    return [_from_json(call) for call in calls]
+    # The tag may stand before each call; its bracket begins no list.
+    return _read_calls(body.replace(_TOOL_CALLS, " ")) if tag else []
 
 
 def parse_pattern(pattern: str) -> Parser:
@@ -239,30 +232,25 @@ def _named(parser: str) -> Parser:
     )
 
 
-def _read_sequence(body: str, *, needs_arguments: bool = False) -> list[ToolCall]:
-    calls: list[ToolCall] = []
-    while body:
-        try:
-            value, end = _decode(body)
-        except ValueError as error:
-            return [*calls, _malformed(body, error)]
-        if needs_arguments and not (isinstance(value, dict) and any(key in value for key in _ARGUMENTS)):
-            return []
-        calls.append(_from_json(value))
-        body = body[end:].lstrip("; \n\t\r")
-    return calls
+def _read_calls(body: str, *, needs_arguments: bool = False) -> list[ToolCall]:
+    """The calls in `body`, one after the other, or all in one list.
 
-
-def _read_named(body: str) -> list[ToolCall]:
+    With `needs_arguments`, JSON without arguments makes all of it an answer.
+    """
     calls: list[ToolCall] = []
     position = 0
-    while match := _NAMED_CALL.search(body, position):
+    while match := _CALL.search(body, position):
         try:
-            arguments, position = _decode(body, match.end())
+            value, position = _decode(body, match.end())
         except ValueError as error:
             return [*calls, _malformed(body[match.start() :], error)]
-        calls.append(ToolCall(match[1], arguments))
-    return calls or [_malformed(body, "no call")]
+        if needs_arguments and not (isinstance(value, dict) and any(key in value for key in _ARGUMENTS)):
+            return []
+        if isinstance(value, list):
+            # What follows a list is no call any more.
+            return [_from_json(call) for call in value]
+        calls.append(ToolCall(match[1], value) if match[1] else _from_json(value))
+    return calls or [_malformed(body, "Expecting value in JSON, got no call")]
 
 
 def _decode(text: str, start: int = 0) -> tuple[Any, int]:
@@ -292,26 +280,6 @@ def _check_depth(value: Any) -> None:
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
 
 
-def _decode_all(text: str) -> Any:
-    """The JSON value that is all of `text`.
-
-    Raises:
-        ValueError: it is not one, or nested too deeply.
-    """
-    text = text.strip()
-    value, end = _decode(text)
-    if end < len(text):
-        raise ValueError(f"Extra data after character {end}")
-    return value
-
-
-def _read_json(body: str) -> ToolCall:
-    try:
-        return _from_json(_decode_all(body))
-    except ValueError as error:
-        return _malformed(body, error)
-
-
 def _from_json(value: Any) -> ToolCall:
     """A call from its JSON form; `arguments` (Llama: ``parameters``) may be JSON text themselves."""
     name = value.get("name") if isinstance(value, dict) else None
@@ -328,10 +296,10 @@ def _from_json(value: Any) -> ToolCall:
 
 def _as_mapping(text: str) -> dict[str, Any] | str:
     try:
-        value = _decode_all(text)
+        value, end = _decode(text.strip())
     except ValueError:
         return text
-    return value if isinstance(value, dict) else text
+    return value if isinstance(value, dict) and end == len(text.strip()) else text
 
 
 def _malformed(body: str, why: object) -> ToolCall:

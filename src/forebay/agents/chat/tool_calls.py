@@ -247,7 +247,7 @@ def _read_calls(body: str, *, needs_arguments: bool = False) -> list[ToolCall]:
         if needs_arguments and not (isinstance(value, dict) and any(key in value for key in _ARGUMENTS)):
             return []
         if isinstance(value, list):
-            # What follows a list is no call any more.
+            # Text behind a list of calls is none of them.
             return [_from_json(call) for call in value]
         calls.append(ToolCall(match[1], value) if match[1] else _from_json(value))
     return calls or [_malformed(body, "Expecting value in JSON, got no call")]

@@ -106,7 +106,7 @@ class RunFolder:
     def books(self) -> Values:
         """The balance of every task by the ledger's file, for runs that wrote no live file."""
         try:
-            return books_of(Ledger.read(self.folder / LEDGER_FILE).balance({}))
+            return books_of(Ledger.read(self.folder / LEDGER_FILE))
         except (OSError, ValueError):
             return {}
 

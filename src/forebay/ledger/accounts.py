@@ -232,20 +232,9 @@ class Ledger:
         Raises:
             ValueError: `state` is not a ledger's; the ledger is as it was.
         """
-        if not isinstance(state, Mapping) or state.get("version") != PLACE_VERSION:
-            self.load_state_dict(state)
-            return
-        try:
-            file, num_bytes, num_events = (state[name] for name in ("file", "num_bytes", "num_events"))
-            path = folder.resolve() / file
-        except (LookupError, TypeError) as error:
-            raise ValueError(f"this is not a ledger's state: {error!r}") from None
-        try:
-            read = Ledger.read(path, num_bytes=num_bytes, num_events=num_events)
-        except FileNotFoundError:
-            read = Ledger()
-            read._num_events = read.lost_events = num_events
-        self._take_over(read)
+        read = self.read_checkpoint(state, folder)
+        self._tasks, self._num_events, self.lost_events = read._tasks, read._num_events, read.lost_events
+        self._write({"time_s": self._clock(), "event": REWOUND, "to_event": self._num_events})
 
     @classmethod
     def read_checkpoint(cls, state: Mapping[str, Any], folder: Path) -> Ledger:
@@ -254,9 +243,26 @@ class Ledger:
         Raises:
             ValueError: as `restore`.
         """
-        ledger = cls()
-        ledger.restore(state, folder)
-        return ledger
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if version not in (STATE_VERSION, PLACE_VERSION):
+            raise ValueError(f"a ledger's state has version {STATE_VERSION}, got {version!r}")
+        read = cls()
+        try:
+            if version == PLACE_VERSION:
+                path, num_events = folder.resolve() / state["file"], state["num_events"]
+                if not path.exists():
+                    read._num_events = read.lost_events = num_events
+                    return read
+                return cls.read(path, num_bytes=state["num_bytes"], num_events=num_events)
+            read._tasks = {task: Histories.from_state(groups) for task, groups in state["tasks"].items()}
+            for task, number in state["repeated"].items():
+                read._tasks[task].num_repeated = number
+            read._num_events = int(state["num_events"])
+            # Version 0.1 wrote no number of losses.
+            read.lost_events = int(state.get("lost_events", 0))
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is not a ledger's state: {error!r}") from None
+        return read
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as JSON values; it grows with the ledger."""
@@ -269,29 +275,8 @@ class Ledger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to `state`, of `state_dict`; the file keeps its lines and gets one that says so.
-
-        Raises:
-            ValueError: `state` is of another version or contradicts itself; the ledger is as it was.
-        """
-        version = state.get("version") if isinstance(state, Mapping) else None
-        if version != STATE_VERSION:
-            raise ValueError(f"a ledger's state has version {STATE_VERSION}, got {version!r}")
-        try:
-            read = Ledger()
-            read._tasks = {task: Histories.from_state(groups) for task, groups in state["tasks"].items()}
-            for task, number in state["repeated"].items():
-                read._tasks[task].num_repeated = number
-            read._num_events = int(state["num_events"])
-            # Version 0.1 wrote no number of losses.
-            read.lost_events = int(state.get("lost_events", 0))
-        except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"this is not a ledger's state: {error!r}") from None
-        self._take_over(read)
-
-    def _take_over(self, read: Ledger) -> None:
-        self._tasks, self._num_events, self.lost_events = read._tasks, read._num_events, read.lost_events
-        self._write({"time_s": self._clock(), "event": REWOUND, "to_event": self._num_events})
+        """Go back to `state`, of `state_dict`; as `restore`."""
+        self.restore(state, Path())
 
     def close(self) -> None:
         """Close the file; nothing can be recorded in it afterwards."""

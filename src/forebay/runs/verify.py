@@ -82,32 +82,24 @@ class WeightCheck:
 
     async def _generate(self, engine: Engine) -> list[RolloutState]:
         params = SampleParams(max_tokens=PROBE_TOKENS)
-        outcomes = await asyncio.gather(
-            *(
-                engine.generate(
-                    GenerateRequest(
-                        request_id=f"probe-{i}",
-                        input_ids=prompt,
-                        params=params,
-                        max_tokens=PROBE_TOKENS,
-                        seed=i,
-                    )
-                )
-                for i, prompt in enumerate(self._prompts)
-            ),
-            return_exceptions=True,
-        )
+        requests = [
+            GenerateRequest(
+                request_id=f"probe-{i}", input_ids=prompt, params=params, max_tokens=PROBE_TOKENS, seed=i
+            )
+            for i, prompt in enumerate(self._prompts)
+        ]
+        outcomes = await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
         states = []
         # All of them have ended: nothing runs on unowned when one raises.
-        for i, (prompt, outcome) in enumerate(zip(self._prompts, outcomes, strict=True)):
+        for request, outcome in zip(requests, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 raise outcome
             if outcome.lost:
-                raise EngineLost(f"the engine was lost while it answered probe {i}")
+                raise EngineLost(f"the engine was lost while it answered {request.request_id}")
             state = RolloutState(
                 [],
-                rollout_id=f"probe-{i}",
-                prompt_ids=prompt,
+                rollout_id=request.request_id,
+                prompt_ids=request.input_ids,
                 response_ids=outcome.response_ids,
                 logprobs=outcome.logprobs,
                 response_model_steps=outcome.model_steps,

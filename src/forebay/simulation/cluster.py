@@ -21,7 +21,7 @@ from typing import Annotated
 import numpy as np
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from forebay.config import ConfigError, apply_overrides, parse_config, read_toml
+from forebay.config import ConfigError, apply_overrides, load_config, parse_config
 
 _Z_99 = NormalDist().inv_cdf(0.99)
 _RISING = AfterValidator(lambda values: tuple(sorted(values)))
@@ -161,10 +161,9 @@ def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterConfig:
         ConfigError: the file is missing or not TOML, or a key or value does not fit.
     """
     try:
-        table = read_toml(path)
+        return load_config(ClusterConfig, path, overrides)
     except ConfigError as error:
         raise ConfigError(str(error).replace("no run file", "no cluster file")) from None
-    return parse_config(ClusterConfig, apply_overrides(table, overrides), source=str(path))
 
 
 def changed_cluster(cluster: ClusterConfig, overrides: Sequence[str]) -> ClusterConfig:

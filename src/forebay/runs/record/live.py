@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from forebay.io.durable import is_disk_error
-from forebay.ledger import Balance
+from forebay.ledger import Ledger
 from forebay.produce import AgentLoopManager
 from forebay.runs.show.live import look_again_and_again
 from forebay.runs.show.status import RunStatus
@@ -98,16 +98,10 @@ class LiveFile:
 
 def live_values(status: RunStatus, manager: AgentLoopManager) -> Values:
     """What flows through the run now: groups by place, work in flight by stage, the oldest of it."""
-    return {**msgspec.to_builtins(status.now(), str_keys=True), "books": books_of(manager.ledger.balance({}))}
+    return {**msgspec.to_builtins(status.now(), str_keys=True), "books": books_of(manager.ledger)}
 
 
-_COUNTED = ("generated", "trained", "dropped", "retried", "reused", "left")
-
-
-def books_of(balance: Balance) -> Values:
-    """Where the groups of each task are, by the events of the books alone."""
-    return {
-        name: {counted: getattr(part, counted) for counted in _COUNTED}
-        | {"live": part.generated - part.trained - sum(part.dropped.values())}
-        for name, part in balance.by_task.items()
-    }
+def books_of(ledger: Ledger) -> Values:
+    """Where the groups of each task are, by the ledger's own account."""
+    books: Values = msgspec.to_builtins(ledger.balance(ledger.count_live()).by_task)
+    return books

@@ -267,14 +267,14 @@ async def live_groups(checkpoint, store):
 # -- A real model and a real engine
 
 
-def check_real_run(folder, store):
-    check_real_books(folder, store)
+def check_real_run(folder, store, steps=STEPS, batch_size=BATCH_SIZE):
+    check_real_books(folder, store, steps, batch_size)
     rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "train/loss" in row]
-    assert [row["train_step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["train_step"] for row in rows] == list(range(1, steps + 1))
     assert all(0 <= row["staleness"] < STALE_FROM for row in rows)
 
 
-def check_real_books(folder, store):
+def check_real_books(folder, store, steps=STEPS, batch_size=BATCH_SIZE):
     config = load_config(RunConfig, folder / "run.toml")
     samplers = [
         Sampler(
@@ -290,7 +290,7 @@ def check_real_books(folder, store):
     for event in read_events(folder / "ledger.jsonl"):
         if event["event"] == "trained":
             trained.setdefault(event["train_step"], []).append(event["group"])
-    check_books(folder, samplers, trained, STEPS, BATCH_SIZE, store)
+    check_books(folder, samplers, trained, steps, batch_size, store)
 
 
 def kill_real_runs(nursery, places, tmp_path, min_kills, seed, kinds):

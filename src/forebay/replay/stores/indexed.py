@@ -23,14 +23,14 @@ import heapq
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 from forebay.replay.query import Query, QueryLike, allowed_values, matches, parse_query, plain_value, simplify
-from forebay.replay.stores.contract import StorageBackend, StorageItem, archive_row, parse_order
+from forebay.replay.stores.contract import StorageBackend, StorageItem
 from forebay.replay.stores.frame import rows_to_frame
-from forebay.replay.stores.row_book import RowBook, checked, replace_row
+from forebay.replay.stores.naive import RowBook
 from forebay.replay.stores.sum_tree import SumTree
 
 if TYPE_CHECKING:
@@ -58,19 +58,6 @@ class IndexedStorage(RowBook, StorageBackend):
         self._cells: dict[str, dict[str, _Cell]] = defaultdict(partial(defaultdict, _Cell))
         self._num_archived = 0
 
-    async def put(self, item: StorageItem) -> int:
-        row = self._admit(item)
-        self._insert(row)
-        return row.uid
-
-    async def get(
-        self, query: QueryLike, *, order: str | None = None, limit: int | None = None, rows_only: bool = False
-    ) -> list[StorageItem]:
-        field, descending = parse_order(order)
-        rows = self._ranked(parse_query(query), field, descending)
-        first = rows if limit is None else islice(rows, max(limit, 0))
-        return [self._present(row, rows_only=rows_only) for row in first]
-
     async def count(self, query: QueryLike) -> int:
         parsed = parse_query(query)
         if (uids := allowed_values(parsed, "uid")) is not None:
@@ -85,25 +72,6 @@ class IndexedStorage(RowBook, StorageBackend):
                 count += len(bucket) if left is True else sum(1 for _ in self._merge_parts([part]))
         return count
 
-    async def take(
-        self, uids: Iterable[int], *, query: QueryLike | None = None, train_step: int | None = None
-    ) -> list[StorageItem]:
-        parsed = None if query is None else parse_query(query)
-        taken, archived = [], []
-        for uid in dict.fromkeys(uids):
-            if (row := self._rows.get(uid)) is None:
-                continue
-            shown = self._present(row)
-            if parsed is None or matches(parsed, shown):
-                taken.append(shown)
-                self._remove(row)
-                if train_step is not None:
-                    archived.append(archive_row(row, train_step))
-        # In order of arrival, so that they make one run of their bucket.
-        for row in sorted(archived, key=attrgetter("timestamp_id")):
-            self._insert(row)
-        return taken
-
     async def take_drawn(
         self,
         count: int,
@@ -117,17 +85,6 @@ class IndexedStorage(RowBook, StorageBackend):
         while len(taken) < count and (uids := self._priorities(parsed).draw(count - len(taken), random)):
             taken += await self.take(uids, query=parsed, train_step=train_step)
         return taken
-
-    async def delete(self, uids: Iterable[int]) -> None:
-        for uid in uids:
-            if (row := self._rows.get(uid)) is not None:
-                self._remove(row)
-
-    async def update(self, items: Iterable[StorageItem]) -> None:
-        for item in checked(items):
-            if (stored := self._rows.get(item.uid)) is not None:
-                self._remove(stored)
-                self._insert(replace_row(stored, item))
 
     def __len__(self) -> int:
         return len(self._rows) - self._num_archived

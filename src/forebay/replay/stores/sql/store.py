@@ -30,8 +30,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from forebay.replay.query import QueryLike, matches, parse_query
-from forebay.replay.stores.contract import STATE_VERSION, Codec, StorageBackend, StorageItem
-from forebay.replay.stores.row_book import check_state
+from forebay.replay.stores.contract import STATE_VERSION, Codec, StorageBackend, StorageItem, check_state
 from forebay.replay.stores.sql import ranking, writes
 from forebay.replay.stores.sql.connections import Transactions, is_in_memory, open_engine
 from forebay.replay.stores.sql.rows import (

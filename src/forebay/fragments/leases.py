@@ -12,7 +12,7 @@ hold the same payloads. A payload is free once no chunk, no partial chunk and no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -76,54 +76,6 @@ class References:
         return free
 
 
-class LeaseTable:
-    """The leases in force, with the time of the event loop at which each ends.
-
-    >>> table = LeaseTable()
-    >>> table.add(LeaseRow(0, 600.0, [], []), now_s=1.0)
-    >>> table.next_end_s(), [row.number for row in table.over(now_s=601.0)]
-    (601.0, [0])
-    """
-
-    def __init__(self) -> None:
-        self._rows: dict[int, LeaseRow] = {}
-        self._ends_s: dict[int, float] = {}
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[LeaseRow]:
-        return iter(self._rows.values())
-
-    def add(self, row: LeaseRow, now_s: float) -> None:
-        """Hold `row` for its term from now on."""
-        self._rows[row.number] = row
-        self._ends_s[row.number] = now_s + row.term_s
-
-    def find(self, lease: Lease | str) -> LeaseRow | None:
-        """The row of `lease`, or of the lease with this id; None: it ended."""
-        lease_id = lease.lease_id if isinstance(lease, Lease) else lease
-        if not isinstance(lease_id, str) or not lease_id.isdecimal():
-            raise ValueError(f"a lease is what a batch has as .lease, or its lease_id, got {lease!r}")
-        return self._rows.get(int(lease_id))
-
-    def remove(self, row: LeaseRow) -> None:
-        """Hold it no longer."""
-        del self._rows[row.number], self._ends_s[row.number]
-
-    def restart(self, now_s: float) -> None:
-        """Give every lease its whole term again."""
-        self._ends_s = {number: now_s + row.term_s for number, row in self._rows.items()}
-
-    def over(self, now_s: float) -> list[LeaseRow]:
-        """Those whose term is over."""
-        return [self._rows[number] for number, end_s in self._ends_s.items() if end_s <= now_s]
-
-    def next_end_s(self) -> float | None:
-        """When the next one ends."""
-        return min(self._ends_s.values(), default=None)
-
-
 @dataclass(frozen=True, slots=True)
 class Lease:
     """The right to read the payloads of one batch.
@@ -170,6 +122,8 @@ class LeaseRow(msgspec.Struct, array_like=True):
     term_s: float
     fragments: list[Fragment]
     staleness: list[int]
+    end_s: float = 0.0
+    """By the clock of the event loop: a restart begins the term anew."""
 
     def batch(self) -> FragmentBatch:
         """The batch that was served with it."""

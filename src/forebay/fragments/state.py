@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from forebay.fragments.chunks import Chunk, ChunkTable, Fragment, Sequences
-from forebay.fragments.leases import FragmentBatch, Lease, LeaseRow, LeaseTable, References
+from forebay.fragments.leases import FragmentBatch, Lease, LeaseRow, References
 from forebay.fragments.records import FragmentMetadata
 from forebay.fragments.rules import Rules
 from forebay.fragments.store.journal import (
@@ -56,7 +56,8 @@ class ReplayState:
         self.free: list[str] = []
         """Payloads to be deleted once the changes are committed."""
         self.references = References()
-        self.leases = LeaseTable()
+        self.leases: dict[int, LeaseRow] = {}
+        """Those in force, by number."""
         self.prepared = FragmentBatch()
         """The batch served last."""
         self.chunks = ChunkTable()
@@ -164,14 +165,14 @@ class ReplayState:
         meta.tallies.count_uses(ages, sum([not chunk.uses for chunk in chunks]))
         fragments = [fragment for chunk in chunks for fragment in chunk.fragments]
         staleness = ages if length == 1 else [age for age in ages for _ in range(length)]
-        row = LeaseRow(meta.num_leases, lease_s, fragments, staleness)
+        row = LeaseRow(meta.num_leases, lease_s, fragments, staleness, now_s + lease_s)
         meta.num_draws += 1
         meta.num_leases += 1
         meta.difference -= len(chunks) if self.rules.rate_limit else 0
         meta.tallies.fetches += 1
         meta.tallies.served += len(fragments)
         self.references.hold(fragments)
-        self.leases.add(row, now_s)
+        self.leases[row.number] = row
         for chunk in chunks:
             chunk.uses += 1
         self._remove_used_up(chunks)
@@ -188,22 +189,29 @@ class ReplayState:
 
     def release(self, lease: Lease | str) -> bool:
         """End the lease; False: it had ended."""
-        row = self.leases.find(lease)
+        row = self._find(lease)
         if row is not None:
             self._end_lease(row, is_expired=False)
         return row is not None
 
     def renew(self, lease: Lease | str, now_s: float) -> bool:
         """Begin the lease's term anew; False: it had ended, and its payloads may be gone."""
-        row = self.leases.find(lease)
+        row = self._find(lease)
         if row is not None:
-            self.leases.add(row, now_s)
+            row.end_s = now_s + row.term_s
         return row is not None
+
+    def _find(self, lease: Lease | str) -> LeaseRow | None:
+        """The lease, given as such or by its id; None: it ended."""
+        lease_id = lease.lease_id if isinstance(lease, Lease) else lease
+        if not isinstance(lease_id, str) or not lease_id.isdecimal():
+            raise ValueError(f"a lease is what a batch has as .lease, or its lease_id, got {lease!r}")
+        return self.leases.get(int(lease_id))
 
     def _end_lease(self, row: LeaseRow, *, is_expired: bool) -> None:
         self.changes.append(LeaseEnded(row.number, is_expired))
         self.meta.tallies.expired_leases += is_expired
-        self.leases.remove(row)
+        del self.leases[row.number]
         self.free += self.references.let_go(row.fragments)
 
     def drop_worker(self, worker_uuid: str, reason: str = "silent_worker") -> None:
@@ -213,7 +221,7 @@ class ReplayState:
 
     def advance(self, now_s: float) -> None:
         """Do what time brings: end leases, give up silent workers."""
-        for row in self.leases.over(now_s):
+        for row in [row for row in self.leases.values() if row.end_s <= now_s]:
             self._end_lease(row, is_expired=True)
         while (heard := self.sequences.heard_last()) and heard[1] + self.rules.worker_timeout_s <= now_s:
             self.drop_worker(heard[0])
@@ -222,12 +230,12 @@ class ReplayState:
         """When `advance` has something to do; None: never, as it stands."""
         heard = self.sequences.heard_last()
         ends_s = [heard[1] + self.rules.worker_timeout_s] if heard else []
-        lease_end_s = self.leases.next_end_s()
-        return min(ends_s + ([] if lease_end_s is None else [lease_end_s]), default=None)
+        return min([*ends_s, *[row.end_s for row in self.leases.values()]], default=None)
 
     def restart_clock(self, now_s: float) -> None:
         """Begin all terms anew: the clock they were counted by is not that of `now_s`."""
-        self.leases.restart(now_s)
+        for row in self.leases.values():
+            row.end_s = now_s + row.term_s
         self.sequences.hear_all(now_s)
 
     def _drop_chunks(self, chunks: list[Chunk], reason: str) -> None:
@@ -251,7 +259,9 @@ class ReplayState:
 
     def snapshot(self) -> Snapshot:
         """Everything, for `restore`."""
-        return Snapshot(self.rules, self.meta, list(self.chunks), list(self.sequences), list(self.leases))
+        return Snapshot(
+            self.rules, self.meta, list(self.chunks), list(self.sequences), list(self.leases.values())
+        )
 
     def restore(self, saved: Saved, has_payload: Callable[[str], bool]) -> None:
         """Go on from `saved` in an empty state; fragments without a payload are dropped.
@@ -270,7 +280,7 @@ class ReplayState:
         rules, self.rules, self.meta = self.rules, snapshot.rules, snapshot.meta
         for row in snapshot.leases:
             self.references.hold(row.fragments)
-            self.leases.add(row, now_s=0.0)
+            self.leases[row.number] = row
             self.prepared = row.batch()
         for chunk in snapshot.chunks:
             chunk.slot = -1
@@ -294,9 +304,7 @@ class ReplayState:
             case Served(fragment_ids, lease_s):
                 self._serve([self._chunk_of[each] for each in fragment_ids], 0.0, lease_s)
             case LeaseEnded(number, is_expired):
-                row = self.leases.find(str(number))
-                assert row is not None
-                self._end_lease(row, is_expired=is_expired)
+                self._end_lease(self.leases[number], is_expired=is_expired)
             case VersionSet(session_id, model_version):
                 self.set_version(session_id, model_version)
             case WorkerDropped(worker_uuid):

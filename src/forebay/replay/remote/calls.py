@@ -363,44 +363,45 @@ class Outcomes(Generic[Value]):
     """
 
     def __init__(self) -> None:
-        self._running: dict[bytes, asyncio.Future[Value]] = {}
-        self._done: OrderedDict[bytes, tuple[Value, int]] = OrderedDict()
+        self._begun: OrderedDict[bytes, tuple[asyncio.Future[Value], int]] = OrderedDict()
+        """In the order of their beginning, which is nearly that of their end."""
         self._size = 0
 
     def knows(self, key: bytes) -> bool:
         """Whether the work of this key is done, or being done."""
-        return key in self._running or key in self._done
+        return key in self._begun
 
     async def once(self, key: bytes, work: Callable[[], Awaitable[Value]], size: int = 1) -> Value:
         """The outcome of `work`, or of that which was begun for the key before.
 
         Work that failed has done nothing, so it may be tried again.
         """
-        if key in self._done:
-            return self._done[key][0]
-        if key in self._running:
-            return await asyncio.shield(self._running[key])
-        running = self._running[key] = asyncio.get_running_loop().create_future()
+        if key in self._begun:
+            return await asyncio.shield(self._begun[key][0])
+        outcome = asyncio.get_running_loop().create_future()
+        self._begun[key] = outcome, size
         try:
             value = await work()
         except BaseException as error:
-            running.set_exception(error)
+            del self._begun[key]
+            outcome.set_exception(error)
             # Retrieved, so that asyncio does not warn of it if no other call waits.
-            running.exception()
+            outcome.exception()
             raise
-        finally:
-            del self._running[key]
-        running.set_result(value)
-        self._done[key] = value, size
+        outcome.set_result(value)
         self._size += size
-        while self._size > MAX_REMEMBERED and len(self._done) > 1:
-            _, (_, forgotten) = self._done.popitem(last=False)
-            self._size -= forgotten
+        while self._size > MAX_REMEMBERED and len(self._begun) > 1 and self._oldest.done():
+            self._size -= self._begun.popitem(last=False)[1][1]
         return value
+
+    @property
+    def _oldest(self) -> asyncio.Future[Value]:
+        return next(iter(self._begun.values()))[0]
 
     async def settled(self, *keys: bytes) -> None:
         """Wait for the end of the work of these keys, or of all, as far as it is being done."""
-        if running := [self._running[key] for key in keys or self._running if key in self._running]:
+        begun = [self._begun[key][0] for key in keys or self._begun if key in self._begun]
+        if running := [outcome for outcome in begun if not outcome.done()]:
             await asyncio.wait(running)
 
 

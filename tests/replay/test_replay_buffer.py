@@ -177,6 +177,7 @@ async def test_counts_have_every_cell(buffer):
         "math": {COMPLETED: 2, ABORTED: 0},
         "none": {COMPLETED: 0, ABORTED: 0},
     }
+    assert await buffer.count_statuses({"math": 9}, iter([COMPLETED])) == {"math": {COMPLETED: 2}}
     assert await buffer.count("none", COMPLETED) == 0
 
 

@@ -122,14 +122,15 @@ async def test_puts_of_all_clients_wait_for_room_in_memory(tmp_path, buffer, mon
     path, num_clients, most, num_refused = tmp_path / "socket", 8, 0, 0
     size = sum(pack_group(make_group("0/0", num_tokens=2_000)).size)
     limit = 10 * size
-    refuse = ClientConnection._refuse_put
+    reserve = ClientConnection._reserve
 
     def note_refusal(*arguments):
         nonlocal num_refused
-        num_refused += 1
-        refuse(*arguments)
+        has_room = reserve(*arguments)
+        num_refused += not has_room
+        return has_room
 
-    monkeypatch.setattr(ClientConnection, "_refuse_put", note_refusal)
+    monkeypatch.setattr(ClientConnection, "_reserve", note_refusal)
     async with serve(buffer, path, max_put_bytes=limit) as server, AsyncExitStack() as stack:
         store = buffer._store
 

@@ -19,7 +19,6 @@ from forebay.replay import (
     serve,
 )
 from forebay.replay.arrival import LABEL_AT_ONCE
-from forebay.replay.remote import link as client_link
 from forebay.types import Status
 
 COMPLETED, ABORTED, EXPIRED = Status.COMPLETED, Status.ABORTED, Status.EXPIRED
@@ -190,29 +189,26 @@ async def client(served, tmp_path):
         yield client
 
 
-async def test_through_a_server_in_pieces(served, client, monkeypatch):
-    monkeypatch.setattr(client_link, "PIECE_BYTES", 3000)
+async def test_through_a_server(served, client):
     groups = [make_group(str(number), steps=[number] * 50) for number in range(30)]
     await client.put_groups(groups, "math", current_train_step=31, stale_threshold=20, tags={"x": 1})
     assert [group[0].status for group in groups] == [EXPIRED] * 11 + [COMPLETED] * 19
     assert groups[12][0].seq_staleness == 18
     assert len(client) == len(served) == 30
     assert await served.storage.count({"tags.x": 1}) == 30
-    assert not next(iter(client.server._connections))._puts
+    assert not next(iter(client.server._connections))._put_bytes
     taken, _ = await client.take_batch({"math": 19})
     assert names(taken["math"]) == [str(number) for number in range(11, 30)]
     assert all(same(taken["math"][n], groups[11 + n]) for n in range(19))
 
 
-async def test_a_value_that_cannot_be_sent_takes_back_the_pieces_before_it(served, client, monkeypatch):
-    monkeypatch.setattr(client_link, "PIECE_BYTES", 1)
+async def test_of_a_put_with_a_value_that_cannot_be_sent_nothing_is_stored(served, client):
     groups = [make_group(str(number), steps=[1]) for number in range(5)]
     groups[3][0].extra_fields["x"] = object()
     with pytest.raises(ValueError, match="extra_fields"):
         await client.put_groups(groups, "math")
     assert await client.count("math", COMPLETED) == 0
-    connection = next(iter(client.server._connections))
-    assert (connection._puts, connection._put_bytes) == ({}, 0)
+    assert client.server._served.put_bytes == 0
     # The connection is as good as before.
     await client.put_groups(groups[:3], "math")
     assert (len(client), client._link._puts._used) == (3, 0)
@@ -229,21 +225,22 @@ async def test_more_than_a_call_may_have_is_refused(served, tmp_path):
         assert await client.count("math", COMPLETED) == 2
 
 
-async def test_a_connection_that_breaks_between_pieces(served, client, monkeypatch):
+async def test_a_connection_that_breaks_while_groups_come(served, client):
     """The client sends all of them again, and they are stored once."""
-    monkeypatch.setattr(client_link, "PIECE_BYTES", 1)
-    gathered = asyncio.Event()
+    came = asyncio.Event()
     connection = next(iter(client.server._connections))
-    gather = connection._hold
+    reserve = connection.reserve
 
     def note(*args):
-        gathered.set()
-        return gather(*args)
+        came.set()
+        return reserve(*args)
 
-    monkeypatch.setattr(connection, "_hold", note)
+    connection.reserve = note
+    # The server waits for this message with the rule from before.
+    await client.count("math", COMPLETED)
     groups = [make_group(str(number), steps=[1]) for number in range(8)]
     putting = asyncio.create_task(client.put_groups(groups, "math"))
-    await gathered.wait()
+    await came.wait()
     connection.channel.end()
     await putting
     assert names(await client.get(20, "math", COMPLETED)) == [str(number) for number in range(8)]
@@ -271,9 +268,8 @@ async def test_room_is_for_all_of_them(served, tmp_path):
 
 
 @pytest.mark.parametrize("others", [0, 3])
-async def test_large_puts_share_the_window(served, client, monkeypatch, others):
+async def test_large_puts_share_the_window(served, client, others):
     """A put that is larger than the window waits for the others and then goes alone."""
-    monkeypatch.setattr(client_link, "PIECE_BYTES", 1)
     window = client._link._puts
     window._size = 3000
     await asyncio.gather(

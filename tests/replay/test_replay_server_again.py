@@ -151,8 +151,8 @@ async def test_what_was_being_confirmed_when_the_connection_broke_is_taken_once(
 class Answerless(ClientConnection):
     """A server that stores what it is given and dies before it says so."""
 
-    async def _put(self, call, arguments):
-        await self._served.put(arguments, self._puts[call.number].groups)
+    async def _put(self, arguments, buffers):
+        await super()._put(arguments, buffers)
         self.channel.end()
         raise BrokenPipeError("killed by the test")
 
@@ -160,7 +160,7 @@ class Answerless(ClientConnection):
 class Deaf(ClientConnection):
     """A server that dies before it has stored anything."""
 
-    async def _put(self, call, arguments):
+    async def _put(self, arguments, buffers):
         self.channel.end()
         raise BrokenPipeError("killed by the test")
 

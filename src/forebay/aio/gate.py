@@ -55,18 +55,15 @@ class Gate:
         """Whether the first in line cannot go on."""
         return bool(self._line) and not self._line[0].ready()
 
-    async def enter(self, amount: int, *, held: int = 0) -> None:
+    async def enter(self, amount: int) -> None:
         """Wait until there is room for `amount`, and occupy it; more than the size goes in alone.
-
-        A task that is inside may ask for more (`held` is what it has), but only one at a time: two would wait
-        for each other.
 
         Raises:
             BufferClosed: the gate was closed.
         """
         # Every put and take of a buffer enters one: the usual case costs no further coroutine.
-        if self._line or self._closed is not None or not self._fits(amount, held):
-            await self.wait(lambda: self._fits(amount, held))
+        if self._line or self._closed is not None or not self._fits(amount):
+            await self.wait(lambda: self._fits(amount))
         self._used += amount
         if self._line:
             self.wake()
@@ -77,8 +74,8 @@ class Gate:
         if self._line:
             self.wake()
 
-    def _fits(self, amount: int, held: int) -> bool:
-        return self._used == held or self._used + amount <= self._size
+    def _fits(self, amount: int) -> bool:
+        return not self._used or self._used + amount <= self._size
 
     async def wait(self, ready: Callable[[], bool]) -> None:
         """Return when it is the caller's turn and `ready()`.

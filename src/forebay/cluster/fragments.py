@@ -73,8 +73,8 @@ class ReplayBufferClient(FragmentCalls):
         """Ray's handle."""
         self._limit_s = limit_s
 
-    async def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        ref = getattr(self.actor, method).remote(*arguments, **options)
+    async def _call(self, method: str, **arguments: Any) -> Any:
+        ref = getattr(self.actor, method).remote(**arguments)
         what = f"the fragment buffer's actor, called to {method}, was asked for a sign of life"
         try:
             # Some calls wait for other callers, however long: whether the actor lives is asked beside them.

@@ -18,13 +18,11 @@ time, as those of a reader that was killed.
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import os
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, get_type_hints
+from typing import Any
 
 import msgspec
 
@@ -38,6 +36,7 @@ from forebay.io.address import Address, dial, listen
 from forebay.io.channel import Channel
 from forebay.io.link import Acceptor, Link, Result, Session
 from forebay.io.messages import ERRORS, SILENCE_LIMIT_S, Call, check_limit
+from forebay.io.methods import Method, called
 
 CLIENT_LIMIT_S = 60.0
 """Without a sign of life a client is given up; twice what it allows a server."""
@@ -49,45 +48,27 @@ _ERRORS = ERRORS | {
     # A call that this side did not cancel: only the end of the server does.
     "CancelledError": BufferClosed,
 }
-_Given = ParamSpec("_Given")
-_Answer = TypeVar("_Answer")
-
-
-def _called(
-    method: Callable[Concatenate[ReplayBufferActor, _Given], Coroutine[Any, Any, _Answer]],
-) -> Callable[Concatenate[FragmentCalls, _Given], Coroutine[Any, Any, _Answer]]:
-    """The method of a client that calls `method` there: with its arguments, its defaults and its result."""
-    signature = inspect.signature(method)
-
-    @functools.wraps(method)
-    async def call(self: FragmentCalls, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Answer:
-        bound = signature.bind(self, *args, **kwargs)
-        bound.apply_defaults()
-        answer: _Answer = await self._call(method.__name__, *bound.args[1:], **bound.kwargs)
-        return answer
-
-    return call
 
 
 class FragmentCalls(ABC):
     """The methods of `ReplayBufferActor`, each one call; a client says how it is made."""
 
     @abstractmethod
-    async def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+    async def _call(self, method: str, **arguments: Any) -> Any:
         """The result of the method there, or its error."""
 
-    add_fragment = _called(ReplayBufferActor.add_fragment)
-    add_fragments = _called(ReplayBufferActor.add_fragments)
-    wait_for_room = _called(ReplayBufferActor.wait_for_room)
-    remove_worker = _called(ReplayBufferActor.remove_worker)
-    fetch_fragments = _called(ReplayBufferActor.fetch_fragments)
-    prepared_fragments = _called(ReplayBufferActor.prepared_fragments)
-    release = _called(ReplayBufferActor.release)
-    renew = _called(ReplayBufferActor.renew)
-    update_model_version = _called(ReplayBufferActor.update_model_version)
-    get_database_config = _called(ReplayBufferActor.get_database_config)
-    metrics = _called(ReplayBufferActor.metrics)
-    save = _called(ReplayBufferActor.save)
+    add_fragment = called(ReplayBufferActor.add_fragment)
+    add_fragments = called(ReplayBufferActor.add_fragments)
+    wait_for_room = called(ReplayBufferActor.wait_for_room)
+    remove_worker = called(ReplayBufferActor.remove_worker)
+    fetch_fragments = called(ReplayBufferActor.fetch_fragments)
+    prepared_fragments = called(ReplayBufferActor.prepared_fragments)
+    release = called(ReplayBufferActor.release)
+    renew = called(ReplayBufferActor.renew)
+    update_model_version = called(ReplayBufferActor.update_model_version)
+    get_database_config = called(ReplayBufferActor.get_database_config)
+    metrics = called(ReplayBufferActor.metrics)
+    save = called(ReplayBufferActor.save)
 
 
 class RemoteFragmentBuffer(FragmentCalls):
@@ -149,18 +130,15 @@ class RemoteFragmentBuffer(FragmentCalls):
         await self._call("close")
         await self.disconnect()
 
-    async def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+    async def _call(self, method: str, **arguments: Any) -> Any:
         def give_back(value: msgspec.Raw) -> None:
             # The fetch was answered in the moment in which it was cancelled.
-            _, lease, _ = METHODS["fetch_fragments"].result.decode(value)
-            self._link.tell("release", (lease,))
+            _, lease, _ = msgspec.msgpack.decode(value, type=_BATCH)
+            self._link.tell("release", {"lease": lease})
 
         late = give_back if method == "fetch_fragments" else None
-        # By position in the message: in the order of the signature.
-        value, _ = await self._link.call(method, (*arguments, *options.values()), late=late)
-        if method not in METHODS:
-            return value
-        result = METHODS[method].result.decode(value)
+        value, _ = await self._link.call(method, arguments, late=late)
+        result = msgspec.msgpack.decode(value, type=METHODS[method].result)
         return FragmentBatch(*result) if isinstance(result, tuple) else result
 
 
@@ -211,30 +189,21 @@ class _Session(Session):
         method = METHODS.get(call.method)
         if method is None:
             raise ValueError(f"a fragment buffer has no method {call.method!r} for other processes")
-        arguments = zip(method.names, method.arguments.decode(call.arguments), strict=True)
-        result = await getattr(self._buffer, call.method)(**dict(arguments))
+        arguments = msgspec.msgpack.decode(call.arguments, type=method.arguments)
+        result = await getattr(self._buffer, call.method)(**msgspec.structs.asdict(arguments))
         if isinstance(result, FragmentBatch):
             return (result, result.lease, result.staleness), ()
         return result, ()
 
 
-class Method(NamedTuple):
-    """How the arguments and the result of a method are sent."""
-
-    names: list[str]
-    arguments: msgspec.msgpack.Decoder[tuple[Any, ...]]
-    result: msgspec.msgpack.Decoder[Any]
-
-    @staticmethod
-    def of(name: str) -> Method:
-        """That of `ReplayBufferActor`, by its types."""
-        hints = get_type_hints(getattr(ReplayBufferActor, name))
-        result = hints.pop("return")
-        if result is FragmentBatch:
-            result = tuple[list[tuple[FragmentIndex, str]], Lease | None, list[int]]
-        kinds: Any = tuple.__class_getitem__(tuple(hints.values()))
-        return Method(list(hints), msgspec.msgpack.Decoder(kinds), msgspec.msgpack.Decoder(result))
+_BATCH = tuple[list[tuple[FragmentIndex, str]], Lease | None, list[int]]
+"""A `FragmentBatch` as it is sent."""
 
 
-METHODS = {name: Method.of(name) for name in (*vars(FragmentCalls), "close") if not name.startswith("_")}
+def _sent(name: str) -> Method:
+    method = Method.of(getattr(ReplayBufferActor, name))
+    return method._replace(result=_BATCH) if method.result is FragmentBatch else method
+
+
+METHODS = {name: _sent(name) for name in (*vars(FragmentCalls), "close") if not name.startswith("_")}
 """Of the buffer, that other processes may call."""

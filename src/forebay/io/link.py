@@ -93,22 +93,27 @@ class Link:
         arguments: Any = None,
         buffers: Sequence[Buffer] = (),
         *,
+        sizes: list[int] | None = None,
         late: Callable[[Any], None] | None = None,
     ) -> tuple[Any, list[Any]]:
         """The answer and its buffers; `late` gets the answer to a call that was cancelled too late.
+
+        With `sizes` the other side gets all bytes of `buffers` as buffers of these sizes.
 
         Raises:
             ValueError, ...: what the method raised; or the arguments cannot be sent.
             Exception: of the kind that `loss` makes, if the link is lost before the answer comes.
         """
-        pending = self.begin(late)
+        if self.lost is not None:
+            raise self.loss()
+        number = next(self._numbers)
+        message = Call(number, method, encode_value(arguments), sizes or sizes_of(buffers))
+        pending = self._pending[number] = Pending(number, self.channel.post(message, buffers), late)
         try:
-            message = Call(pending.number, method, encode_value(arguments), sizes_of(buffers))
-            pending.posted = self.channel.post(message, buffers)
-        except ValueError:
-            del self._pending[pending.number]
+            return await pending.future, pending.buffers
+        except asyncio.CancelledError:
+            await self._withdraw(pending)
             raise
-        return await self.result(pending)
 
     @property
     def is_answering(self) -> bool:
@@ -119,28 +124,13 @@ class Link:
         """Make a call whose answer is thrown away; a future for its end, or None if the link is lost."""
         if self.lost is not None:
             return None
-        pending = self.begin()
+        number = next(self._numbers)
+        posted = self.channel.post(Call(number, method, encode_value(arguments)))
+        pending = self._pending[number] = Pending(number, posted)
         pending.is_withdrawn = True
-        self.channel.post(Call(pending.number, method, encode_value(arguments)))
         return pending.future
 
-    def begin(self, late: Callable[[Any], None] | None = None) -> Pending:
-        """A number for a call, which is then sent; `result` waits for its answer."""
-        if self.lost is not None:
-            raise self.loss()
-        number = next(self._numbers)
-        pending = self._pending[number] = Pending(number, late)
-        return pending
-
-    async def result(self, pending: Pending) -> tuple[Any, list[Any]]:
-        """Wait for the answer, which may be cancelled."""
-        try:
-            return await pending.future, pending.buffers
-        except asyncio.CancelledError:
-            await self.withdraw(pending)
-            raise
-
-    async def withdraw(self, pending: Pending) -> None:
+    async def _withdraw(self, pending: Pending) -> None:
         """The caller does not want the answer: undo the call, and wait a little for that."""
         pending.is_withdrawn = True
         if pending.future.done() and not pending.future.cancelled():
@@ -150,11 +140,10 @@ class Link:
                 pending.late(pending.future.result())
         if pending.is_answered or self.lost is not None:
             return
-        self.channel.post(Cancel(pending.number))
-        if pending.posted is None or self.channel.recall(pending.posted):
-            # The other side knows of its parts at most, which it forgets in silence.
+        if self.channel.recall(pending.posted):
             del self._pending[pending.number]
             return
+        self.channel.post(Cancel(pending.number))
         # The answer says that the call is undone, and it comes soon unless the other side hangs.
         pending.future = asyncio.get_running_loop().create_future()
         await asyncio.wait([pending.future], timeout=UNDO_S)
@@ -256,14 +245,13 @@ class Pending:
 
     __slots__ = ("buffers", "future", "is_answered", "is_withdrawn", "late", "number", "posted")
 
-    def __init__(self, number: int, late: Callable[[Any], None] | None) -> None:
-        self.number, self.late = number, late
+    def __init__(self, number: int, posted: Posted, late: Callable[[Any], None] | None = None) -> None:
+        self.number, self.posted, self.late = number, posted, late
         self.is_withdrawn = False
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.is_answered = False
         self.buffers: list[Any] = []
         """Of its parts and its answer, as far as they have come."""
-        self.posted: Posted | None = None
 
 
 Result = tuple[Any, Sequence[Buffer]]

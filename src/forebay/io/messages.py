@@ -3,7 +3,7 @@
 ::
 
     caller                                              answerer
-      Part 3, Part 3, Call 3 (method, arguments) ------->          any number of calls at a time
+      Call 3 (method, arguments) ----------------------->          any number of calls at a time
       Call 4, Cancel 3 --------------------------------->
       <------------- Part 4, Part 4, Answer 4 | Failure 4          in any order, by number
       Note --------------> <-------------------- Note              outside all calls
@@ -14,8 +14,8 @@ Each end says `Alive` every `limit_s` / 4. A closed socket says by itself that t
 process that is stopped (SIGSTOP), that hangs, or whose machine or network fell silent says nothing, and a
 call to it would wait forever.
 
-A message with `sizes` is followed by as many raw buffers. A `Part` brings buffers that belong to a call, or
-to an answer, ahead of it. A message that does not fit its type ends the connection.
+A message with `sizes` is followed by as many raw buffers. A `Part` brings buffers that belong to an answer,
+ahead of it. A message that does not fit its type ends the connection.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Cancel(Message, tag="cancel"):
 
 
 class Part(Message, tag="part"):
-    """Some of the buffers of a call, or of an answer, that follows."""
+    """Some of the buffers of an answer that follows."""
 
     number: int
     sizes: list[Size]

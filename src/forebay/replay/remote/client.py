@@ -29,12 +29,13 @@ import msgspec
 
 from forebay.io.address import Address
 from forebay.io.messages import SILENCE_LIMIT_S, UNDO_S, Note, check_limit, encode_value
+from forebay.io.methods import called
 from forebay.replay.arrival import Arrival, PutKeywords
-from forebay.replay.buffer import Group
+from forebay.replay.buffer import Group, ReplayBuffer
 from forebay.replay.remote import messages
 from forebay.replay.remote.link import BufferLink
 from forebay.replay.remote.messages import ConnectionLost
-from forebay.replay.stores.contract import StorageItem, TagValue, check_priority, check_tags
+from forebay.replay.stores.contract import StorageItem, TagValue, check_tags
 from forebay.types import RolloutState, Status, expire_group
 
 Locate = Callable[[], Awaitable[tuple[Address, str | None]]]
@@ -180,25 +181,14 @@ class RemoteReplayBuffer:
         arguments = messages.TakeArguments(b"", sizes, group_status, None, checked)
         return (await self._take(arguments))[task_name]
 
-    async def count(
-        self, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
-    ) -> int:
-        checked = None if tags is None else check_tags(tags)
-        return int(await self._call("count", task_name=task_name, group_status=group_status, tags=checked))
-
-    async def count_statuses(
-        self, task_names: Iterable[str], statuses: Iterable[Status]
-    ) -> dict[str, dict[Status, int]]:
-        cells = await self._call("count_statuses", task_names=list(task_names), statuses=list(statuses))
-        return {
-            task: {Status(name): int(number) for name, number in of.items()} for task, of in cells.items()
-        }
-
-    async def is_ready(
-        self, task_batch_sizes: Mapping[str, int], group_status: Status = Status.COMPLETED
-    ) -> bool:
-        counts = await self.count_statuses(task_batch_sizes, [group_status])
-        return all(counts[task][group_status] >= size for task, size in task_batch_sizes.items() if size > 0)
+    count = called(ReplayBuffer.count)
+    count_statuses = called(ReplayBuffer.count_statuses)
+    is_ready = called(ReplayBuffer.is_ready)
+    commit = called(ReplayBuffer.commit)
+    restore = called(ReplayBuffer.restore)
+    refresh_staleness = called(ReplayBuffer.refresh_staleness)
+    """Of a connection that broke: what had expired before is not counted."""
+    update_priorities = called(ReplayBuffer.update_priorities)
 
     async def take_batch(
         self,
@@ -211,34 +201,6 @@ class RemoteReplayBuffer:
         arguments = messages.TakeArguments(b"", dict(task_batch_sizes), group_status, train_step)
         taken = await self._take(arguments)
         return taken, {task: len(groups) for task, groups in taken.items()}
-
-    async def commit(self, train_step: int) -> None:
-        await self._call("commit", train_step=train_step)
-
-    async def restore(self, train_step: int) -> None:
-        await self._call("restore", train_step=train_step)
-
-    async def refresh_staleness(
-        self,
-        task_stale_thresholds: Mapping[str, int],
-        current_train_step: int,
-        statuses: Iterable[Status] | None = None,
-    ) -> dict[str, int]:
-        """Expire old groups; those that expired before the connection broke are not counted."""
-        return dict(
-            await self._call(
-                "refresh_staleness",
-                task_stale_thresholds=dict(task_stale_thresholds),
-                current_train_step=current_train_step,
-                statuses=None if statuses is None else list(statuses),
-            )
-        )
-
-    async def update_priorities(
-        self, priorities: Mapping[Any, float], *, by: str = "uid", task_name: str | None = None
-    ) -> int:
-        checked = {value: check_priority(priority) for value, priority in priorities.items()}
-        return int(await self._call("update_priorities", priorities=checked, by=by, task_name=task_name))
 
     async def save(self, path: str | Path) -> None:
         """Write a snapshot; the server writes, on its machine."""
@@ -263,7 +225,11 @@ class RemoteReplayBuffer:
 
     async def _call(self, method: str, **arguments: Any) -> Any:
         """The result of a method that does the same when done twice."""
-        return (await self._repeat(method, arguments))[0]
+        # Any iterable will do: of a mapping its keys are meant.
+        for name in {"task_names", "statuses"} & arguments.keys():
+            arguments[name] = None if arguments[name] is None else list(arguments[name])
+        result, _ = await self._repeat(method, arguments)
+        return msgspec.convert(result, messages.METHODS[method].result)
 
     async def _repeat(
         self,

@@ -3,7 +3,6 @@
 ::
 
     accepted -> greeting -> proof -> reading --Call--> a task each --> Part ..., Answer | Failure
-                              |         |-- Part ----> checked, and kept for its call
                               |         |-- Cancel --> that task is cancelled, if it can be undone
                               |         |-- Note ----> the take of this key has arrived
                               v         v
@@ -24,7 +23,6 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -32,15 +30,16 @@ import msgspec
 from forebay.aio.tasks import finish
 from forebay.aio.time_limits import timeout
 from forebay.io.address import is_proof
-from forebay.io.channel import STALL_S, Channel
+from forebay.io.channel import STALL_S, Buffer, Channel
 from forebay.io.link import Result, Session
 from forebay.io.messages import Call, FrameError, Goodbye, Message, Note, Part, encode_value
 from forebay.replay.format.encode import PackedGroup
-from forebay.replay.format.packed import HeldGroup, hold_packed
+from forebay.replay.format.packed import hold_packed
 from forebay.replay.remote import messages
 from forebay.replay.remote.calls import Served
 from forebay.replay.remote.handover import Handover
 from forebay.replay.remote.messages import ServerClosed, ServerFull
+from forebay.replay.stores.slices import map_in_turns
 
 HELLO_S = 10.0
 """For a client's first words; any client needs milliseconds."""
@@ -64,8 +63,9 @@ class ClientConnection(Session):
         """Of the calls, those that the server ends when it closes."""
         self._handovers: dict[bytes, tuple[Handover, asyncio.TimerHandle]] = {}
         self._output = asyncio.Lock()
-        self._puts: dict[int, _Put] = {}
-        self._put_bytes = 0
+        self._put_bytes: dict[int, int] = {}
+        """Of the put that is call so and so, as its bytes come, until it is answered."""
+        self._num_put_bytes = 0
         self._evictions_sent = -1
         self._is_closing = False
         self._settled = asyncio.Event()
@@ -75,7 +75,7 @@ class ClientConnection(Session):
         try:
             await super().run()
         finally:
-            for number in self._puts.keys() - self.calls.keys():
+            for number in self._put_bytes.keys() - self.calls.keys():
                 self._forget(number)
             for key in list(self._handovers):
                 await self._served.release(key, self._settle(key), unless_kept=True)
@@ -130,33 +130,15 @@ class ClientConnection(Session):
 
     def dispatch(self, message: Message, buffers: list[Any] | None) -> None:
         """Do what a message asks for; FrameError if it may not come now."""
-        if isinstance(message, Part | Call) and message.number in self.calls:
-            # Before its groups are kept: those of the call that goes by this number may just be stored.
-            raise FrameError(f"there is a call {message.number} already")
         if isinstance(message, Note):
             value = messages.read_note(message)
             if not isinstance(value, messages.Key):
                 raise FrameError("there is one hello only")
             self._settle(value.key)
-        elif isinstance(message, Part):
-            if not message.sizes:
-                raise FrameError("a part has no groups")
-            self._hold(message.number, buffers)
         else:
-            if isinstance(message, Call):
-                if len(self.calls) >= SLACK * (messages.MAX_CALLS + messages.MAX_PUTS):
-                    raise FrameError(f"{len(self.calls)} calls wait for their answers already")
-                if message.method == "put_groups":
-                    self._hold(message.number, buffers)
-                elif message.number in self._puts:
-                    raise FrameError(f"{message.method} brings no groups")
+            if len(self.calls) >= SLACK * (messages.MAX_CALLS + messages.MAX_PUTS):
+                raise FrameError(f"{len(self.calls)} calls wait for their answers already")
             super().dispatch(message, buffers)
-
-    def cancel(self, number: int) -> None:
-        """Cancel a call if it can be undone; of a call that has not come, forget the groups."""
-        super().cancel(number)
-        if number not in self.calls:
-            self._forget(number)
 
     def may_end(self, number: int) -> bool:
         """Whether the call can still be undone."""
@@ -175,48 +157,26 @@ class ClientConnection(Session):
 
         One client alone may have as much as the limits of a connection allow it.
         """
-        if not isinstance(message, Part | Call):
-            raise FrameError(f"a {type(message).__name__} brings no groups")
-        put, served = self._put_of(message.number), self._served
-        is_alone = served.put_bytes == self._put_bytes
-        if not put.is_refused and (is_alone or served.put_bytes + num_bytes <= served.limits.max_put_bytes):
-            self._count(put, num_bytes)
-            return True
-        self._refuse_put(put)
-        return False
-
-    def _put_of(self, number: int) -> _Put:
-        if number not in self._puts and len(self._puts) > SLACK * messages.MAX_PUTS:
-            raise FrameError(f"{len(self._puts)} puts have begun and were not answered already")
-        return self._puts.setdefault(number, _Put())
-
-    def _refuse_put(self, put: _Put) -> None:
-        """Forget what has come of the put; the rest of it is forgotten as it comes."""
-        self._count(put, -put.num_bytes)
-        put.groups, put.is_refused = [], True
-
-    def _hold(self, number: int, buffers: list[Any] | None) -> None:
-        """Check groups, and keep them until they are stored."""
-        put = self._put_of(number)
-        others = self._put_bytes - put.num_bytes
-        if put.num_bytes > self.channel.max_frame_bytes:
-            raise FrameError(f"a put has at most {self.channel.max_frame_bytes} bytes")
-        if others and self._put_bytes > SLACK * messages.PUT_WINDOW_BYTES:
+        if not isinstance(message, Call) or message.method != "put_groups":
+            raise FrameError(f"{getattr(message, 'method', type(message).__name__)} brings no groups")
+        served, number = self._served, message.number
+        before = self._put_bytes.get(number, 0)
+        others = self._num_put_bytes - before
+        if others and self._num_put_bytes + num_bytes > SLACK * messages.PUT_WINDOW_BYTES:
             raise FrameError(f"puts of {others} bytes wait for their answers already")
-        if buffers is not None:
-            try:
-                put.groups += [hold_packed(*pair) for pair in zip(buffers[::2], buffers[1::2], strict=True)]
-            except ValueError as error:
-                raise FrameError(str(error)) from None
+        is_alone = served.put_bytes == self._num_put_bytes
+        if not is_alone and served.put_bytes + num_bytes > served.limits.max_put_bytes:
+            self._forget(number)
+            return False
+        self._put_bytes[number] = before + num_bytes
+        self._num_put_bytes += num_bytes
+        served.put_bytes += num_bytes
+        return True
 
     def _forget(self, number: int) -> None:
-        if (put := self._puts.pop(number, None)) is not None:
-            self._count(put, -put.num_bytes)
-
-    def _count(self, put: _Put, num_bytes: int) -> None:
-        put.num_bytes += num_bytes
-        self._put_bytes += num_bytes
-        self._served.put_bytes += num_bytes
+        num_bytes = self._put_bytes.pop(number, 0)
+        self._num_put_bytes -= num_bytes
+        self._served.put_bytes -= num_bytes
 
     # Calls
 
@@ -234,7 +194,7 @@ class ClientConnection(Session):
         try:
             match call.method:
                 case "put_groups":
-                    value = await self._put(call, arguments)
+                    value = await self._put(arguments, buffers)
                 case "take_batch":
                     value = await self._hand_over(call, arguments)
                 case "keep":
@@ -252,18 +212,22 @@ class ClientConnection(Session):
             raise
         return self._reply(value), ()
 
-    async def _put(self, call: Call, arguments: messages.PutArguments) -> Any:
-        put = self._puts[call.number]
-        if put.is_refused:
+    async def _put(self, arguments: messages.PutArguments, buffers: list[Any] | None) -> Any:
+        if buffers is None:
             raise ServerFull(
                 f"puts of {self._served.put_bytes} bytes wait to be stored, and the server takes "
                 f"{self._served.limits.max_put_bytes} (max_put_bytes of serve)"
             )
-        if not put.groups:
-            raise FrameError(f"{call.method} does not bring 0 groups")
+        if not buffers:
+            raise FrameError("put_groups does not bring 0 groups")
         with self._waits():
-            result = await self._served.admit(arguments, put.groups)
-        return await self._served.put(arguments, put.groups) if result is None else result
+            try:
+                pairs = [*zip(buffers[::2], buffers[1::2], strict=True)]
+                groups = await map_in_turns(lambda pair: hold_packed(*pair), pairs, CHECKED_AT_ONCE)
+            except ValueError as error:
+                raise FrameError(str(error)) from None
+            result = await self._served.admit(arguments, groups)
+        return await self._served.put(arguments, groups) if result is None else result
 
     async def _hand_over(self, call: Call, arguments: messages.TakeArguments) -> dict[str, int]:
         """Take and send, when all groups of earlier calls are sent; the number of groups by task."""
@@ -286,8 +250,16 @@ class ClientConnection(Session):
             self._output.release()
 
     async def _send_groups(self, number: int, groups: list[PackedGroup]) -> None:
-        for sizes, buffers, _ in messages.parts_of(groups, len(groups), PART_BYTES):
-            await self.channel.send(Part(number, sizes), buffers)
+        sizes: list[int] = []
+        buffers: list[Buffer] = []
+        num_bytes = 0
+        for place, group in enumerate(groups, start=1):
+            sizes += group.size
+            buffers += (group.head, *group.buffers)
+            num_bytes += sum(group.size)
+            if num_bytes >= PART_BYTES or place == len(groups):
+                await self.channel.send(Part(number, sizes), buffers)
+                sizes, buffers, num_bytes = [], [], 0
 
     async def _keep(self, key: bytes) -> None:
         handover, timer = self._handovers.get(key, (None, None))
@@ -322,6 +294,9 @@ class ClientConnection(Session):
             self._waiting.discard(task)
 
 
+CHECKED_AT_ONCE = 64
+"""Groups of a put checked between two turns of the event loop; it takes a few milliseconds."""
+
 PART_BYTES = 1 << 20
 """Groups that go in one message; small answers of other calls come between two."""
 
@@ -332,14 +307,3 @@ LASTING = ("put_groups", "keep", "release")
 """Methods that come to their end once they have begun."""
 
 NOT_HAPPENED = "the server is closing; the call has not happened"
-
-
-@dataclass(slots=True)
-class _Put:
-    """The groups of a put that have come, ahead of its call or with it."""
-
-    groups: list[HeldGroup] = field(default_factory=list)
-    num_bytes: int = 0
-    """Counted as they come, until the put is answered."""
-    is_refused: bool = False
-    """Whether there was no room for some of it: its call is answered so when it comes."""

@@ -2,8 +2,8 @@
 
 ::
 
-    put --packed, piece by piece--> Part, Part, Call --> server      while it takes in one, the next is packed
-    ask --------------------------> Call ------------> server
+    put --labeled, packed--> Call and its groups --> server
+    ask -------------------> Call -----------------> server
     groups <--unpacked as they come-- Part, Part, Answer <--'
 
 Calls that wait for answers are bounded: puts by their bytes, others by their number. Further calls wait here,
@@ -23,17 +23,17 @@ from forebay.aio.time_limits import timeout
 from forebay.io.address import Address, dial, prove
 from forebay.io.channel import Channel
 from forebay.io.link import Link
-from forebay.io.messages import SILENCE_LIMIT_S, Answer, Call, FrameError, Goodbye, Note, Part, encode_value
+from forebay.io.messages import SILENCE_LIMIT_S, Answer, FrameError, Goodbye, Note, encode_value
 from forebay.replay.arrival import label_group
-from forebay.replay.format.encode import pack_group
+from forebay.replay.format.encode import PackedGroup, pack_group
 from forebay.replay.format.packed import unpack_group
 from forebay.replay.remote import messages
 from forebay.replay.remote.messages import ConnectionLost, Greeting, Hello, Reply
+from forebay.replay.stores.slices import map_in_turns
 from forebay.types import ROLLOUT_FIELDS, RolloutState
 
-PIECE_BYTES = 512 << 10
-"""Groups that go in one message while more are packed. With less, both sides wake each other more often,
-which costs more than it saves where no core is free; with more, the server is idle at first where one is."""
+PACK_AT_ONCE = 8
+"""Groups labeled and packed between two turns of the event loop; it takes one or two milliseconds."""
 
 Kind = TypeVar("Kind", Greeting, Reply)
 
@@ -117,45 +117,34 @@ class BufferLink(Link):
             self._calls.leave(1)
 
     async def put(self, arguments: messages.PutArguments, groups: Sequence[Sequence[RolloutState]]) -> Any:
-        """Put groups, labeled and packed while the server has the earlier ones; the result.
+        """Put groups, which are labeled and packed here; the result.
 
         Raises:
             ConnectionLost: the connection broke before the answer came.
             ValueError, RuntimeError, ...: an error of the method, or of packing; or the groups are too large.
         """
-        packed = (pack_group(label_group(group, arguments.arrival.model_step)) for group in groups)
-        limit = self.channel.max_frame_bytes
-        held = num_bytes = 0
+
+        def pack(group: Sequence[RolloutState]) -> PackedGroup:
+            return pack_group(label_group(group, arguments.arrival.model_step))
+
+        # One put at a time: groups that are packed and wait for room are those of one.
+        async with self._put_turn:
+            packed = await map_in_turns(pack, groups, PACK_AT_ONCE)
+            sizes = [num_bytes for group in packed for num_bytes in group.size]
+            limit, num_bytes = self.channel.max_frame_bytes, sum(sizes)
+            if num_bytes > limit:
+                raise ValueError(
+                    f"the groups have {num_bytes} bytes, and the server takes at most {limit} in one call; "
+                    f"put fewer at once, or serve the buffer with larger max_frame_bytes"
+                )
+            # A window full of the smallest puts has as many as a client may have under way.
+            amount = max(num_bytes, messages.PUT_WINDOW_BYTES // messages.MAX_PUTS)
+            await self._puts.enter(amount)
         try:
-            # One at a time: the next part may have to wait for room.
-            async with self._put_turn:
-                pending = self.begin()
-                try:
-                    for sizes, buffers, is_last in messages.parts_of(packed, len(groups), PIECE_BYTES):
-                        num_bytes += sum(sizes)
-                        if num_bytes > limit:
-                            raise ValueError(
-                                f"the groups have {num_bytes} bytes or more, and the server takes at most "
-                                f"{limit} in one call; put fewer at once, or serve the buffer with larger "
-                                f"max_frame_bytes"
-                            )
-                        # A window full of the smallest puts has as many as a client may have under way.
-                        amount = max(num_bytes, messages.PUT_WINDOW_BYTES // messages.MAX_PUTS) - held
-                        await self._puts.enter(amount, held=held)
-                        held += amount
-                        if is_last or self.lost is not None:
-                            break
-                        self.channel.post(Part(pending.number, sizes), buffers)
-                        # So that it is on its way while the next one is packed.
-                        await asyncio.sleep(0)
-                    call = Call(pending.number, "put_groups", encode_value(arguments), sizes)
-                    pending.posted = self.channel.post(call, buffers)
-                except BaseException:
-                    await self.withdraw(pending)
-                    raise
-            return (await self.result(pending))[0]
+            buffers = [buffer for group in packed for buffer in (group.head, *group.buffers)]
+            return (await self.call("put_groups", arguments, buffers, sizes=sizes))[0]
         finally:
-            self._puts.leave(held)
+            self._puts.leave(amount)
 
     def read(self, answer: Answer) -> Any:
         """The result in an answer; how the buffer stands is noted."""

@@ -6,7 +6,7 @@
       Note Greeting (what I am, a nonce) ------------->
       <------------------------------- Note Hello (proof of the token)
       Note Reply (welcome) --------------------------->
-      <------------------------------- Part 3, Part 3, Call 3        a put of many groups
+      <------------------------------- Call 3                        a put, with its groups
       Part 2, Part 2, Answer 2 (Reply) --------------->              groups come in parts
       <------------------------------- Note Key                      the take of this key has arrived
 
@@ -17,23 +17,21 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, get_type_hints
+from typing import Any
 
 import msgspec
 
 from forebay.aio.changed import BufferClosed
-from forebay.io.channel import Buffer
 from forebay.io.messages import ERRORS as PLAIN_ERRORS
 from forebay.io.messages import SILENCE_LIMIT_S, FrameError, Note
+from forebay.io.methods import Method
 from forebay.replay.arrival import Arrival
 from forebay.replay.buffer import ReplayBuffer
-from forebay.replay.format.encode import PackedGroup
 from forebay.replay.stores.contract import StorageItem, TagValue
 from forebay.replay.stores.errors import OwnerLost, StoreBusy
 from forebay.types import ROLLOUT_FIELDS, RolloutState, Status
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 MAX_FRAME_BYTES = 256 << 20
 """Of the groups of one call: 16 rollouts of 128k tokens take 40 MB as raw arrays, and images need room."""
@@ -164,14 +162,24 @@ class TakeArguments(msgspec.Struct, forbid_unknown_fields=True):
     tags: dict[str, TagValue] | None = None
 
 
-def _arguments_of(method: str, **other: Any) -> Any:
-    """The arguments of a method of `ReplayBuffer`, of its types or of these."""
-    kinds = get_type_hints(getattr(ReplayBuffer, method)) | other
-    del kinds["return"]
-    return msgspec.defstruct(method, [*kinds.items()], forbid_unknown_fields=True)
-
-
-_AS_THEY_ARE = ("count", "commit", "restore", "update_priorities", "wait_for_change")
+METHODS = {
+    method.__name__: Method.of(method, **other)
+    for method, other in (
+        (ReplayBuffer.count, {}),
+        (ReplayBuffer.is_ready, {}),
+        (ReplayBuffer.commit, {}),
+        (ReplayBuffer.restore, {}),
+        (ReplayBuffer.update_priorities, {}),
+        (ReplayBuffer.wait_for_change, {}),
+        # Of an `Iterable` msgspec takes any items.
+        (ReplayBuffer.count_statuses, {"task_names": list[str], "statuses": list[Status]}),
+        (ReplayBuffer.refresh_staleness, {"statuses": list[Status] | None}),
+        # On the server's machine.
+        (ReplayBuffer.save, {"path": str}),
+        (ReplayBuffer.resume, {"path": str}),
+    )
+}
+"""Of the buffer, called as they are."""
 _Settled = msgspec.defstruct("Settled", [("key", bytes)], forbid_unknown_fields=True)
 
 ARGUMENTS: dict[str, Any] = {
@@ -180,34 +188,9 @@ ARGUMENTS: dict[str, Any] = {
     # These settle an earlier take.
     "keep": _Settled,
     "release": _Settled,
-    **{method: _arguments_of(method) for method in _AS_THEY_ARE},
-    # Of an `Iterable` msgspec takes any items.
-    "count_statuses": _arguments_of("count_statuses", task_names=list[str], statuses=list[Status]),
-    "refresh_staleness": _arguments_of("refresh_staleness", statuses=list[Status] | None),
-    # On the server's machine.
-    **{method: _arguments_of(method, path=str) for method in ("save", "resume")},
+    **{name: method.arguments for name, method in METHODS.items()},
 }
 """By method: what a client may call, and the types of its arguments."""
-
-
-def parts_of(
-    groups: Iterable[PackedGroup], number: int, max_bytes: int
-) -> Iterator[tuple[list[int], list[Buffer], bool]]:
-    """Sizes and buffers of the messages that bring `number` groups, and which is the last one.
-
-    A message is full when it has `max_bytes`; groups are asked for as they are needed.
-    """
-    sizes: list[int] = []
-    buffers: list[Buffer] = []
-    num_bytes = 0
-    for place, group in enumerate(groups, start=1):
-        size = group.size
-        sizes += size
-        buffers += (group.head, *group.buffers)
-        num_bytes += sum(size)
-        if num_bytes >= max_bytes or place == number:
-            yield sizes, buffers, place == number
-            sizes, buffers, num_bytes = [], [], 0
 
 
 def read_note(note: Note) -> Greeting | Hello | Key | Reply:

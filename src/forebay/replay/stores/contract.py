@@ -429,32 +429,6 @@ def check_row(row: StorageItem) -> None:
         check_priority(row.priority)
 
 
-def check_state(state: Mapping[str, Any]) -> list[StorageItem]:
-    """The rows of a store's state, in arrival order.
-
-    Raises:
-        ValueError: another version, ids that are doubled or not below the counters, a consumed row that
-            could not be brought back, or one that `check_row` refuses.
-    """
-    if state.get("version") != STATE_VERSION:
-        raise ValueError(f"a store's state has version {STATE_VERSION}, got {state.get('version')!r}")
-    rows: list[StorageItem] = sorted(state["items"], key=lambda row: row.timestamp_id)
-    for name in ("uid", "timestamp_id"):
-        ids = {getattr(row, name) for row in rows}
-        limit = state[f"next_{name}"]
-        if len(ids) != len(rows) or any(not 0 <= id_ < limit for id_ in ids):
-            raise ValueError(f"the state holds a {name} twice, or one that is not in 0..{limit - 1}")
-    for row in rows:
-        check_row(row)
-        if (
-            row.is_archived
-            and row.train_step is not None
-            and plain_value(row.status_before) in (None, ARCHIVED)
-        ):
-            raise ValueError(f"the state does not say what the consumed row {row.uid} was before")
-    return rows
-
-
 def _check_text(name: str, text: Any) -> None:
     if not isinstance(text, str) or not _is_storable(text):
         raise ValueError(

@@ -24,11 +24,11 @@ from forebay.replay.stores.contract import (
     StorageItem,
     archive_row,
     check_row,
-    check_state,
     copy_row,
     parse_order,
     staleness_at,
 )
+from forebay.replay.stores.state import check_state
 
 
 class RowBook:

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from forebay.replay.query import QueryLike, matches, parse_query
-from forebay.replay.stores.contract import STATE_VERSION, Codec, StorageBackend, StorageItem, check_state
+from forebay.replay.stores.contract import STATE_VERSION, Codec, StorageBackend, StorageItem
 from forebay.replay.stores.sql import ranking, writes
 from forebay.replay.stores.sql.connections import Transactions, is_in_memory, open_engine
 from forebay.replay.stores.sql.rows import (
@@ -62,6 +62,7 @@ from forebay.replay.stores.sql.schema import (
     tasks,
 )
 from forebay.replay.stores.sql.worker import Worker
+from forebay.replay.stores.state import check_state
 
 Result = TypeVar("Result")
 

@@ -268,11 +268,9 @@ class Asked(ProcessEngine):
     def __init__(self, session: HostSession) -> None:
         self._closed, self._session = False, session
 
-    async def _ask(self, method: str, argument: Any = None, buffers: Any = ()) -> Any:
+    async def _ask(self, method: str, argument: Any = None) -> Any:
         argument = msgspec.msgpack.decode(msgspec.msgpack.encode(argument))
-        ended, arrays = await self._session._generate(argument, np.frombuffer(buffers[0], np.int32))
-        ended = msgspec.msgpack.decode(msgspec.msgpack.encode(ended))
-        return ended, [np.frombuffer(array, np.uint8) for array in arrays]
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(await self._session._generate(argument)))
 
 
 async def test_experts_travel_from_an_engine_in_another_process() -> None:

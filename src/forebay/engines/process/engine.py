@@ -24,16 +24,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from forebay.aio.time_limits import timeout
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
-from forebay.engines.process.host import MAX_HEADER_BYTES, PARENT_LIMIT_S, EngineRecipe
+from forebay.engines.process.host import MAX_HEADER_BYTES, PARENT_LIMIT_S, EngineRecipe, as_plain, from_plain
 from forebay.engines.weights.between_processes import SharedMemoryHandOver
 from forebay.io.channel import BlockingChannel, Channel
 from forebay.io.link import Link
@@ -120,20 +118,10 @@ class ProcessEngine:
         """
         if self._closed:
             return Completion(finish_reason="error", error_msg="the engine is closed")
-        message = {**vars(request), "params": asdict(request.params)}
-        ids = np.asarray(message.pop("input_ids"), np.int32)
         try:
-            ended, arrays = await self._ask("generate", message, [ids.tobytes()])
+            return from_plain(await self._ask("generate", as_plain(request)), Completion)
         except EngineLost as error:
             return Completion(finish_reason="error", error_msg=str(error), lost=True)
-        experts = ended.pop("routed_experts")
-        return Completion(
-            **ended,
-            routed_experts=None if experts is None else arrays[3].view(experts[0]).reshape(experts[1]),
-            response_ids=arrays[0].view(np.int32),
-            logprobs=arrays[1].view(np.float32),
-            model_steps=arrays[2].view(np.int32),
-        )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests with ``"abort"``; unknown ids are ignored."""
@@ -183,7 +171,7 @@ class ProcessEngine:
         Raises:
             EngineLost: there is no child.
         """
-        return EngineHealth(**(await self._ask("health"))[0])
+        return EngineHealth(**await self._ask("health"))
 
     async def bring_up(self) -> None:
         """Return once the child serves, with the weights that it was given last; start another if it ended.
@@ -235,14 +223,13 @@ class ProcessEngine:
         """End the child at once; for where no event loop runs."""
         self._child.end()
 
-    async def _ask(
-        self, method: str, argument: Any = None, buffers: Sequence[bytes] = ()
-    ) -> tuple[Any, list[Any]]:
+    async def _ask(self, method: str, argument: Any = None) -> Any:
         child = self._child
         if not child.serves:
             raise EngineLost("its process has ended and was not started again, or not yet")
         try:
-            return await child.connect().call(method, argument, buffers)
+            answer, _ = await child.connect().call(method, argument)
+            return answer
         except EngineLost as error:
             raise EngineLost(await asyncio.to_thread(child.cause_of_end, str(error), _HANG_LIMIT_S)) from None
 

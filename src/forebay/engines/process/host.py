@@ -9,21 +9,24 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from forebay.config import Component, StrictModel
-from forebay.engines.base import GenerateRequest
+from forebay.engines.base import Completion, GenerateRequest
 from forebay.engines.pool import EnginePool
 from forebay.engines.weights.between_processes import WeightInbox
 from forebay.io.channel import Channel
 from forebay.io.link import Result, Session
 from forebay.io.messages import Call, Note, encode_value
 from forebay.models import AttentionKey, ModelConfig, Precision
-from forebay.types import IntArray, SampleParams
+
+T = TypeVar("T")
 
 PROGRESS_EVERY_S = 0.5
 """Reports are for people and for noticing stalls, which take minutes."""
@@ -55,8 +58,7 @@ class HostSession(Session):
         argument = msgspec.msgpack.decode(call.arguments)
         match call.method:
             case "generate":
-                assert buffers is not None
-                return await self._generate(argument, buffers[0].view(np.int32))
+                return await self._generate(argument), ()
             case "load_weights":
                 await self._inbox.handle(argument)
                 return None, ()
@@ -66,28 +68,37 @@ class HostSession(Session):
         assert call.method in ("pause_generation", "continue_generation", "health", "close"), call.method
         return await getattr(self._pool, call.method)(), ()
 
-    async def _generate(self, message: dict[str, Any], input_ids: IntArray) -> Result:
-        params = SampleParams(**message.pop("params"))
-        request = GenerateRequest(**message, input_ids=input_ids, params=params)
+    async def _generate(self, asked: Any) -> Any:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(PROGRESS_EVERY_S, self._report)
-        completion = await self._pool.complete(request)
-        arrays = (completion.response_ids, completion.logprobs, completion.model_steps)
-        buffers = [
-            np.asarray(array, kind).tobytes()
-            for array, kind in zip(arrays, (np.int32, np.float32, np.int32), strict=True)
-        ]
-        ended: dict[str, Any] = {name: getattr(completion, name) for name in ("finish_reason", "error_msg")}
-        if (experts := completion.routed_experts) is not None:
-            buffers.append(experts.tobytes())
-        ended["routed_experts"] = None if experts is None else (experts.dtype.str, experts.shape)
-        return ended, buffers
+        completion = await self._pool.complete(from_plain(asked, GenerateRequest))
+        # An engine in here may be; this process, which is the caller's engine, is not.
+        return as_plain(replace(completion, lost=False))
 
     def _report(self) -> None:
         made = self._pool.progress()
         self.channel.post(Note(encode_value(made)))
         later = asyncio.get_running_loop().call_later
         self._timer = later(PROGRESS_EVERY_S, self._report) if made else None
+
+
+def as_plain(value: GenerateRequest | Completion) -> Any:
+    """A value for a message; an array in it is its dtype, its shape and its bytes."""
+    return msgspec.to_builtins(
+        value,
+        builtin_types=(bytes,),
+        enc_hook=lambda array: [array.dtype.str, array.shape, array.tobytes()],
+    )
+
+
+def from_plain(value: Any, kind: type[T]) -> T:
+    """The request or completion that `as_plain` made `value` of."""
+
+    def array(_: Any, parts: Any) -> NDArray[Any]:
+        dtype, shape, content = parts
+        return np.frombuffer(content, dtype).reshape(shape).copy()
+
+    return msgspec.convert(value, kind, dec_hook=array)
 
 
 class EngineRecipe(StrictModel):

@@ -32,6 +32,8 @@ from forebay.types import EPISODE_KEY, Status
 from postgres_server import empty_place, running_server
 
 STEPS, BATCH_SIZE, STALE_FROM = 8, 3, 2
+SOAK_SEED = int(os.environ.get("FOREBAY_SOAK_SEED", "1"))
+"""Another seed kills at other instants: a thousand kills are made in parts."""
 
 RUN_FILE = f"""
 name = "run"
@@ -394,7 +396,7 @@ def num_turns(state):
 @pytest.mark.soak
 def test_separate_runs_with_a_real_model_survive_forty_kills(nursery, places, tmp_path):
     kinds = ["memory", "sqlite", "postgresql"]
-    num_runs, num_kills = kill_real_runs(nursery, places, tmp_path, min_kills=40, seed=1, kinds=kinds)
+    num_runs, num_kills = kill_real_runs(nursery, places, tmp_path, min_kills=40, seed=SOAK_SEED, kinds=kinds)
     print(f"{num_runs} runs with a real model, {num_kills} kills: nothing lost, nothing trained twice")
 
 
@@ -452,7 +454,7 @@ def test_separate_runs_with_a_scripted_engine_survive_kills(nursery, tmp_path, k
 @pytest.mark.parametrize("kind", STORES)
 def test_separate_runs_with_a_scripted_engine_survive_a_hundred_kills(nursery, tmp_path, kind, request):
     make_store = STORES[kind](request)
-    num_runs, num_kills = kill_scripted_runs(nursery, make_store, tmp_path, min_kills=100, seed=1)
+    num_runs, num_kills = kill_scripted_runs(nursery, make_store, tmp_path, min_kills=100, seed=SOAK_SEED)
     print(f"{num_runs} runs on {kind}, {num_kills} kills: nothing lost, nothing trained twice")
 
 

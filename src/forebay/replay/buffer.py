@@ -481,7 +481,8 @@ class ReplayBuffer:
         query = StorageIndices(task_name, group_status, tags).get_key()
         groups = await self.policy.get(count, query, cast(StorageBackend, view))
         seen_step = await self.storage.get_train_step(task_name)
-        copy = still_held or self._num_saving > 0
+        # Those of a database were made for this caller.
+        copy = (still_held or self._num_saving > 0) and not self.storage.is_shared
         show: Callable[..., Any] = present or hand_out
         # The lock is held, but other work than the buffer's may go on.
         return await map_in_turns(lambda group: show(group, seen_step, copy=copy), groups, COPY_AT_ONCE)

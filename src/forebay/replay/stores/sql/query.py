@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 import sqlalchemy as sa
@@ -38,6 +39,8 @@ from forebay.replay.query import (
 from forebay.replay.stores.sql.schema import LIVE, groups, tags
 
 Clause = sa.ColumnElement[bool]
+Step = sa.ColumnElement[int]
+"""The train step of a task: bound, and not written out, so that a statement serves every step."""
 
 INT_MIN, INT_MAX = -(2**63), 2**63 - 1
 
@@ -71,16 +74,18 @@ class Arm:
 
 def needs_scan(query: Query) -> bool:
     """Whether rows are to be matched here: no database would take `query`, or compare as Python does."""
-    found = [leaf.value if isinstance(leaf.value, tuple) else (leaf.value,) for leaf in leaves(query)]
-    values = [value for some in found for value in some]
-    return len(found) > MAX_CONDITIONS or len(values) > MAX_VALUES or not all(map(_is_exact, values))
+    found = list(leaves(query))
+    several = [leaf.value if isinstance(leaf.value, tuple) else (leaf.value,) for leaf in found]
+    values = [(leaf.field, value) for leaf, some in zip(found, several, strict=True) for value in some]
+    return len(found) > MAX_CONDITIONS or len(values) > MAX_VALUES or not all(starmap(_is_exact, values))
 
 
-def _is_exact(value: Scalar) -> bool:
+def _is_exact(field: str, value: Scalar) -> bool:
     if isinstance(value, str):
         return is_storable_text(value)
-    # Beyond, floats skip integers; infinity and NaN are no integers at all.
-    return value is None or abs(value) <= 2**53
+    # Beyond 2**53, floats skip integers; infinity and NaN are no integers at all. Copies of unfinished groups
+    # have a train step of 2**62.
+    return value is None or abs(value) <= (2**62 if field == "train_step" and type(value) is int else 2**53)
 
 
 def asks_age(query: Query) -> bool:
@@ -88,11 +93,11 @@ def asks_age(query: Query) -> bool:
     return any(leaf.field == "staleness" for leaf in leaves(query))
 
 
-def plan_arms(query: Query, train_steps: Mapping[str, int | None], *, by_age: bool) -> list[Arm]:
+def plan_arms(query: Query, train_steps: Mapping[str, Step | None], *, by_age: bool) -> list[Arm]:
     """The arms that together hold the rows that match `query`, each row in one of them.
 
-    `train_steps` has every task of the store, and is of no use if age plays no part; `by_age` says that the
-    rows will be ranked by staleness.
+    `train_steps` has every task of the store, those with a step as a value to be bound, and is of no use if
+    age plays no part; `by_age` says that the rows will be ranked by staleness.
     """
     if not by_age and not asks_age(query):
         return [Arm(compile_condition(query), groups.c.staleness, True)]
@@ -119,7 +124,7 @@ def _cells(query: Query, task_name: str) -> Iterator[tuple[Clause, Query | bool]
             yield sa.and_(of_task, groups.c.status == status), left
 
 
-def _arms_of_cell(cell: Clause, rest: Query | bool, train_step: int | None) -> Iterator[Arm]:
+def _arms_of_cell(cell: Clause, rest: Query | bool, train_step: Step | None) -> Iterator[Arm]:
     if train_step is None:
         yield Arm(sa.and_(cell, compile_condition(rest)), groups.c.staleness, True)
         return
@@ -131,7 +136,7 @@ def _arms_of_cell(cell: Clause, rest: Query | bool, train_step: int | None) -> I
         yield Arm(where, groups.c.staleness, True)
 
 
-def compile_condition(query: Query | bool, train_step: int | None = None) -> Clause:
+def compile_condition(query: Query | bool, train_step: Step | None = None) -> Clause:
     """`query` as a condition on `groups`.
 
     With `train_step`, the rows are labeled ones of one task, as stale as at that train step.
@@ -153,7 +158,7 @@ def leaves(query: Query) -> Iterator[Condition]:
             yield from leaves(part)
 
 
-def _compile_leaf(leaf: Condition, train_step: int | None) -> Clause:
+def _compile_leaf(leaf: Condition, train_step: Step | None) -> Clause:
     if leaf == Condition("status", "$ne", ARCHIVED):
         return LIVE
     if leaf.op in ("$eq", "$ne", "$in", "$not_in"):
@@ -167,7 +172,7 @@ def _compile_leaf(leaf: Condition, train_step: int | None) -> Clause:
     return _is_ordered(leaf.field, leaf.op, leaf.value, train_step)
 
 
-def _is_one_of(field: str, values: tuple[Scalar, ...], train_step: int | None) -> Clause:
+def _is_one_of(field: str, values: tuple[Scalar, ...], train_step: Step | None) -> Clause:
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     ints, floats = [int(value) for value in numbers if value == int(value)], list(map(float, numbers))
     texts = [value for value in values if isinstance(value, str)]
@@ -180,8 +185,7 @@ def _is_one_of(field: str, values: tuple[Scalar, ...], train_step: int | None) -
             _in(tags.c.bool_value, [int(value) for value in values if isinstance(value, bool)]),
         )
     if field == "staleness" and train_step is not None:
-        steps = [train_step - 1 - value for value in ints]
-        return _in(groups.c.oldest_model_step, [step for step in steps if INT_MIN <= step <= INT_MAX])
+        return _in(groups.c.oldest_model_step, [train_step - 1 - value for value in ints])
     in_column = texts if field in _TEXT_FIELDS else floats if field == _FLOAT_FIELD else ints
     found = _in(groups.c[field], in_column)
     return sa.or_(found, groups.c[field].is_(None)) if None in values else found
@@ -191,7 +195,7 @@ def _in(column: sa.ColumnElement[Any], values: list[Any]) -> Clause:
     return column == values[0] if len(values) == 1 else column.in_(values) if values else sa.false()
 
 
-def _is_ordered(field: str, op: str, value: Scalar, train_step: int | None) -> Clause:
+def _is_ordered(field: str, op: str, value: Scalar, train_step: Step | None) -> Clause:
     if field.startswith(TAG_PREFIX):
         return _tag_where(field, _tag_is_ordered(op, value))
     if value is None or isinstance(value, bool) or isinstance(value, str) != (field in _TEXT_FIELDS):
@@ -202,7 +206,7 @@ def _is_ordered(field: str, op: str, value: Scalar, train_step: int | None) -> C
     bound = _whole_bound(op, value)
     if field == "staleness" and train_step is not None:
         # staleness > b is oldest_model_step < train_step - 1 - b.
-        column, op, bound = groups.c.oldest_model_step, _MIRRORED[op], train_step - 1 - bound
+        return _compare(groups.c.oldest_model_step, _MIRRORED[op], train_step - 1 - bound)
     if INT_MIN <= bound <= INT_MAX:
         return _compare(column, op, bound)
     return column.is_not(None) if (op in ("$lt", "$lte")) == (bound > 0) else sa.false()

@@ -5,12 +5,13 @@
     query --plan_arms--> one SELECT per arm --> rows of all arms, merged and cut at the limit
       '--(no database compares so)--> all rows, matched here
 
-Everything happens within a transaction that the store opened.
+Everything happens within a transaction that the store opened. The same few questions are asked again and
+again, and to build a statement takes longer than to answer it: those of short queries are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -24,10 +25,10 @@ from forebay.replay.stores.sql.rows import SELECT_ROWS, lock_rows, read_rows
 from forebay.replay.stores.sql.schema import counts, groups, tasks
 from forebay.replay.stores.sum_tree import SumTree
 
+Steps = Mapping[str, int | None]
+"""Every task of the store, with its train step."""
 Lock = Literal["none", "skip", "wait"]
 """Rows that others are changing are read as they were, passed over, or waited for and looked at again."""
-_Cells = list[tuple[StorageItem, int]]
-"""A row of each task and status, and how many there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,22 +62,73 @@ def ranked_rows(
     if needs_scan(ranking.query):
         return ranking.cut(_scan(connection, ranking.query, codec, lock))
     steps = train_steps(connection)
-    rows: list[StorageItem] = []
+    lines = _lines(connection, SELECT_ROWS, ranking, steps, lock)
+    return ranking.cut(list(read_rows(lines, codec, steps)))
+
+
+def _lines(
+    connection: sa.Connection, columns: sa.Select[Any], ranking: Ranking, steps: Steps, lock: Lock = "none"
+) -> Iterator[Any]:
+    """These columns of the rows of every arm, each arm in the order of the ranking."""
+    by_age = ranking.field == "staleness" or asks_age(ranking.query)
+    tasks = tuple((task, step is not None) for task, step in steps.items()) if by_age else ()
+    # Equal queries need not be one question, True equals 1; their texts are.
+    shown = repr(ranking.query)
+    build = _statements if len(shown) <= MAX_KEPT else _statements.__wrapped__
+    values = {f"step_{place}": steps[task] for place, (task, _) in enumerate(tasks)}
+    for statement in build(columns, ranking, shown, tasks, lock):
+        yield from connection.execute(statement, values)
+
+
+MAX_KEPT = 1000
+"""Characters of a query whose statements are kept; longer ones name many values, and hardly come again."""
+
+
+@lru_cache(maxsize=256)
+def _statements(
+    columns: sa.Select[Any], ranking: Ranking, shown: str, tasks: tuple[tuple[str, bool], ...], lock: Lock
+) -> list[sa.Select[Any]]:
+    """A statement for each arm; of the `tasks`, those that have a train step."""
+    bound = [sa.bindparam(f"step_{place}", type_=sa.BigInteger()) for place in range(len(tasks))]
+    steps = {task: step if has_step else None for (task, has_step), step in zip(tasks, bound, strict=True)}
+    statements = []
     for arm in plan_arms(ranking.query, steps, by_age=ranking.field == "staleness"):
-        statement = SELECT_ROWS.where(arm.where).limit(ranking.limit)
-        statement = statement.order_by(*arm.order_by(ranking.field, ranking.descending))
-        rows += read_rows(connection.execute(_locking(statement, lock)), codec, steps)
-    return ranking.cut(rows)
+        statement = columns.where(arm.where)
+        if columns not in (_COUNT, _LIGHT):
+            ranked = arm.order_by(ranking.field, ranking.descending)
+            statement = _locking(statement.limit(ranking.limit).order_by(*ranked), lock)
+        statements.append(statement)
+    return statements
+
+
+_COUNT = sa.select(sa.func.count()).select_from(groups)
+_LIGHT = sa.select(groups.c.timestamp_id, groups.c.uid, groups.c.priority)
+_UIDS = sa.select(groups.c.uid)
 
 
 def count_rows(connection: sa.Connection, queries: Sequence[Query], codec: Codec) -> list[int]:
     """How many rows match each of the queries."""
-    cells: _Cells | None = None
     if connection.dialect.name == "sqlite":
-        # Some dozens of numbers, read faster than one query is built.
-        lines = connection.execute(_CELLS)
-        cells = [(StorageItem(None, -1, -1, task, status, 0), number) for task, status, number in lines]
-    return [_count(connection, query, codec, cells) for query in queries]
+        numbers = count_cells(connection.execute(CELLS).all(), queries)
+        if numbers is not None:
+            return numbers
+    return [_count(connection, query, codec) for query in queries]
+
+
+def count_cells(lines: Sequence[Any], queries: Sequence[Query]) -> list[int] | None:
+    """How many rows match each query, by the `CELLS`; None if a query asks for more than they say."""
+    cells = tuple([(task, status) for task, status, _ in lines])
+    chosen = [places for query in queries if (places := _choose(query, cells)) is not None]
+    numbers = [sum([lines[place][2] for place in places]) for places in chosen]
+    return numbers if len(numbers) == len(queries) else None
+
+
+@lru_cache(maxsize=1024)
+def _choose(query: Query, cells: tuple[tuple[str, str], ...]) -> list[int] | None:
+    if any(leaf.field not in ("task_name", "status") for leaf in leaves(query)):
+        return None
+    rows = [StorageItem(None, -1, -1, task, status, 0) for task, status in cells]
+    return [place for place, row in enumerate(rows) if matches(query, row)]
 
 
 def count_live(connection: sa.Connection, codec: Codec) -> int:
@@ -84,32 +136,15 @@ def count_live(connection: sa.Connection, codec: Codec) -> int:
     return count_rows(connection, [parse_query({})], codec)[0]
 
 
-def _count(connection: sa.Connection, query: Query, codec: Codec, cells: _Cells | None) -> int:
+def _count(connection: sa.Connection, query: Query, codec: Codec) -> int:
     if needs_scan(query):
         return len(_scan(connection, query, codec, "none"))
-    if cells is not None and all(leaf.field in ("task_name", "status") for leaf in leaves(query)):
-        return sum(number for row, number in cells if matches(query, row))
-    if asks_age(query):
-        statements = _counts(query, train_steps(connection))
-    else:
-        # Equal texts are the same question. Equal numbers are not: True equals 1.
-        is_text = all(isinstance(leaf.value, str) for leaf in leaves(query))
-        statements = _known_counts(query) if is_text else _counts(query, {})
-    return sum(connection.scalar(statement) or 0 for statement in statements)
+    steps = train_steps(connection) if asks_age(query) else {}
+    return sum(line[0] for line in _lines(connection, _COUNT, Ranking.of(query, None, None), steps))
 
 
-_CELLS = sa.select(counts.c.task_name, counts.c.status, counts.c.number)
-
-
-@lru_cache(maxsize=256)
-def _known_counts(query: Query) -> list[sa.Select[Any]]:
-    """The same few are asked again and again, and to build one takes longer than to answer it."""
-    return _counts(query, {})
-
-
-def _counts(query: Query, steps: Mapping[str, int | None]) -> list[sa.Select[Any]]:
-    counted = sa.select(sa.func.count()).select_from(groups)
-    return [counted.where(arm.where) for arm in plan_arms(query, steps, by_age=False)]
+CELLS = sa.select(counts.c.task_name, counts.c.status, counts.c.number)
+"""Of SQLite alone: some dozens of numbers."""
 
 
 def read_priorities(connection: sa.Connection, query: Query, codec: Codec) -> SumTree:
@@ -119,9 +154,7 @@ def read_priorities(connection: sa.Connection, query: Query, codec: Codec) -> Su
         rows = _scan(connection, query, codec, "none")
         lines = [(row.timestamp_id, row.uid, row.priority) for row in rows]
     else:
-        light = sa.select(groups.c.timestamp_id, groups.c.uid, groups.c.priority)
-        arms = plan_arms(query, train_steps(connection), by_age=False)
-        lines = [line for arm in arms for line in connection.execute(light.where(arm.where))]
+        lines = [*_lines(connection, _LIGHT, Ranking.of(query, None, None), train_steps(connection))]
     timestamp_ids, uids, priorities = ([line[i] for line in lines] for i in range(3))
     return SumTree(timestamp_ids, uids, priorities)
 
@@ -149,17 +182,17 @@ def lock_matching(connection: sa.Connection, query: Query, codec: Codec) -> list
     """The uids of the rows that match, locked; nothing but the uids is read."""
     if needs_scan(query):
         return [row.uid for row in _scan(connection, query, codec, "wait")]
-    uids: list[int] = []
-    for arm in plan_arms(query, train_steps(connection), by_age=False):
-        # By uid, so that two processes that lock the same rows do not wait for each other.
-        statement = sa.select(groups.c.uid).where(arm.where).order_by(groups.c.uid)
-        uids += connection.scalars(_locking(statement, "wait"))
-    return uids
+    # By uid, so that two processes that lock the same rows do not wait for each other.
+    ranking = Ranking(query, "uid", False, None)
+    return [line.uid for line in _lines(connection, _UIDS, ranking, train_steps(connection), "wait")]
 
 
 def train_steps(connection: sa.Connection) -> dict[str, int | None]:
     """Every task of the store, with its train step."""
-    return dict(connection.execute(sa.select(tasks.c.task_name, tasks.c.train_step)).all())
+    return {line.task_name: line.train_step for line in connection.execute(STEPS)}
+
+
+STEPS = sa.select(tasks.c.task_name, tasks.c.train_step, tasks.c.may_fall)
 
 
 def _scan(connection: sa.Connection, query: Query, codec: Codec, lock: Lock) -> list[StorageItem]:

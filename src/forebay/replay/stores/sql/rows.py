@@ -59,11 +59,14 @@ _FIELDS = [field.name for field in fields(StorageItem) if field.name != "item"]
 _read_fields = attrgetter(*_FIELDS)
 SELECT_ROWS = sa.select(*(groups.c[name] for name in _FIELDS))
 """A statement whose lines `read_rows` reads: the columns in the order of the fields."""
-_DELETE = [
-    table.delete().where(table.c.uid.in_(sa.bindparam("uids", expanding=True)))
-    for table in (groups, payloads, tags)
-]
-_INSERT_GROUPS, _INSERT_PAYLOADS = groups.insert(), payloads.insert()
+_UIDS: sa.BindParameter[list[int]] = sa.bindparam("uids", expanding=True)
+_DELETE = [table.delete().where(table.c.uid.in_(_UIDS)) for table in (groups, payloads, tags)]
+_ROWS_OF = SELECT_ROWS.where(groups.c.uid.in_(_UIDS)).order_by(groups.c.uid)
+_PAYLOADS = sa.select(payloads).where(payloads.c.uid.in_(_UIDS))
+_BEFORE = sa.case((groups.c.status == ARCHIVED, groups.c.status_before), else_=groups.c.status)
+_ARCHIVED = {"status": ARCHIVED, "status_before": _BEFORE, "train_step": sa.bindparam("step")}
+_ARCHIVE = groups.update().where(groups.c.uid.in_(_UIDS)).values(_ARCHIVED)
+_INSERT_GROUPS, _INSERT_PAYLOADS, _INSERT_TAGS = groups.insert(), payloads.insert(), tags.insert()
 _ADD_COUNTS = (added := sqlite.insert(counts)).on_conflict_do_update(
     index_elements=[*counts.primary_key], set_={"number": counts.c.number + added.excluded.number}
 )
@@ -206,8 +209,8 @@ def replace_rows(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None
     connection.execute(_UPDATE, [{"key": row.uid, **new} for row, new in zip(rows, columns, strict=True)])
     if data := [_payload("key", row) for row in rows if row.data is not None]:
         connection.execute(payloads.update().where(payloads.c.uid == sa.bindparam("key")), data)
-    for chunk in slices_of(rows, CHUNK):
-        connection.execute(tags.delete().where(tags.c.uid.in_([row.uid for row in chunk])))
+    for chunk in slices_of([row.uid for row in rows], CHUNK):
+        connection.execute(_DELETE[-1], {"uids": chunk})
     # Of rows with the same uid the last one counts.
     _insert_tags(connection, list({row.uid: row for row in rows}.values()))
 
@@ -220,7 +223,7 @@ def _insert_tags(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None
             empty = dict.fromkeys(other for other, _ in _TAG_COLUMNS.values())
             lines.append({"uid": row.uid, "name": encode_text(name), **empty, column: form(value)})
     if lines:
-        connection.execute(tags.insert(), lines)
+        connection.execute(_INSERT_TAGS, lines)
 
 
 def delete_rows(connection: sa.Connection, uids: Iterable[int]) -> None:
@@ -232,10 +235,8 @@ def delete_rows(connection: sa.Connection, uids: Iterable[int]) -> None:
 
 def archive_rows(connection: sa.Connection, uids: Iterable[int], train_step: int) -> None:
     """Make the rows of these uids ARCHIVED."""
-    before = sa.case((groups.c.status == ARCHIVED, groups.c.status_before), else_=groups.c.status)
-    archived = groups.update().values(status=ARCHIVED, status_before=before, train_step=train_step)
     for chunk in slices_of(uids, CHUNK):
-        connection.execute(archived.where(groups.c.uid.in_(chunk)))
+        connection.execute(_ARCHIVE, {"uids": chunk, "step": train_step})
 
 
 def lock_rows(
@@ -250,8 +251,7 @@ def lock_rows(
     found: dict[int, StorageItem] = {}
     # By uid, so that two processes that lock the same rows do not wait for each other.
     for chunk in slices_of(sorted(set(uids)), CHUNK):
-        statement = SELECT_ROWS.where(groups.c.uid.in_(chunk)).order_by(groups.c.uid)
-        lines = connection.execute(statement.with_for_update(skip_locked=skip_locked))
+        lines = connection.execute(_ROWS_OF.with_for_update(skip_locked=skip_locked), {"uids": chunk})
         found.update((item.uid, item) for item in read_rows(lines, codec, train_steps))
     return found
 
@@ -290,8 +290,8 @@ def read_payloads(connection: sa.Connection, uids: Iterable[int]) -> dict[int, S
     """The bytes of the payloads of these rows, unchecked; DamagedRowError if there are none."""
     found: dict[int, StoredPayload] = {}
     for chunk in slices_of(uids, CHUNK):
-        statement = sa.select(payloads).where(payloads.c.uid.in_(chunk))
-        found.update((uid, StoredPayload(data, sum_)) for uid, data, sum_ in connection.execute(statement))
+        lines = connection.execute(_PAYLOADS, {"uids": chunk})
+        found.update((uid, StoredPayload(data, sum_)) for uid, data, sum_ in lines)
         for uid in chunk:
             if uid not in found:
                 raise DamagedRowError(uid, "it is missing")

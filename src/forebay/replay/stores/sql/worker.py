@@ -89,8 +89,7 @@ class Worker:
         `write` returns a result, or an error, for each of those that it gets; an error that it raises fails
         all of them. An error of `make` fails its own job alone. `undo` is that of `call`.
         """
-        if self._is_closed:
-            raise RuntimeError("the store is closed")
+        self.require_open()
         loop = asyncio.get_running_loop()
         shared = _Shared(write, make, loop.create_future())
         self._waiting.append(shared)
@@ -106,9 +105,13 @@ class Worker:
             self._thread.submit(self._write_all)
             self._thread.shutdown()
 
-    def _submit(self, work: Callable[[], Result]) -> Future[Result]:
+    def require_open(self) -> None:
+        """RuntimeError if it was closed."""
         if self._is_closed:
             raise RuntimeError("the store is closed")
+
+    def _submit(self, work: Callable[[], Result]) -> Future[Result]:
+        self.require_open()
         return self._thread.submit(self._run, work)
 
     def _run(self, work: Callable[[], Result]) -> Result:

@@ -2,8 +2,8 @@
 
 ::
 
-    put, set_train_step, get_train_step --+-- all that wait --> write_together --> one commit
-    evict --------------------------------+-- all that wait --> evict_together --> one commit
+    put, set_train_step --+-- all that wait --> write_together --> one commit
+    evict ----------------+-- all that wait --> evict_together --> one commit
 
 Evictions have a transaction of their own, so that one that fails costs no put.
 """
@@ -14,14 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import sqlalchemy as sa
 
 from forebay.replay.stores.contract import ARRIVAL, Codec, StorageItem
 from forebay.replay.stores.errors import StepPassed
 from forebay.replay.stores.sql.connections import Transactions
-from forebay.replay.stores.sql.ranking import Ranking, count_live, ranked_rows
+from forebay.replay.stores.sql.ranking import STEPS, Ranking, count_live, ranked_rows
 from forebay.replay.stores.sql.rows import (
     PreparedRow,
     Removed,
@@ -40,7 +40,7 @@ RECEIPT_S = 3600
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Rows to be put, or without rows the train step of a task, to be set or only asked for."""
+    """Rows to be put, or without rows the train step of a task."""
 
     task_names: frozenset[str]
     rows: list[PreparedRow] | None = None
@@ -52,18 +52,13 @@ class Write:
 
 def write_together(
     transactions: Transactions, writes: Sequence[Write]
-) -> list[list[int] | StepPassed | int | None]:
+) -> list[list[int] | StepPassed | None]:
     """Write rows and train steps, many in one transaction; return an answer to each of `writes`.
 
-    The answer is the uids of the rows, or why they are not written, or the train step of the task. A train
+    The answer is the uids of the rows, or why they are not written, or None where there are none. A train
     step is written if it is later than the one in the database, whichever process wrote that. Rows that were
     judged at an older step than that of their task are not written.
     """
-    if all(write.rows is None for write in writes):
-        with transactions.reading() as connection:
-            steps, later = _steps_and_later(connection, writes)
-        if not later:
-            return [steps.get(task) for write in writes for task in write.task_names]
     with transactions.writing() as connection:
         steps = raise_steps(connection, writes)
         answers = [_answer(write, steps) for write in writes]
@@ -75,39 +70,23 @@ def write_together(
     return [[row.uid for row in answer] if isinstance(answer, list) else answer for answer in answers]
 
 
-def _answer(write: Write, steps: Mapping[str, int | None]) -> list[PreparedRow] | StepPassed | int | None:
-    """The rows if they are to be written, or why they are not; for a call without rows, the train step."""
+def _answer(write: Write, steps: Mapping[str, int | None]) -> list[PreparedRow] | StepPassed | None:
+    """The rows if they are to be written, or why they are not."""
     if write.rows is None:
-        return steps.get(next(iter(write.task_names)))
+        return None
     reached = max((steps.get(task) or 0 for task in write.task_names), default=0)
     is_passed = write.train_step is not None and reached > write.train_step
     return StepPassed(reached) if is_passed else write.rows
 
 
-def _steps_and_later(
-    connection: sa.Connection, writes: Sequence[Write]
-) -> tuple[dict[str, int | None], dict[str, int]]:
-    """The train steps of all tasks, and the named ones that take their place."""
-    lines = connection.execute(_STEPS).all()
-    may_fall = {line.task_name for line in lines if line.may_fall}
-    steps: dict[str, int | None] = {line.task_name: line.train_step for line in lines}
-    later = {
-        task: step
-        for task, step in _latest_named(writes).items()
-        if (before := steps.get(task)) is None or before < step or task in may_fall
-    }
-    return steps, later
-
-
-_STEPS = sa.select(tasks.c.task_name, tasks.c.train_step, tasks.c.may_fall)
-
-
-def _latest_named(writes: Sequence[Write]) -> dict[str, int]:
-    latest: dict[str, int] = {}
-    for write in writes:
-        if (step := write.train_step) is not None:
-            latest |= {task: max(step, latest.get(task, step)) for task in write.task_names}
-    return latest
+def later_steps(lines: Sequence[Any], writes: Sequence[Write]) -> dict[str, int]:
+    """The named train steps that take the place of those in `lines`, which are answers to `STEPS`."""
+    stands = {task: step for task, step, may_fall in lines if step is not None and not may_fall}
+    later: dict[str, int] = {}
+    for task, step in ((task, write.train_step) for write in writes for task in write.task_names):
+        if step is not None and step > stands.get(task, step - 1):
+            later[task] = stands[task] = step
+    return later
 
 
 def raise_steps(connection: sa.Connection, writes: Sequence[Write]) -> dict[str, int | None]:
@@ -117,23 +96,28 @@ def raise_steps(connection: sa.Connection, writes: Sequence[Write]) -> dict[str,
     It must either be seen here, or wait until the rows of this transaction can be seen there. Tasks are
     locked one after another in one order, and none twice, so that two processes never wait for each other.
     """
-    steps, later = _steps_and_later(connection, writes)
-    for_ever = [write for write in writes if write.rows is not None or write.train_step is not None]
-    insert_tasks(connection, {task for write in for_ever for task in write.task_names} - steps.keys())
+    lines = connection.execute(STEPS).all()
+    steps: dict[str, int | None] = {line.task_name: line.train_step for line in lines}
+    later = later_steps(lines, writes)
+    insert_tasks(connection, {task for write in writes for task in write.task_names} - steps.keys())
     is_postgres = connection.dialect.name == "postgresql"
-    for task in sorted(_latest_named(writes) if is_postgres else later):
-        of_task = tasks.c.task_name == task
+    named = {task for write in writes if write.train_step is not None for task in write.task_names}
+    for task in sorted(named if is_postgres else later):
         if task in later:
-            stands = sa.or_(
-                tasks.c.train_step.is_(None), tasks.c.train_step < later[task], tasks.c.may_fall == 1
-            )
-            changed = tasks.update().where(of_task, stands).values(train_step=later[task], may_fall=0)
-            connection.execute(changed)
+            connection.execute(_RAISE, {"task": task, "step": later[task]})
             steps[task] = later[task]
         if is_postgres:
-            held = sa.select(tasks.c.train_step).where(of_task).with_for_update(read=True)
-            steps[task] = connection.scalar(held)
+            steps[task] = connection.scalar(_HELD, {"task": task})
     return steps
+
+
+_OF_TASK, _STEP = tasks.c.task_name == sa.bindparam("task"), sa.bindparam("step", type_=sa.BigInteger())
+_RAISE = (
+    tasks.update()
+    .where(_OF_TASK, sa.or_(tasks.c.train_step.is_(None), tasks.c.train_step < _STEP, tasks.c.may_fall == 1))
+    .values(train_step=_STEP, may_fall=0)
+)
+_HELD = sa.select(tasks.c.train_step).where(_OF_TASK).with_for_update(read=True)
 
 
 def keep_receipts(connection: sa.Connection, *kept: bytes | None) -> None:

@@ -3,6 +3,8 @@
     python benchmarks/board.py make FOLDER      write the run: 5,000 steps, 1 M rollouts of 1.5 kB (0.8 GB)
     python benchmarks/board.py look FOLDER      first paint in Chromium, each question, memory of the server
     python benchmarks/board.py viewers          CPU seconds of the server with 0, 1 and 10 viewers
+    python benchmarks/board.py beside           CPU seconds a step of a run's process with 0, 1, 10 viewers:
+                                                with board = true, and with a server of its own
     python benchmarks/board.py cost             CPU seconds of the demo with and without its history
 
 CPU seconds stand beside wall times, because other work on the machine moves only the latter.
@@ -83,6 +85,12 @@ def _rollout(rng, sentences, prompt, number, member, step) -> RolloutState:
     )
 
 
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process until now, without those of its children."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class Served:
     """``forebay board`` of a folder in a process of its own."""
 
@@ -92,8 +100,7 @@ class Served:
         self.address = self.process.stdout.readline().split()[-1]
 
     def cpu_s(self) -> float:
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_s(self.process.pid)
 
     def memory_mb(self, name: str = "VmHWM") -> float:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
@@ -199,6 +206,80 @@ def viewers(seconds: float = 20.0) -> None:
             served.process.kill()
 
 
+RUN = """
+name = "seen"
+steps = 100000
+output = {output!r}
+batch_size = 4
+rollouts_per_prompt = 4
+checkpoint_every = 0
+board = {board}
+model = {{ source = "tiny", tiny = {{ hidden_size = 64, num_layers = 2, num_heads = 2 }} }}
+[[tasks]]
+name = "sorting"
+data = {{ source = "sorting", size = 400 }}
+judge = {{ name = "exact_match" }}
+sample = {{ max_tokens = 12 }}
+"""
+
+
+def beside(rounds: int = 10, seconds: float = 6.0) -> None:
+    """One run, looked at in turns: those of a round are held against each other, so drifts do not count."""
+    for how in ("board = true", "a server of its own"):
+        with tempfile.TemporaryDirectory() as name:
+            run_file, folder = Path(name) / "seen.toml", Path(name) / "seen"
+            is_beside = how == "board = true"
+            run_file.write_text(RUN.format(output=name, board=str(is_beside).lower()))
+            command = [sys.executable, "-c", START, "train", str(run_file)]
+            run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            served = None if is_beside else Served(Path(name))
+            address = served.address if served else ""
+            while not address:
+                line = run.stdout.readline()
+                address = next((word for word in line.split() if word.startswith("http://127")), "")
+            threading.Thread(target=run.stdout.read, daemon=True).start()
+            while not (folder / "metrics.jsonl").exists() or _num_lines(folder) < 20:
+                time.sleep(0.2)
+            a_step: dict[int, list[float]] = {0: [], 1: [], 10: []}
+            for turn in range(rounds):
+                # In another order each time: none of them always follows the same one.
+                for count in np.random.default_rng(turn).permutation(list(a_step)).tolist():
+                    streams = [
+                        urllib.request.urlopen(f"{address}api/events?run=seen&since=0") for _ in range(count)
+                    ]
+                    for stream in streams:
+                        threading.Thread(target=lambda s=stream: _drain(s), daemon=True).start()
+                    time.sleep(1)
+                    before, first = cpu_s(run.pid), _num_lines(folder)
+                    time.sleep(seconds)
+                    a_step[count].append((cpu_s(run.pid) - before) / (_num_lines(folder) - first))
+                    for stream in streams:
+                        stream.fp.raw._sock.shutdown(2)
+            for count in (1, 10):
+                ratios = np.array(a_step[count]) / np.array(a_step[0]) - 1
+                error = ratios.std(ddof=1) / rounds**0.5
+                print(
+                    f"{how}, {count} viewers: {np.mean(a_step[count]) * 1000:.2f} ms of CPU a step against "
+                    f"{np.mean(a_step[0]) * 1000:.2f}: {ratios.mean():+.1%}, standard error {error:.1%}",
+                    flush=True,
+                )
+            run.kill()
+            if served:
+                served.close()
+
+
+def _num_lines(folder: Path) -> int:
+    return (folder / "metrics.jsonl").read_bytes().count(b"\n")
+
+
+def _drain(stream) -> None:
+    try:
+        for _ in stream:
+            pass
+    except (OSError, ValueError):
+        return
+
+
 def cost() -> None:
     recipe = Path(__file__).parents[1] / "recipes/demo_tiny.toml"
     with tempfile.TemporaryDirectory() as folder:
@@ -218,4 +299,4 @@ if __name__ == "__main__":
     if action in ("make", "look"):
         {"make": make, "look": look}[action](Path(folder[0]))
     else:
-        {"viewers": viewers, "cost": cost}[action]()
+        {"viewers": viewers, "beside": beside, "cost": cost}[action]()

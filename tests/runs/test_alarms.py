@@ -101,7 +101,19 @@ SEQUENCES = {
             *[evaluated(0, 0.5), *rows(5, reward=0.4), evaluated(5, 0.6), *rows(5, 6, reward=0.6)],
             *[evaluated(10, 0.5), *rows(5, 11, reward=0.8), evaluated(15, 0.45)],
         ],
-        r"from 0\.6 to 0\.45 while .* rose from 0\.4 to 0\.7: .*train\.kl_coef",
+        r"from 0\.6 to 0\.45 while .* rose from 0\.4 to 0\.7: the model learns .*train\.kl_coef",
+    ),
+    "no_signal, lost": (
+        [*rows(2), *rows(10, 3, reward=0.0, **{"train/equal_score_groups": 1.0})],
+        r"every score was 0, .* better before: first lower train\.lr \(now 0\.001\)",
+    ),
+    "truncated, lost": ([row(1, truncated=0.0), *rows(9, 2, truncated=1.0)], r"90% .* train\.lr .* Raise"),
+    "held_out, lost": (
+        [
+            *[evaluated(0, 0.6), *rows(5, reward=0.5), evaluated(5, 0.3)],
+            *[*rows(5, 6, reward=0.2), evaluated(10, 0.1)],
+        ],
+        r"from 0\.6 to 0\.1 while the reward of training fell from 0\.5 to 0\.35: training .* train\.lr",
     ),
     "drops_long": (
         rows(3, **{"dropped/expired": 4.0, "dropped/tokens_over_trained": 3.25}),

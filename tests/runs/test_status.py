@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import sys
 from collections import Counter
 from dataclasses import astuple
 from pathlib import Path
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,7 +32,7 @@ from forebay.watching.stalls import StallWatch
 WARN_AFTER_S = 10.0
 
 
-def build_status(activities=None, *, tasks=("math",)):
+def build_status(activities=None, *, tasks=("math",), **options):
     activities = activities or Activities()
     runners = [
         TaskRunner(
@@ -52,6 +54,7 @@ def build_status(activities=None, *, tasks=("math",)):
         activities,
         SimpleNamespace(model_step=3, describe=lambda activity: f"about {activity.name}"),
         batch_size=8,
+        **options,
     )
     return status, manager, activities
 
@@ -186,6 +189,40 @@ def test_busy_shares_of_a_step_are_those_of_its_own_time():
 
 
 FAILURE = "rollout 7: judge Grader: down"
+
+
+@pytest.mark.parametrize("counters", ["all", "of a part of a GPU", "not installed"])
+def test_the_use_of_the_trainers_gpu_is_the_mean_of_the_looks_at_it(monkeypatch, counters):
+    class NVMLError(Exception):
+        pass
+
+    def busy(device):
+        if counters != "all":
+            raise NVMLError("Not Supported")
+        return percent.pop(0)
+
+    percent = [100, 50, 30]
+    installed = SimpleNamespace(NVMLError=NVMLError) if counters != "not installed" else None
+    monkeypatch.setitem(sys.modules, "pynvml", installed)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * 10**9)
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda device: 7 * 10**9)
+    monkeypatch.setattr(torch.cuda, "utilization", busy)
+    expected = {"gpu/reserved_gb": 3.0}
+    if counters != "not installed":
+        expected["gpu/used_gb"] = 7.0
+    if counters == "all":
+        expected["gpu/busy"] = pytest.approx(0.6)
+
+    async def main(device):
+        status, _, _ = build_status(device=torch.device(device))
+        await status.count_buffer()
+        for _ in range(2):
+            status.now()
+        values = status.step_values(1, [[rollout([0])]])
+        return {name: value for name, value in values.items() if name.startswith("gpu/")}
+
+    assert asyncio.run(main("cuda:1")) == expected
+    assert asyncio.run(main("cpu")) == {}
 
 
 def test_a_failing_judge_is_counted_by_task_and_named():

@@ -131,11 +131,9 @@ def find_runs(folders: list[Path]) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for folder in folders:
         for run in _runs_below(folder):
-            relative = run.name if run == folder else str(run.relative_to(folder))
-            name, number = relative, 2
-            while name in found and found[name].resolve() != run.resolve():
-                name, number = f"{relative} ({number})", number + 1
-            found[name] = run
+            name = run.name if run == folder else str(run.relative_to(folder))
+            is_other = found.get(name, run).resolve() != run.resolve()
+            found[str(run) if is_other else name] = run
     return found
 
 

@@ -22,7 +22,7 @@ import socket
 import sys
 import threading
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -55,11 +55,9 @@ class Board:
     """The runs below some folders, and the answers about them."""
 
     def __init__(self, folders: list[Path]) -> None:
-        self._folders = folders
+        self.folders = folders
         self._lock = threading.Lock()
         self._runs: dict[str, tuple[RunFolder, Rollouts]] = {}
-        self._found: dict[str, Path] = {}
-        self._walked_s = -math.inf
 
     def close(self) -> None:
         """Free the memory of all runs."""
@@ -85,10 +83,7 @@ class Board:
             return self._runs[name]
 
     def _paths(self) -> dict[str, Path]:
-        with self._lock:
-            if time.monotonic() - self._walked_s > WALK_EVERY_S:
-                self._found, self._walked_s = find_runs(self._folders), time.monotonic()
-            return self._found
+        return _paths_at(self, round(time.monotonic() / WALK_EVERY_S))
 
     def answer(self, what: str, given: Mapping[str, str]) -> Any:
         """The answer to one question; `given` are the parameters of its address.
@@ -101,6 +96,11 @@ class Board:
             return self.runs()
         question, asked = ANSWERS[what], dict(given)
         return question(self, *self.run(asked.pop("run", "")), asked)
+
+
+@lru_cache(maxsize=4)
+def _paths_at(board: Board, moment: int) -> dict[str, Path]:
+    return find_runs(board.folders)
 
 
 def _overview(board: Board, run: RunFolder, rollouts: Rollouts, asked: Values) -> Values:
@@ -120,6 +120,13 @@ def _overview(board: Board, run: RunFolder, rollouts: Rollouts, asked: Values) -
 def _metrics(board: Board, run: RunFolder, rollouts: Rollouts, asked: Values) -> Columns:
     """The columns of ``names``, by commas: of the 90 of a run of days a page shows some 25."""
     return run.metrics(asked["names"].split(",") if asked.get("names") else None)
+
+
+def _steps(board: Board, run: RunFolder, rollouts: Rollouts, asked: Values) -> Columns:
+    """All numbers of the train steps from ``first`` to ``last``."""
+    steps = run.metrics(("train_step",)).get("train_step", [])
+    low, high = bisect_left(steps, float(asked["first"])), bisect_right(steps, float(asked["last"]))
+    return {name: values[: high - low] for name, values in run.metrics(first=low).items()}
 
 
 def _flow(board: Board, run: RunFolder, rollouts: Rollouts, asked: Values) -> Values:
@@ -159,6 +166,7 @@ Question = Callable[[Board, RunFolder, Rollouts, Values], Any]
 ANSWERS: Mapping[str, Question] = {
     "overview": _overview,
     "metrics": _metrics,
+    "steps": _steps,
     "flow": _flow,
     "rollouts": lambda board, run, rollouts, asked: rollouts.search(**_paged(asked)),
     "count": lambda board, run, rollouts, asked: rollouts.count(**asked),

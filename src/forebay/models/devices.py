@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from forebay.config import ConfigError
@@ -34,6 +36,24 @@ def find_device(name: str) -> torch.device:
             f"device = {name!r}: torch {torch.__version__} sees {describe_devices()}; set device = 'auto'"
         )
     return torch.device(name)
+
+
+def gpu_use(device: torch.device | None) -> dict[str, float]:
+    """How a CUDA device is used at this moment; nothing of another device.
+
+    ``gpu/reserved_gb`` is the memory that torch holds in this process. NVIDIA's own counters need the package
+    ``nvidia-ml-py`` and a driver that counts (for a part of a GPU it does not): ``gpu/used_gb``, the memory
+    that all processes hold, and ``gpu/busy``, the share of the last moment with a kernel under way.
+    """
+    import torch
+
+    if device is None or device.type != "cuda":
+        return {}
+    use = {"gpu/reserved_gb": torch.cuda.memory_reserved(device) / 1e9}
+    with suppress(ImportError), suppress(import_module("pynvml").NVMLError, RuntimeError):
+        use["gpu/used_gb"] = torch.cuda.device_memory_used(device) / 1e9
+        use["gpu/busy"] = torch.cuda.utilization(device) / 100
+    return use
 
 
 def spread_devices(name: str, count: int, *, taken: int = 1) -> list[str]:

@@ -119,7 +119,10 @@ class Run(Rollouts):
         self.sync_interval = config.produce.sync_weights_interval
         self.guard = OffPolicyGuard(config.train.guard, config.train.guard_bands)
         self.alarms = RunAlarms(config)
-        self.status = RunStatus(self.manager, self.activities, self.controller, batch_size=config.batch_size)
+        device = find_device(config.device) if self.cluster is None else None
+        self.status = RunStatus(
+            self.manager, self.activities, self.controller, batch_size=config.batch_size, device=device
+        )
         self.manager.on_group = self.display.count_group
 
     def place(self) -> dict[str, Any]:

@@ -38,6 +38,8 @@ REST_STEPS = 20
 does not repeat it."""
 TRUNCATED_SHARE = 0.5
 """Most responses: what they would have been worth is not known, and short ones are what is rewarded."""
+ENDING_SHARE = 0.1
+"""From less than this to most within `WINDOW_STEPS`: responses that grow because it pays take longer."""
 FAILED_SHARE = 0.2
 """Of the groups that ended: one in a hundred is a service that restarts, one in five is a defect."""
 FAILING_STEPS, JUDGE_FAILED_SHARE = 3, 0.05
@@ -115,9 +117,16 @@ class RunAlarms:
         for row in sorted([*history, *evaluations], key=lambda row: row["train_step"] or 0.0):
             self.see(row)
 
-    def _column(self, name: str) -> list[float]:
-        """The values of the last steps that have one."""
-        return [value for row in self._rows if (value := row.get(name)) is not None]
+    def _column(self, name: str, rows: Iterable[Row] | None = None) -> list[float]:
+        """The values of the last steps, or of `rows`, that have one."""
+        return [
+            value for row in (self._rows if rows is None else rows) if (value := row.get(name)) is not None
+        ]
+
+    def _if_lost(self, is_lost: bool) -> str:
+        """The first thing to try where the model could do before what it cannot do now."""
+        first = f"It was better before: first lower train.lr (now {self._config.train.lr:g}) and go back to "
+        return f"{first}a checkpoint, as updates that are too large do this. " if is_lost else ""
 
     def _steps(self) -> str:
         return f"train steps {self._rows[0]['train_step']:.0f} to {self._rows[-1]['train_step']:.0f}"
@@ -132,6 +141,7 @@ class RunAlarms:
         if min(rewards) == max(rewards):
             return (
                 f"{self._steps()}: every score was {rewards[-1]:g}, so there is nothing to learn from. "
+                f"{self._if_lost(rewards[-1] <= 0 < max(self._column(REWARD, self._first)))}"
                 f"Read some in forebay board: is the judge right? Prompts that are never solved need easier "
                 f"data, a [warmup], partial credit or more rollouts_per_prompt (now "
                 f"{config.rollouts_per_prompt}); prompts that are always solved need harder data"
@@ -149,7 +159,8 @@ class RunAlarms:
             return None
         return (
             f"{self._steps()}: {share:.0%} of the responses were cut off by their budget (finish_reason "
-            f"length), so what is rewarded is to be short. Raise tasks.sample.max_tokens (now "
+            f"length), so what is rewarded is to be short. "
+            f"{self._if_lost(min(values) < ENDING_SHARE)}Raise tasks.sample.max_tokens (now "
             f"{self._config.tasks[0].sample.max_tokens}) and, where it is the limit, model.max_context"
         )
 
@@ -180,7 +191,7 @@ class RunAlarms:
 
     def _entropy(self) -> str | None:
         values = self._column("train/entropy")[-FIRST_STEPS:]
-        first = [value for row in self._first if (value := row.get("train/entropy")) is not None]
+        first = self._column("train/entropy", self._first)
         if len(first) < FIRST_STEPS or len(values) < FIRST_STEPS:
             return None
         now, before = statistics.median(values), statistics.median(first)
@@ -204,18 +215,24 @@ class RunAlarms:
         if len(later) < HELD_OUT_EVALUATIONS or max(later) >= bound:
             return None
         # Nothing was trained before the evaluation at the start: its reward is that of the first steps.
-        first = [value for row in self._first if (value := row.get(REWARD)) is not None]
+        first = self._column(REWARD, self._first)
         before = self._evaluations[best][1]
         before = sum(first) / len(first) if before is None and first else before
         now = self._evaluations[-1][1]
         # Greedy answers to held-out prompts can get worse for a while as the samples get better; what was
         # learned by heart shows in the prompts trained on being answered better than the others.
-        if before is None or now is None or now <= max(before, scores[-1]):
+        if before is None or now is None:
             return None
+        fell = now < before - HELD_OUT_FALL * abs(before)
+        if not fell and now <= max(before, scores[-1]):
+            return None
+        why = "the model learns its prompts by heart, or what the judge overlooks"
+        if fell:
+            why = "training makes the model worse, most often by updates that are too large"
         return (
             f"the held-out score fell from {scores[best]:.3g} to {scores[-1]:.3g} while the reward of "
-            f"training rose from {before:.3g} to {now:.3g}: the model learns its prompts by heart, or what "
-            f"the judge overlooks. Read some in forebay board; use more data or fewer steps, lower "
+            f"training {'fell' if fell else 'rose'} from {before:.3g} to {now:.3g}: {why}. "
+            f"Read some in forebay board; use more data or fewer steps, lower "
             f"train.lr (now {self._config.train.lr:g}), or raise train.kl_coef (now "
             f"{self._config.train.penalties[0]:g})"
         )

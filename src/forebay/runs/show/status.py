@@ -15,16 +15,19 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from forebay.engines.pool import EnginePool
 from forebay.ledger import AGED, length_bias
 from forebay.metrics import RESPONSE_TOKENS, SAMPLES
+from forebay.models.devices import gpu_use
 from forebay.produce import AgentLoopManager
 from forebay.replay import ReplayBuffer
 from forebay.replay.stores.contract import STALEST
@@ -75,13 +78,17 @@ class RunStatus:
         controller: EnginePool,
         *,
         batch_size: int,
+        device: torch.device | None = None,
     ) -> None:
-        """Listen to `activities` from now on."""
+        """Listen to `activities` from now on; `device` is the trainer's, if it is of this machine."""
         self._manager = manager
         self._activities = activities
         self._controller = controller
         self._busy = BusyShare(activities)
         self._batch_size = batch_size
+        self._device = device
+        self._gpu: list[dict[str, float]] = []
+        """Looks at `device` since the last step."""
         self._rows: dict[str, TaskNow] = {}
         self._judged: dict[Any, list[bool]] = {}
         """By task: for each group judged since the last step, whether the judge failed in it."""
@@ -114,6 +121,7 @@ class RunStatus:
         """The numbers of this moment; those of the buffer are as of the last `count_buffer`."""
         watch = self._manager.stall_watch
         producing = self._producing()
+        self._gpu.append(gpu_use(self._device))
         others = (
             activity for activity in self._activities.in_flight() if activity.stage not in PRODUCER_STAGES
         )
@@ -135,6 +143,7 @@ class RunStatus:
         now_s, busy_s = self._activities.clock(), {side: self._busy.busy_s(side) for side in SIDES}
         past_s, before_s = now_s - self._reported_s, self._reported_busy_s
         self._reported_s, self._reported_busy_s = now_s, busy_s
+        looks, self._gpu = [*self._gpu, gpu_use(self._device)], []
         values = {
             **_group_values(tasks.values(), ""),
             "in_flight/rollouts": float(sum(activity.stage == GENERATE for activity in producing)),
@@ -145,6 +154,7 @@ class RunStatus:
                 f"busy/{side}": (busy_s[side] - before_s[side]) / past_s if past_s > 0 else 0.0
                 for side in SIDES
             },
+            **{name: statistics.fmean(look.get(name, 0.0) for look in looks) for name in looks[-1]},
             **_staleness_shares(train_step, groups),
             **self._dropped_values(),
         }

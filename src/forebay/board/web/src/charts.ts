@@ -1,11 +1,12 @@
 import uPlot from "uplot";
-import { h, number } from "./dom";
+import { h, number, svg } from "./dom";
 
 export interface Line {
   label: string;
   x: number[];
   y: (number | null)[];
-  dash?: boolean;
+  /** Lengths of strokes and gaps; none for a whole line. */
+  dash?: number[];
   points?: boolean;
   run?: number;
 }
@@ -96,7 +97,7 @@ export class Chart {
     const grid = { stroke: color("rule"), width: 1 };
     this.legend.replaceChildren(
       ...this.lines.map((line, place) =>
-        h("span", { class: "key" }, h("i", { class: `swatch line-${(line.run ?? place) % RUN_COLORS}${line.dash ? " dash" : ""}` }), line.label, " ", h("b", { "data-line": place })),
+        h("span", { class: "key" }, swatch((line.run ?? place) % RUN_COLORS, line.dash), line.label, " ", h("b", { "data-line": place })),
       ),
     );
     const values = this.legend.querySelectorAll("b");
@@ -116,7 +117,7 @@ export class Chart {
           label: line.label,
           stroke: lineColor(line.run ?? place),
           width: 1.6,
-          dash: line.dash ? [5, 4] : undefined,
+          dash: line.dash,
           spanGaps: true,
           points: { show: line.points ?? line.y.length < 2, size: 5 },
         })),
@@ -161,6 +162,12 @@ export class Chart {
     }
     ctx.restore();
   }
+}
+
+/** A piece of the line, as the chart draws it. */
+function swatch(color: number, dash: number[] = []): Node {
+  const line = svg("line", { x1: 0, y1: 3, x2: 24, y2: 3, class: `line-${color}`, "stroke-dasharray": dash.join(" ") });
+  return svg("svg", { width: 24, height: 6, "aria-hidden": "true" }, line);
 }
 
 /** The y axis around what is drawn; noise of rounding is not blown up, and of a constant its size is seen. */

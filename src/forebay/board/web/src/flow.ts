@@ -3,7 +3,14 @@ import { duration, h, number, show, svg, table } from "./dom";
 import { address } from "./place";
 
 const WIDTH = 980;
-const HEIGHT = 250;
+const HEIGHT = 236;
+const NARROW = 360;
+/** From the top of a box to that of the next, where they stand one below the other. */
+const FALL = 140;
+const LINE = 16;
+
+/** Its name, how many are in it, and how they are. */
+type Box = [name: string, count: string, note: string];
 
 /** Prompts -> in flight -> buffer -> trained, with every way out; the numbers are the balance of the books. */
 export async function flow(root: HTMLElement, run: string): Promise<() => void> {
@@ -12,6 +19,7 @@ export async function flow(root: HTMLElement, run: string): Promise<() => void> 
   const details = h("div", { class: "columns" });
   const task = h("select", { id: "task", "aria-label": "task" });
   show(root, h("div", { class: "controls" }, h("label", { for: "task" }, "task ", task)), picture, details);
+  const narrow = matchMedia("(max-width: 640px)");
   const draw = () => {
     const names = Object.keys(live.books ?? {});
     const chosen = (task as HTMLSelectElement).value || "";
@@ -21,16 +29,21 @@ export async function flow(root: HTMLElement, run: string): Promise<() => void> 
     }
     const books = sum(names.filter((name) => !chosen || name === chosen).map((name) => live.books[name]));
     const tasks = Object.entries<Row>(live.tasks ?? {}).filter(([name]) => !chosen || name === chosen).map(([, value]) => value);
-    show(picture, drawPicture(books, tasks, live, run));
+    show(picture, drawPicture(books, tasks, live, run, narrow.matches));
     drawDetails(details, live, books, tasks);
   };
   task.addEventListener("change", draw);
   draw();
-  return follow(run, Infinity, (change) => {
+  narrow.addEventListener("change", draw);
+  const stop = follow(run, Infinity, (change) => {
     if (!change.live.books) return;
     live = change.live;
     draw();
   });
+  return () => {
+    narrow.removeEventListener("change", draw);
+    stop();
+  };
 }
 
 function sum(parts: Row[]): Row {
@@ -48,43 +61,68 @@ function added(counts: Row[]): Map<string, number> {
   return total;
 }
 
-function drawPicture(books: Row, tasks: Row[], live: Row, run: string): Element {
+function drawPicture(books: Row, tasks: Row[], live: Row, run: string, isUpright: boolean): Element {
   const buffer = added(tasks.map((task) => task.buffer ?? {}));
   const inBuffer = [...buffer.values()].reduce((total, count) => total + count, 0);
   const inFlight = tasks.reduce((total, task) => total + (task.in_flight ?? 0), 0);
   const dropped = Object.entries<number>(books.dropped).sort((a, b) => b[1] - a[1]);
   const numDropped = dropped.reduce((total, [, count]) => total + count, 0);
   const known = tasks.length > 0;
-  const boxes: [string, string, string][] = [
+  const boxes: Box[] = [
     ["taken up", number(books.generated), String(live.unit ?? "groups")],
     ["in flight", known ? number(inFlight) : "-", stages(live)],
     ["in the buffer", known ? number(inBuffer) : number(books.live), [...buffer].map(([name, count]) => `${count} ${name}`).join(", ")],
     ["trained", number(books.trained), `train step ${number(live.train_step)}`],
   ];
   const moving = live.state === "running" ? "moving" : "";
-  const space = WIDTH / boxes.length;
-  const parts: Node[] = [];
-  boxes.forEach(([name, count, note], place) => {
-    const left = place * space + 10;
-    const width = space - 60;
-    if (place) parts.push(svg("line", { x1: left - 48, y1: 70, x2: left - 4, y2: 70, class: `pipe ${moving}` }));
-    parts.push(
-      svg("rect", { x: left, y: 20, width, height: 100, rx: 8, class: "tank" }),
-      svg("text", { x: left + width / 2, y: 46, class: "name" }, name),
-      svg("text", { x: left + width / 2, y: 80, class: "count" }, count),
-      svg("text", { x: left + width / 2, y: 106, class: "note" }, note),
-    );
-  });
-  const out = 2 * space + 10 + (space - 60) / 2;
-  parts.push(
-    svg("line", { x1: out, y1: 122, x2: out, y2: 158, class: `pipe out ${numDropped ? moving : "unused"}` }),
-    svg("text", { x: out, y: 180, class: "name" }, `dropped: ${number(numDropped)}`),
-    ...(dropped.length ? dropped : [["", 0] as [string, number]]).slice(0, 4).map(([reason, count], place) => svg("text", { x: out, y: 202 + 16 * place, class: "note" }, reason ? `${number(count)} ${reason}` : "nothing was")),
-  );
+  const ways = dropped.length ? dropped.map(([reason, count]) => `${number(count)} ${reason}`) : ["nothing was"];
+  const parts = isUpright ? upright(boxes, moving, number(numDropped), ways) : lying(boxes, moving, number(numDropped), ways);
   const difference = books.generated - books.trained - numDropped - books.live;
   const balance = `${number(books.generated)} taken up = ${number(books.trained)} trained + ${number(numDropped)} dropped + ${number(books.live)} live`;
-  const drawn = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "flow", role: "img", "aria-label": balance }, ...parts);
+  const size = isUpright ? `0 0 ${NARROW} ${boxes.length * FALL - 36}` : `0 0 ${WIDTH} ${HEIGHT + LINE * Math.max(0, ways.length - 2)}`;
+  const drawn = svg("svg", { viewBox: size, class: isUpright ? "flow upright" : "flow", role: "img", "aria-label": balance }, ...parts);
   return h("figure", {}, drawn as unknown as HTMLElement, h("figcaption", { class: difference ? "failure" : "" }, difference ? `The books do not balance: ${difference} ${live.unit ?? "groups"} are missing. ` : "", balance, ". ", dropped.length ? "Read dropped ones: " : null, ...dropped.flatMap(([reason]) => [h("a", { href: address("rollouts", run, { outcome: "dropped", reason }) }, reason), " "])));
+}
+
+/** Side by side, from left to right; what was dropped falls out of the buffer. */
+function lying(boxes: Box[], moving: string, numDropped: string, ways: string[]): Node[] {
+  const space = WIDTH / boxes.length;
+  const out = 2 * space + 10 + (space - 60) / 2;
+  return [
+    ...boxes.flatMap((box, place) => {
+      const left = place * space + 10;
+      const pipe = svg("line", { x1: left - 48, y1: 70, x2: left - 4, y2: 70, class: `pipe ${moving}` });
+      return [...(place ? [pipe] : []), ...tank(box, left, 20, space - 60, 100)];
+    }),
+    svg("line", { x1: out, y1: 122, x2: out, y2: 158, class: `pipe out ${numDropped === "0" ? "unused" : moving}` }),
+    svg("text", { x: out, y: 180, class: "name" }, `dropped: ${numDropped}`),
+    ...ways.map((way, place) => svg("text", { x: out, y: 202 + LINE * place, class: "note" }, way)),
+  ];
+}
+
+/** One below the other, for a telephone; what was dropped leaves the buffer to the right. */
+function upright(boxes: Box[], moving: string, numDropped: string, ways: string[]): Node[] {
+  const width = 215;
+  const buffer = 2 * FALL + 50;
+  return [
+    ...boxes.flatMap((box, place) => {
+      const pipe = svg("line", { x1: width / 2, y1: place * FALL - 38, x2: width / 2, y2: place * FALL - 2, class: `pipe ${moving}` });
+      return [...(place ? [pipe] : []), ...tank(box, 2, place * FALL, width, FALL - 40)];
+    }),
+    svg("line", { x1: width + 4, y1: buffer, x2: width + 30, y2: buffer, class: `pipe out ${numDropped === "0" ? "unused" : moving}` }),
+    svg("text", { x: width + 36, y: buffer - 12, class: "name begin" }, `dropped: ${numDropped}`),
+    ...ways.map((way, place) => svg("text", { x: width + 36, y: buffer + 6 + LINE * place, class: "note begin" }, way)),
+  ];
+}
+
+function tank([name, count, note]: Box, left: number, top: number, width: number, height: number): Node[] {
+  const middle = left + width / 2;
+  return [
+    svg("rect", { x: left, y: top, width, height, rx: 8, class: "tank" }),
+    svg("text", { x: middle, y: top + 26, class: "name" }, name),
+    svg("text", { x: middle, y: top + 60, class: "count" }, count),
+    svg("text", { x: middle, y: top + 86, class: "note" }, note),
+  ];
 }
 
 function stages(live: Row): string {

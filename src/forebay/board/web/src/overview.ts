@@ -26,12 +26,17 @@ const PANELS: Panel[] = [
   { title: "Environment steps per second", lines: [["env_steps_per_s", "steps/s"]] },
   { title: "Where a step's time goes, s", lines: [["time/generate_s", "generate"], ["time/wait_s", "wait"], ["time/train_s", "train"], ["time/sync_s", "sync"], ["time/pause_s", "pause"]] },
   { title: "CPU of the run's process, s per step", lines: [["cpu/generate_s", "generate"], ["cpu/train_s", "train"], ["cpu/sync_s", "sync"]] },
+  { title: "GPU of the trainer, share of the time busy", lines: [["gpu/busy", "mean"]] },
+  { title: "GPU memory, GB", lines: [["gpu/used_gb", "all processes"], ["gpu/reserved_gb", "torch in the run's process", true]] },
   { title: "Busy", lines: [["busy/trainer", "trainer"], ["busy/producer", "producer", true]] },
   { title: "Gradient norm", lines: [["train/grad_norm", "norm"], ["grad_norm", "norm"]] },
+  { title: "Learning rate", lines: [["train/lr", "rate"]] },
 ];
 
 const NEEDED = ["train_step", "unix_time_s", "samples", "step_s", "time/checkpoint_s", ...PANELS.flatMap((panel) => panel.lines.map(([name]) => name))];
 const MAX_RUNS = RUN_COLORS;
+/** Of the first, second, ... line of a run where the color says which run it is. */
+const DASHES = [undefined, [5, 4], [2, 3], [10, 3, 2, 3], [12, 5]];
 const SHOWN_NOTES = 5;
 
 export async function overview(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
@@ -64,12 +69,13 @@ export async function overview(root: HTMLElement, run: string, given: Record<str
     const lines: Line[] = [];
     loaded.forEach((one, place) => {
       const x = xOf(one.metrics);
-      for (const [name, label, dash] of panel.lines) {
+      for (const [at, [name, label, isDashed]] of panel.lines.entries()) {
         const values = one.metrics[name];
         if (!values || !values.some((value) => value !== null && value !== undefined && !(panel.unlessZero && value === 0))) continue;
         const sparse = name.startsWith("eval/");
         const y = settings.smooth && !sparse ? smooth(values, settings.smooth) : values;
         const shown = loaded.length > 1 ? `${names[place]} ${label}` : label;
+        const dash = DASHES[loaded.length > 1 ? at : Number(isDashed ?? false)];
         lines.push({ label: shown, x, y, dash, points: sparse, run: loaded.length > 1 ? place : undefined });
       }
     });

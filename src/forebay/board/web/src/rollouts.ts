@@ -6,7 +6,9 @@ const PAGE = 40;
 /** The server counts no more of those with a text. */
 const MAX_COUNTED = 1000;
 const STEPS_BEFORE = 10;
-const FILTERS = ["text", "task", "outcome", "reason", "finish_reason", "tool", "train_step_min", "train_step_max", "score_min", "score_max", "num_tokens_min", "num_tokens_max"];
+/** Times its usual distance from the mean of ten steps: by chance one number in two hundred comes as far. */
+const MOVED = 4;
+const FILTERS = ["text", "task", "outcome", "reason", "status", "finish_reason", "tool", "train_step_min", "train_step_max", "score_min", "score_max", "num_tokens_min", "num_tokens_max"];
 const ORDERS = ["newest", "oldest", "best", "worst", "longest", "shortest", "stalest"];
 
 /** Find and read: a list with filters. */
@@ -40,7 +42,8 @@ export async function rollouts(root: HTMLElement, run: string, given: Record<str
     const some = asked.text && total?.rollouts >= MAX_COUNTED;
     count.textContent = total ? `${number(total.rollouts)} rollouts${some ? " or more; these are" : ""} of ${number(total.groups)} groups; mean score ${number(total.score)}, ${number(total.num_tokens)} tokens` : "";
     const sides = total?.rollouts && !asked.text ? await besideStepsBefore(run, asked) : null;
-    if (mine === turn) show(step, sides ? against(run, sides[0], sides[1], asked) : null);
+    const numbers = sides ? await ask("steps", { run, first: firstBefore(asked), last: asked.train_step_max }).catch(() => ({})) : {};
+    if (mine === turn) show(step, sides ? against(run, sides[0], sides[1], asked, moved(numbers, Number(asked.train_step_min))) : null);
   };
   const change = (name: string, value: string) => {
     if (value) asked[name] = value;
@@ -71,6 +74,7 @@ export async function rollouts(root: HTMLElement, run: string, given: Record<str
     select("task", "task"),
     select("outcome", "outcome"),
     select("reason", "reason"),
+    select("status", "status"),
     select("finish_reason", "finish"),
     range("train_step", "step"),
     range("score", "score"),
@@ -86,12 +90,16 @@ export async function rollouts(root: HTMLElement, run: string, given: Record<str
   };
 }
 
+function firstBefore(asked: Record<string, string>): number {
+  return Math.max(1, Number(asked.train_step_min) - STEPS_BEFORE);
+}
+
 /** The means of a few steps, and of those before; null where no few steps are asked for. */
 async function besideStepsBefore(run: string, asked: Record<string, string>): Promise<Row[] | null> {
   const first = Number(asked.train_step_min);
   if (!asked.train_step_min || !asked.train_step_max || first <= 1 || Number(asked.train_step_max) - first > STEPS_BEFORE) return null;
   const alike = { run, ...asked, outcome: asked.outcome || "trained" };
-  const ranges = [{}, { train_step_min: Math.max(1, first - STEPS_BEFORE), train_step_max: first - 1 }];
+  const ranges = [{}, { train_step_min: firstBefore(asked), train_step_max: first - 1 }];
   const found = await Promise.all(ranges.map((range) => ask<Row>("count", { ...alike, ...range }))).catch(() => []);
   return found.length && found.every((one) => one.score !== null && one.rollouts) ? found : null;
 }
@@ -104,8 +112,36 @@ const MEASURES: [name: string, title: string, format: (value: unknown) => string
   ["staleness", "staleness", number],
 ];
 
+interface Moved {
+  name: string;
+  before: number;
+  now: number;
+  by: number;
+}
+
+/** Sums since the start of the run, of the clock, around zero by their nature, and in the table above already. */
+const UNTOLD = /^(train_step|reward|response_tokens|truncated|staleness|.*_s|.*_per_s|.*_over_p50|cpu\/.*|busy\/.*|gpu\/.*|eval\/.*|alarm\/.*|dropped\/.*|stalls|train\/(.*loss|advantage_mean|score_mean|skipped_.*|.*tokens|sequences)|produce\/(raw_reward|tokens|samples))$/;
+
+/** The numbers that are furthest from where they were in the steps before, by how much they moved there. */
+export function moved(columns: Record<string, (number | null)[]>, first: number): Moved[] {
+  const steps = (columns.train_step ?? []) as number[];
+  const found = Object.entries(columns).flatMap(([name, values]): Moved[] => {
+    if (UNTOLD.test(name)) return [];
+    const known = (is: (step: number) => boolean) => values.filter((value, row): value is number => value !== null && is(steps[row]));
+    const [old, fresh] = [known((step) => step < first), known((step) => step >= first)];
+    if (!old.length || !fresh.length) return [];
+    const mean = (some: number[]) => some.reduce((sum, value) => sum + value, 0) / some.length;
+    const [before, now] = [mean(old), mean(fresh)];
+    const spread = Math.sqrt(mean(old.map((value) => (value - before) ** 2)));
+    // Of one or two steps the spread is not known, and that of a constant is zero: a tenth of the number is little.
+    const usual = Math.max(old.length > 2 ? spread : 0, 0.1 * Math.abs(before), 1e-6);
+    return [{ name, before, now, by: Math.abs(now - before) / usual }];
+  });
+  return found.filter((one) => one.by > MOVED).sort((a, b) => b.by - a.by).slice(0, 6);
+}
+
 /** What is different in a few steps: the prompts, the answers, or how they were judged. */
-function against(run: string, these: Row, before: Row, asked: Record<string, string>): HTMLElement {
+function against(run: string, these: Row, before: Row, asked: Record<string, string>, others: Moved[]): HTMLElement {
   const [first, last] = [asked.train_step_min, asked.train_step_max];
   const name = first === last ? `step ${first}` : `steps ${first} to ${last}`;
   const numBefore = Math.min(STEPS_BEFORE, Number(first) - 1);
@@ -113,19 +149,26 @@ function against(run: string, these: Row, before: Row, asked: Record<string, str
   const fell = these.score - before.score < -0.03;
   const harder = these.solved - before.solved;
   const odd = gap(these) - gap(before);
+  const overview = h("a", { href: address("overview", run) }, "the overview");
   // Prompts that were tried in these steps only do not tell.
   const why = !fell || these.solved === null || before.solved === null
     ? []
     : harder < odd
       ? ["The score is lower mostly because these prompts are harder: they score low in other steps."]
-      : ["The score is lower although these prompts are not that much harder. Look at ", h("a", { href: address("rollouts", run, { ...asked, order: "worst" }) }, "the answers, worst first"), ", whether the judge is right, and at ", h("a", { href: address("overview", run) }, "what else changed"), " at this step."];
+      : ["The score is lower although these prompts are not that much harder. ", ...(hasChanged(these, before) ? ["The answers are other ones, by their length: the model itself has changed. An update was too large, or it learns to end earlier or later than it should: see train.lr and the gradient norm in ", overview, ", and read "] : ["Look at ", overview, " for what else changed, and whether the judge is right: read "]), h("a", { href: address("rollouts", run, { ...asked, order: "worst" }) }, "the answers, worst first"), "."];
   return h(
     "section",
     {},
     h("h2", {}, `${name[0].toUpperCase()}${name.slice(1)} against the ${numBefore > 1 ? `${numBefore} before` : "one before"}`),
     table(["", name, "before"], MEASURES.map(([key, title, format]) => [title, format(these[key]), format(before[key])]), { numbers: [1, 2], label: "Against the steps before" }),
     why.length ? h("p", {}, ...why) : null,
+    h("p", { class: others.length ? "" : "dim" }, others.length ? "Of the other numbers of the run, far from where they were: " : "No other number of the run is far from where it was.", ...others.flatMap((one, at) => [at ? "; " : "", h("a", { href: address("overview", run, { more: one.name }) }, one.name), ` ${number(one.before)} to ${number(one.now)}`])),
   );
+}
+
+/** Answers that are much longer or shorter, or run into their budget as those before did not. */
+function hasChanged(these: Row, before: Row): boolean {
+  return Math.abs(these.num_tokens / before.num_tokens - 1) > 0.3 || Math.abs(these.truncated - before.truncated) > 0.3;
 }
 
 function empty(asked: Record<string, string>): string {
@@ -180,7 +223,7 @@ export async function rollout(root: HTMLElement, run: string, given: Record<stri
   show(
     root,
     h("p", {}, h("a", { href: address("rollouts", run) }, "rollouts"), " / ", h("a", { href: address("group", run, { id: row.group_id }) }, `group ${row.group_id}`), " / ", String(row.rollout_id)),
-    h("div", { class: "line" }, outcomeBadge(row), h("span", {}, `score ${number(row.score)}`), h("span", {}, `advantage ${number(row.advantage)}`), h("span", {}, `${number(row.num_tokens)} tokens`), h("span", {}, versions(row)), h("span", {}, `staleness ${row.staleness}`), copyButton("copy as JSON", () => JSON.stringify(row, null, 1)), h("a", { href: address("prompt", run, { hash: row.prompt_hash }) }, "the same prompt through training")),
+    h("div", { class: "line" }, outcomeBadge(row), h("span", {}, `score ${number(row.score)}`), h("span", {}, `advantage ${number(row.advantage)}`), h("span", {}, `${number(row.num_tokens)} tokens`), h("span", {}, versions(row)), h("span", {}, `staleness ${row.staleness}`), copyButton("copy as JSON", () => JSON.stringify(row, null, 1)), h("a", { href: address("prompt", run, { hash: row.prompt_hash }) }, "the same prompt through training"), inTime(run, row, found.spans)),
     row.error ? h("pre", { class: "failure" }, row.error) : null,
     misjudged(row),
     h("section", {}, h("h2", {}, "Prompt"), h("pre", { class: "text" }, row.prompt), row.truth ? h("p", { class: "dim" }, `expected: ${row.truth}`) : null),
@@ -192,6 +235,14 @@ export async function rollout(root: HTMLElement, run: string, given: Record<stri
   );
   if (row.token_ids.length) drawTokens(tokens, told, row, pieces, chosen);
   return () => undefined;
+}
+
+/** To the timeline, zoomed to what was done for the rollout. */
+function inTime(run: string, row: Row, spans: Row[]): HTMLElement | null {
+  if (!spans.length) return null;
+  const [from, to] = [Math.min(...spans.map((span) => span.start_s)), Math.max(...spans.map((span) => span.end_s))];
+  const around = Math.max(0.05, 0.1 * (to - from));
+  return h("a", { href: address("timeline", run, { from: (from - around).toFixed(3), to: (to + around).toFixed(3), name: row.rollout_id }) }, "on the timeline");
 }
 
 function versions(row: Row): string {

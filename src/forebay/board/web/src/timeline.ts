@@ -95,6 +95,11 @@ export async function timeline(root: HTMLElement, run: string, given: Record<str
       for (const one of track.spans) {
         context.fillStyle = style.getPropertyValue(hasFailed(one.span) ? "--bad" : `--line-${place % 6}`);
         context.fillRect(one.x, one.y, Math.max(1, one.width), ROW - 3);
+        if (given.name && one.span.name === given.name) {
+          context.strokeStyle = style.getPropertyValue("--ink");
+          context.lineWidth = 2;
+          context.strokeRect(one.x, one.y, Math.max(3, one.width), ROW - 3);
+        }
       }
     });
     canvas.setAttribute("aria-label", `${data.spans.length} activities in ${duration(data.to_s - data.from_s)}`);

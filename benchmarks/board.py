@@ -91,6 +91,12 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def num_calls(pid: int) -> int:
+    """Calls of read and write by a process until now."""
+    lines = Path(f"/proc/{pid}/io").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("syscr", "syscw")))
+
+
 class Served:
     """``forebay board`` of a folder in a process of its own."""
 
@@ -241,6 +247,7 @@ def beside(rounds: int = 10, seconds: float = 6.0) -> None:
             while not (folder / "metrics.jsonl").exists() or _num_lines(folder) < 20:
                 time.sleep(0.2)
             a_step: dict[int, list[float]] = {0: [], 1: [], 10: []}
+            calls = {count: np.zeros(2) for count in a_step}
             for turn in range(rounds):
                 # In another order each time: none of them always follows the same one.
                 for count in np.random.default_rng(turn).permutation(list(a_step)).tolist():
@@ -250,11 +257,15 @@ def beside(rounds: int = 10, seconds: float = 6.0) -> None:
                     for stream in streams:
                         threading.Thread(target=lambda s=stream: _drain(s), daemon=True).start()
                     time.sleep(1)
-                    before, first = cpu_s(run.pid), _num_lines(folder)
+                    before, first, done = cpu_s(run.pid), _num_lines(folder), num_calls(run.pid)
                     time.sleep(seconds)
-                    a_step[count].append((cpu_s(run.pid) - before) / (_num_lines(folder) - first))
+                    num_steps = _num_lines(folder) - first
+                    a_step[count].append((cpu_s(run.pid) - before) / num_steps)
+                    calls[count] += num_calls(run.pid) - done, num_steps
                     for stream in streams:
                         stream.fp.raw._sock.shutdown(2)
+            told = ", ".join(f"{number / steps:.2f} with {count}" for count, (number, steps) in calls.items())
+            print(f"{how}: reads and writes of the run's process a step: {told} viewers")
             for count in (1, 10):
                 ratios = np.array(a_step[count]) / np.array(a_step[0]) - 1
                 error = ratios.std(ddof=1) / rounds**0.5

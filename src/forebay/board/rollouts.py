@@ -160,17 +160,11 @@ class Rollouts:
 
     def group(self, group_id: str) -> list[Row]:
         """Every rollout of a group with its texts, without tokens; each time that the group left the run."""
-        columns = ", ".join(
-            (*LISTED, "prompt", "response", "conversation", "reward", "truth", "facts", "error")
-        )
-        return self._lines(
-            f"SELECT {columns} FROM rollouts WHERE group_id = ? ORDER BY time_s, member", group_id
-        )
+        return self._lines((*LISTED, *DOCUMENTS), "group_id = ? ORDER BY time_s, member", group_id)
 
     def rollout(self, rollout_id: str) -> list[Row]:
         """Everything of a rollout, tokens too; a line for each time that its group left the run."""
-        columns = ", ".join((*LISTED, *DOCUMENTS, *TOKENS))
-        return self._lines(f"SELECT {columns} FROM rollouts WHERE rollout_id = ? ORDER BY time_s", rollout_id)
+        return self._lines((*LISTED, *DOCUMENTS, *TOKENS), "rollout_id = ? ORDER BY time_s", rollout_id)
 
     def prompts(self, *, order: str = "hardest", limit: int = 50, offset: int = 0) -> list[Row]:
         """Prompts by how they were answered: tries, scores at first and at last.
@@ -210,9 +204,8 @@ class Rollouts:
             number = int(prompt_hash)
         except ValueError:
             raise ValueError(f"a prompt's number is expected, got {prompt_hash!r}") from None
-        columns = ", ".join((*LISTED, "prompt", "response", "truth"))
-        query = f"SELECT {columns} FROM rollouts WHERE prompt_hash = ? ORDER BY train_step, member"
-        return self._lines(query, number)
+        columns = (*LISTED, "prompt", "response", "truth")
+        return self._lines(columns, "prompt_hash = ? ORDER BY train_step, member", number)
 
     def bias(self) -> dict[str, Any]:
         """Dropped against trained rollouts, by task: length, time, score, how often their prompt was solved.
@@ -286,11 +279,11 @@ class Rollouts:
 
     def spans_of(self, names: Sequence[str]) -> list[Row]:
         """The activities that are named after these rollouts or groups."""
-        query = f"SELECT {SPAN} FROM spans WHERE list_contains(?, name) ORDER BY start_s"
-        return self._lines(query, list(names), kind=SPANS)
+        return self._lines([SPAN], "list_contains(?, name) ORDER BY start_s", list(names), kind=SPANS)
 
-    def _lines(self, query: str, *values: Any, kind: str = ROLLOUTS) -> list[Row]:
-        return self._ask(kind, lambda cursor, _: _rows(cursor, f"{query} LIMIT {MAX_ROWS}", values), [])
+    def _lines(self, columns: Sequence[str], where: str, value: Any, kind: str = ROLLOUTS) -> list[Row]:
+        query = f"SELECT {', '.join(columns)} FROM {kind} WHERE {where} LIMIT {MAX_ROWS}"
+        return self._ask(kind, lambda cursor, _: _rows(cursor, query, [value]), [])
 
     def _ask(
         self, kind: str, ask: Callable[[duckdb.DuckDBPyConnection, list[Part]], Answer], nothing: Answer

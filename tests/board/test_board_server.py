@@ -293,6 +293,7 @@ def test_prompts_bias_timeline_and_comparison(client):
     assert len(through) == prompts[0]["rollouts"]
     means = {row["outcome"]: row for row in ask(client, "bias")["means"]}
     assert (means["trained"]["rollouts"], means["dropped"]["rollouts"]) == (24, 4)
+    assert ask(client, "steps", first=2, last=4)["train_step"] == [2, 3, 4]
     timeline = ask(client, "timeline")
     assert [span["name"] for span in timeline["spans"]] == [f"step {step}" for step in range(1, 7)]
     assert timeline["busy"] == [
@@ -312,6 +313,7 @@ def test_every_question_has_an_answer_for_a_run_without_a_history(tmp_path):
         "group": {"group_id": "a"},
         "prompt": {"prompt_hash": "1"},
         "compare": {"other": tmp_path.name},
+        "steps": {"first": 1, "last": 2},
     }
     for what in ANSWERS:
         asked = {"run": tmp_path.name, **needed.get(what, {})}

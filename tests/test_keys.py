@@ -77,9 +77,9 @@ def test_the_command_prints_one_line_a_key_into_a_pipe() -> None:
     assert CliRunner().invoke(app, ["keys", "no such thing"]).exit_code == 2
 
 
-def test_the_command_loads_no_heavy_library() -> None:
+def test_the_command_and_the_board_load_no_heavy_library() -> None:
     code = (
-        "import sys; from forebay.cli.keys import reference; reference(); "
+        "import sys; from forebay.cli.keys import reference; reference(); import forebay.board.server; "
         "print({'torch', 'transformers', 'ray', 'gymnasium'} & set(sys.modules))"
     )
     said = subprocess.run(

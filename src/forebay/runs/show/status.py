@@ -19,10 +19,9 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from forebay.engines.pool import EnginePool
 from forebay.ledger import AGED, length_bias
@@ -34,6 +33,10 @@ from forebay.replay.stores.contract import STALEST
 from forebay.runs.show.wording import number, percent
 from forebay.types import UNLABELED, RolloutState, Status
 from forebay.watching.activity import GENERATE, JUDGE, SIDES, STAGES, Activities, Activity, BusyShare
+
+if TYPE_CHECKING:
+    # The board reads what this module writes, in a process of a third of the memory.
+    import torch
 
 PRODUCER_STAGES = frozenset(name for name, stage in STAGES.items() if stage.doing)
 

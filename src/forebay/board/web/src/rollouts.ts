@@ -308,7 +308,7 @@ function lifeTable(life: Row[], spans: Row[]): Child {
     ...life.map((event): [number, string, string] => [event.time_s, event.event, ["reason", "train_step", "num_tokens", "latency_s", "score", "error"].filter((name) => event[name] !== undefined).map((name) => `${name} ${typeof event[name] === "number" ? number(event[name]) : event[name]}`).join(", ")]),
     ...spans.map((span): [number, string, string] => [span.start_s, `${span.stage} for ${duration(span.end_s - span.start_s)}`, `${span.name} ${span.note}`]),
   ].sort((a, b) => a[0] - b[0]);
-  return rows.length ? table(["time", "after", "event", "details"], rows.map(([time, event, note]) => [when(time), `+${duration(time - start)}`, event, note]), { numbers: [1], label: "Life of the group" }) : h("p", { class: "dim" }, "The books have no event of it.");
+  return rows.length ? table(["time", "after", "event", "details"], rows.map(([time, event, note]) => [when(time), `+${duration(time - start)}`, event, note]), { numbers: [0, 1], label: "Life of the group" }) : h("p", { class: "dim" }, "The books have no event of it.");
 }
 
 /** A group: its members side by side. */

@@ -125,11 +125,18 @@ def look(folder: Path) -> None:
         browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
         for visit in ("cold", "again"):
             page = browser.new_page()
+            client = page.context.new_cdp_session(page)
+            client.send("Performance.enable", {"timeDomain": "threadTicks"})
             begun, cpu = time.perf_counter(), served.cpu_s()
             page.goto(served.address)
             page.wait_for_selector("figure.chart canvas")
             wall = time.perf_counter() - begun
-            print(f"first paint, {visit}: {wall:.2f} s wall, {served.cpu_s() - cpu:.2f} CPU s of the server")
+            found = client.send("Performance.getMetrics")["metrics"]
+            worked = next(one["value"] for one in found if one["name"] == "TaskDuration")
+            print(
+                f"first paint, {visit}: {wall:.2f} s wall, {served.cpu_s() - cpu:.2f} CPU s of the server, "
+                f"{worked:.2f} of the page"
+            )
             page.goto("about:blank")
         print(f"a written step is on the screen after {_until_seen(browser)} s")
         browser.close()
@@ -238,14 +245,15 @@ def beside(rounds: int = 10, seconds: float = 6.0) -> None:
             run_file.write_text(RUN.format(output=name, board=str(is_beside).lower()))
             command = [sys.executable, "-c", START, "train", str(run_file)]
             run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            served = None if is_beside else Served(Path(name))
-            address = served.address if served else ""
-            while not address:
+            address = ""
+            while is_beside and not address:
                 line = run.stdout.readline()
                 address = next((word for word in line.split() if word.startswith("http://127")), "")
             threading.Thread(target=run.stdout.read, daemon=True).start()
             while not (folder / "metrics.jsonl").exists() or _num_lines(folder) < 20:
                 time.sleep(0.2)
+            served = None if is_beside else Served(Path(name))
+            address = served.address if served else address
             a_step: dict[int, list[float]] = {0: [], 1: [], 10: []}
             calls = {count: np.zeros(2) for count in a_step}
             for turn in range(rounds):

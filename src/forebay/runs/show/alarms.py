@@ -38,8 +38,6 @@ REST_STEPS = 20
 does not repeat it."""
 TRUNCATED_SHARE = 0.5
 """Most responses: what they would have been worth is not known, and short ones are what is rewarded."""
-ENDING_SHARE = 0.1
-"""From less than this to most within `WINDOW_STEPS`: responses that grow because it pays take longer."""
 FAILED_SHARE = 0.2
 """Of the groups that ended: one in a hundred is a service that restarts, one in five is a defect."""
 FAILING_STEPS, JUDGE_FAILED_SHARE = 3, 0.05
@@ -255,3 +253,7 @@ class RunAlarms:
             f"short ones. Set produce.staleness_rule = {KEEPING_RULE!r} (now {produce.staleness_rule!r}), or "
             f"raise produce.max_staleness (now {produce.max_staleness})"
         )
+
+
+ENDING_SHARE = 0.1
+"""From less than this to most within `WINDOW_STEPS`: responses that grow because it pays take longer."""

@@ -47,15 +47,6 @@ _LOGGED_STATUSES = (Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.MAX
 MAX_AGE = 32
 """Groups this stale, and staler ones, are counted together: every age takes a query of its own."""
 
-_LAST_SHARE = 8
-STALENESS_SHARES = {
-    **{str(age): (age, age) for age in range(4)},
-    "4_to_7": (4, 7),
-    f"{_LAST_SHARE}_up": (_LAST_SHARE, _LAST_SHARE),
-}
-"""The shares of trained tokens that are logged, ``{name: (first, last)}``: finest where most runs are."""
-
-
 JUDGE_FAILED = "failed/judge"
 LENGTH_BIAS = "tokens_over_trained"
 """Last part of the metric that says how much longer dropped groups are than trained ones."""
@@ -318,6 +309,15 @@ def _group_values(tasks: Iterable[TaskNow], scope: str) -> dict[str, float]:
         f"buffer/{scope}staleness_max": float(max(task.max_age for task in tasks)),
         f"in_flight/{scope}groups": float(sum(task.in_flight for task in tasks)),
     }
+
+
+_LAST_SHARE = 8
+STALENESS_SHARES = {
+    **{str(age): (age, age) for age in range(4)},
+    "4_to_7": (4, 7),
+    f"{_LAST_SHARE}_up": (_LAST_SHARE, _LAST_SHARE),
+}
+"""The shares of trained tokens that are logged, ``{name: (first, last)}``: finest where most runs are."""
 
 
 def _staleness_shares(train_step: int, groups: Sequence[Sequence[RolloutState]]) -> dict[str, float]:

@@ -60,26 +60,48 @@ export class Chart {
       if (this.plot && width && Math.abs(width - this.plot.width) > 1) this.plot.setSize({ width, height: HEIGHT });
     });
     this.observer.observe(this.canvas);
+    // Of twenty charts six are on the screen: the others are drawn when they come near it.
+    this.near = new IntersectionObserver((entries) => {
+      this.isNear = entries[entries.length - 1].isIntersecting;
+      this.refresh();
+    }, { rootMargin: "300px" });
+    this.near.observe(this.canvas);
   }
+
+  private readonly near: IntersectionObserver;
+  private isNear = false;
+  private isStale = false;
 
   private readonly group: string;
 
   set(lines: Line[], marks: Mark[]): void {
     const alike =
-      this.plot &&
       lines.length === this.lines.length &&
       lines.every((line, place) => line.label === this.lines[place].label && line.run === this.lines[place].run);
     this.lines = lines;
     this.marks = marks;
-    const data = joined(lines);
-    if (alike && this.plot) this.plot.setData(data);
-    else this.draw(data);
+    if (!alike) {
+      this.plot?.destroy();
+      this.plot = null;
+      this.drawLegend();
+    }
+    this.isStale = true;
+    this.refresh();
     this.element.setAttribute("aria-label", this.described());
     this.element.setAttribute("role", "img");
   }
 
+  private refresh(): void {
+    if (!this.isNear || !this.isStale) return;
+    this.isStale = false;
+    const data = joined(this.lines);
+    if (this.plot) this.plot.setData(data);
+    else this.draw(data);
+  }
+
   close(): void {
     this.observer.disconnect();
+    this.near.disconnect();
     this.plot?.destroy();
   }
 
@@ -91,15 +113,17 @@ export class Chart {
     return `${this.title}: ${ends.join("; ")}`;
   }
 
-  private draw(data: uPlot.AlignedData): void {
-    this.plot?.destroy();
-    const text = color("dim");
-    const grid = { stroke: color("rule"), width: 1 };
+  private drawLegend(): void {
     this.legend.replaceChildren(
       ...this.lines.map((line, place) =>
         h("span", { class: "key" }, swatch((line.run ?? place) % RUN_COLORS, line.dash), line.label, " ", h("b", { "data-line": place })),
       ),
     );
+  }
+
+  private draw(data: uPlot.AlignedData): void {
+    const text = color("dim");
+    const grid = { stroke: color("rule"), width: 1 };
     const values = this.legend.querySelectorAll("b");
     const options: uPlot.Options = {
       width: this.canvas.clientWidth || 400,

@@ -78,7 +78,7 @@ function verdict(pairs: Pair[], names: string[]): string {
 
 function examples(title: string, pairs: Pair[], run: string, names: string[]): HTMLElement | null {
   if (!pairs.length) return null;
-  const rows = pairs.slice(0, SHOWN).map(({ row, twin }) => [h("a", { class: "item", href: address("prompt", run, { hash: row.prompt_hash }) }, row.prompt.slice(0, 200)), number(row.score), h("pre", { class: "text" }, row.response), number(twin.score), h("pre", { class: "text" }, twin.response)]);
+  const rows = pairs.slice(0, SHOWN).map(({ row, twin }) => [h("a", { class: "item", href: address("prompt", run, { hash: row.prompt_hash }) }, row.prompt.slice(0, 200)), number(row.score), h("pre", { class: "text", tabindex: 0 }, row.response), number(twin.score), h("pre", { class: "text", tabindex: 0 }, twin.response)]);
   const shown = pairs.length > SHOWN ? h("p", { class: "dim" }, `The ${SHOWN} that differ most.`) : null;
   return h("section", {}, h("h2", {}, title), shown, table(["prompt", names[0], "its answer", names[1], "its answer"], rows, { numbers: [1, 3], label: title }));
 }

@@ -226,8 +226,8 @@ export async function rollout(root: HTMLElement, run: string, given: Record<stri
     h("div", { class: "line" }, outcomeBadge(row), h("span", {}, `score ${number(row.score)}`), h("span", {}, `advantage ${number(row.advantage)}`), h("span", {}, `${number(row.num_tokens)} tokens`), h("span", {}, versions(row)), h("span", {}, `staleness ${row.staleness}`), copyButton("copy as JSON", () => JSON.stringify(row, null, 1)), h("a", { href: address("prompt", run, { hash: row.prompt_hash }) }, "the same prompt through training"), inTime(run, row, found.spans)),
     row.error ? h("pre", { class: "failure" }, row.error) : null,
     misjudged(row),
-    h("section", {}, h("h2", {}, "Prompt"), h("pre", { class: "text" }, row.prompt), row.truth ? h("p", { class: "dim" }, `expected: ${row.truth}`) : null),
-    h("section", {}, h("h2", {}, "Response"), row.token_ids.length ? [found.pieces ? null : h("pre", { class: "text" }, row.response), h("label", { for: "color" }, "color by ", pick), tokens, told] : h("p", { class: "dim" }, row.outcome === "dropped" ? "The response of an expired group is not kept." : row.response || "No tokens.")),
+    h("section", {}, h("h2", {}, "Prompt"), h("pre", { class: "text", tabindex: 0 }, row.prompt), row.truth ? h("p", { class: "dim" }, `expected: ${row.truth}`) : null),
+    h("section", {}, h("h2", {}, "Response"), row.token_ids.length ? [found.pieces ? null : h("pre", { class: "text", tabindex: 0 }, row.response), h("label", { for: "color" }, "color by ", pick), tokens, told] : h("p", { class: "dim" }, row.outcome === "dropped" ? "The response of an expired group is not kept." : row.response || "No tokens.")),
     row.conversation ? h("section", {}, h("h2", {}, "Conversation"), ...conversation(row.conversation)) : null,
     details("Reward", row.reward),
     details("Facts", row.facts),
@@ -251,7 +251,7 @@ function versions(row: Row): string {
 }
 
 function details(title: string, json: string): HTMLElement | null {
-  return json ? h("details", {}, h("summary", {}, title), h("pre", { class: "text" }, pretty(json))) : null;
+  return json ? h("details", {}, h("summary", {}, title), h("pre", { class: "text", tabindex: 0 }, pretty(json))) : null;
 }
 
 function pretty(json: string): string {
@@ -267,12 +267,12 @@ export function conversation(json: string): HTMLElement[] {
   try {
     messages = JSON.parse(json);
   } catch {
-    return [h("pre", { class: "text" }, json)];
+    return [h("pre", { class: "text", tabindex: 0 }, json)];
   }
   return messages.map((message) => {
     const calls = message.tool_calls ? h("pre", { class: "call" }, JSON.stringify(message.tool_calls, null, 1)) : null;
     const content = typeof message.content === "string" ? message.content : message.content ? JSON.stringify(message.content, null, 1) : "";
-    return h("div", { class: `message ${["user", "assistant", "tool", "system"].includes(message.role) ? message.role : "other"}` }, h("strong", {}, String(message.role ?? "?"), message.name ? ` ${message.name}` : ""), content ? h("pre", { class: "text" }, content) : null, calls);
+    return h("div", { class: `message ${["user", "assistant", "tool", "system"].includes(message.role) ? message.role : "other"}` }, h("strong", {}, String(message.role ?? "?"), message.name ? ` ${message.name}` : ""), content ? h("pre", { class: "text", tabindex: 0 }, content) : null, calls);
   });
 }
 
@@ -319,9 +319,9 @@ export async function group(root: HTMLElement, run: string, given: Record<string
   show(
     root,
     h("p", {}, h("a", { href: address("rollouts", run) }, "rollouts"), ` / group ${given.id}`),
-    h("pre", { class: "text" }, first.prompt),
+    h("pre", { class: "text", tabindex: 0 }, first.prompt),
     first.truth ? h("p", { class: "dim" }, `expected: ${first.truth}`) : null,
-    h("div", { class: "members" }, ...members.map((row: Row) => h("article", { class: "card" }, h("header", {}, h("a", { class: "item", href: address("rollout", run, { id: row.rollout_id }) }, `${row.member}`), " ", outcomeBadge(row), " ", h("span", { class: "dim" }, `score ${number(row.score)}, advantage ${number(row.advantage)}, ${number(row.num_tokens)} tokens`)), row.conversation ? conversation(row.conversation) : h("pre", { class: "text" }, row.response || row.error)))),
+    h("div", { class: "members" }, ...members.map((row: Row) => h("article", { class: "card" }, h("header", {}, h("a", { class: "item", href: address("rollout", run, { id: row.rollout_id }) }, `${row.member}`), " ", outcomeBadge(row), " ", h("span", { class: "dim" }, `score ${number(row.score)}, advantage ${number(row.advantage)}, ${number(row.num_tokens)} tokens`)), row.conversation ? conversation(row.conversation) : h("pre", { class: "text", tabindex: 0 }, row.response || row.error)))),
     h("section", {}, h("h2", {}, "Life"), lifeTable(life, [])),
   );
   return () => undefined;
@@ -357,12 +357,12 @@ export async function prompt(root: HTMLElement, run: string, given: Record<strin
   show(
     root,
     h("p", {}, h("a", { href: address("prompts", run) }, "prompts"), " / one prompt"),
-    h("pre", { class: "text" }, rows[0].prompt),
+    h("pre", { class: "text", tabindex: 0 }, rows[0].prompt),
     rows[0].truth ? h("p", { class: "dim" }, `expected: ${rows[0].truth}`) : null,
     ...steps.map((step) => {
       const of = rows.filter((row) => row.train_step === step);
       const mean = of.reduce((sum, row) => sum + (row.score ?? 0), 0) / of.length;
-      return h("section", {}, h("h2", {}, `Train step ${step}: mean score ${number(mean)}`), h("div", { class: "members" }, ...of.map((row) => h("article", { class: "card" }, h("header", {}, h("a", { class: "item", href: address("rollout", run, { id: row.rollout_id }) }, String(row.rollout_id)), " ", outcomeBadge(row), h("span", { class: "dim" }, ` score ${number(row.score)}`)), h("pre", { class: "text" }, row.response)))));
+      return h("section", {}, h("h2", {}, `Train step ${step}: mean score ${number(mean)}`), h("div", { class: "members" }, ...of.map((row) => h("article", { class: "card" }, h("header", {}, h("a", { class: "item", href: address("rollout", run, { id: row.rollout_id }) }, String(row.rollout_id)), " ", outcomeBadge(row), h("span", { class: "dim" }, ` score ${number(row.score)}`)), h("pre", { class: "text", tabindex: 0 }, row.response)))));
     }),
   );
   return () => undefined;

@@ -420,7 +420,7 @@ def test_a_restart_stands_whatever_is_rewound_and_counts_for_no_group(tmp_path):
     ledger.record("a", "math", "produced")
     state = ledger.state_dict()
     ledger.record("a", "math", "trained", train_step=1)
-    ledger.note_restart("engine 0", "its process has ended")
+    ledger.note_part("engine 0", "its process has ended")
     ledger.load_state_dict(state)
     ledger.record("a", "math", "trained", train_step=1)
     ledger.close()

@@ -507,3 +507,69 @@ def test_a_newcomer_that_stalls_over_the_newest_weights_is_brought_up_once_more(
         await controller.close()
 
     virtual_time.run(main())
+
+
+class Joining(Newcomer):
+    """Beside it there is room for others."""
+
+    def another(self, url: str) -> Newcomer:
+        return Newcomer(start_s=100.0)
+
+
+def test_engines_join_and_leave_while_rollouts_run_and_a_hand_over_waits_for_no_newcomer():
+    async def main() -> None:
+        clock = asyncio.get_running_loop().time
+        controller = RolloutController([Joining(), Newcomer()])
+        await controller.update_weights([], 1)
+        running = [asyncio.create_task(controller.generate_sample(rollout(i, length=5000))) for i in range(6)]
+        await asyncio.sleep(10.0)
+        assert await controller.scale("+1") == "3 now, 2 of them up"
+        newcomer = controller.engines[2]
+        for step in range(2, 12):
+            await asyncio.sleep(12.0)
+            before_s = clock()
+            await controller.update_weights([], step)
+            assert clock() == before_s, "the hand-over waited"
+        # The engine itself asserts that it gets nothing before it has the newest weights.
+        assert controller.engines_up.keys() == {0, 1, 2}
+        states = await asyncio.gather(*(controller.generate_sample(rollout(f"n{i}")) for i in range(9)))
+        assert newcomer.requests
+        assert {step for state in states for step in state.response_model_steps.tolist()} == {11}
+        # The newest leaves, then another: their rollouts go on elsewhere, with their tokens.
+        params = {"length": 500, "session_id": "s"}
+        more = [asyncio.create_task(controller.generate_sample(rollout(f"m{i}", **params))) for i in range(6)]
+        await asyncio.sleep(20.0)
+        assert await controller.scale("-1") == "2 now, 2 of them up"
+        assert newcomer._closed
+        assert not newcomer._running
+        assert await controller.scale("1") == "1 now, 1 of them up"
+        # One that never comes up can leave, and one that waits for it no longer does.
+        assert await controller.scale("2") == "2 now, 1 of them up"
+        await asyncio.sleep(5.0)
+        assert await controller.scale("-1") == "1 now, 1 of them up"
+        assert all(is_whole(state, 500) for state in await asyncio.gather(*more))
+        assert all(is_whole(state, 5000) for state in await asyncio.gather(*running))
+        assert controller.counts()["engine_restarts"] == 0
+        await controller.close()
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("change", ["-1", "=4", "0", "two", "", "http://gpu7:8000", "-http://gpu7:8000"])
+def test_a_change_that_cannot_be_is_refused_and_changes_nothing(change):
+    async def main() -> None:
+        controller = RolloutController([Joining()])
+        with pytest.raises(ValueError, match=r"would leave none|write \+2"):
+            await controller.scale(change)
+        assert len(controller.engines) == 1
+        await controller.close()
+
+    virtual_time.run(main())
+
+
+def test_an_engine_of_the_run_s_own_process_has_no_other_beside_it():
+    async def main() -> None:
+        with pytest.raises(ValueError, match="in the run's own process"):
+            await RolloutController(ScriptedEngine(count_on)).scale("+1")
+
+    virtual_time.run(main())

@@ -1,19 +1,21 @@
-"""An engine process that is killed in the middle of a run is replaced at once: the run goes on meanwhile."""
+"""Engine processes that join a run, leave it or are killed in it: the run goes on, and its books balance."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 
 import pytest
 
-from forebay.config import parse_config
+from forebay.config import ConfigError, parse_config
 from forebay.ledger import Ledger
 from forebay.metrics import read_jsonl
 from forebay.runs import launch as launching
 from forebay.runs.config import RunConfig
 from forebay.runs.launch import launch
+from forebay.runs.show.surroundings import ask_to_scale
 
 STEPS = 400
 
@@ -40,7 +42,7 @@ def config(folder):
                 "sample": {"max_tokens": 4},
             }
         ],
-        "engine": {"name": "process", "arguments": {"engines": 2}},
+        "engine": {"name": "process", "arguments": {"engines": 1}},
         "produce": {"mode": "separate", "max_staleness": 1, "enable_partial_rollout": True},
         "train": {"lr": 1e-3, "token_budget": 512},
     }
@@ -48,7 +50,7 @@ def config(folder):
 
 
 @pytest.mark.usefixtures("warm")
-def test_a_killed_engine_is_back_while_the_run_goes_on(tmp_path, monkeypatch):
+def test_engines_join_leave_and_die_while_the_run_goes_on(tmp_path, monkeypatch, capsys):
     runs = []
     loops = launching.LOOPS["separate"]
 
@@ -72,15 +74,23 @@ def test_a_killed_engine_is_back_while_the_run_goes_on(tmp_path, monkeypatch):
         try:
             await asyncio.wait_for(until(running, lambda: runs and step() >= 2), 200)
             controller = runs[0].controller
+            joined_at = step()
+            assert await asyncio.to_thread(ask_to_scale, folder, "engines=+1") == "2 now, 1 of them up"
+            await asyncio.wait_for(until(running, lambda: len(controller.engines_up) == 2), 200)
+            # The newcomer carries the run until the first is back.
             first = controller.engines[0]
             pid, killed_at = first.pid, step()
             os.kill(pid, signal.SIGKILL)
             await asyncio.wait_for(until(running, lambda: controller.counts()["engine_restarts"] == 1), 200)
             back_at = step()
-            await asyncio.wait_for(until(running, lambda: step() > back_at + 2), 200)
-            assert killed_at < back_at, "the run stood still meanwhile"
-            assert first.pid != pid
-            assert controller.engines_up.keys() == {0, 1}
+            assert await asyncio.to_thread(ask_to_scale, folder, "engines=1") == "1 now, 1 of them up"
+            left_at = step()
+            await asyncio.wait_for(until(running, lambda: step() > left_at + 2), 200)
+            assert joined_at < killed_at < back_at, "the run stood still meanwhile"
+            assert (controller.engines, first.pid == pid) == ((first,), False)
+            for change in ("engines=-1", "workers=+1", "engines"):
+                with pytest.raises(ConfigError, match=r"has to stay|write (engines=)?\+2"):
+                    await asyncio.to_thread(ask_to_scale, folder, change)
             runs[0].stop.set()
             await running
         finally:
@@ -93,4 +103,9 @@ def test_a_killed_engine_is_back_while_the_run_goes_on(tmp_path, monkeypatch):
     balance = ledger.balance(ledger.count_live())
     assert balance.ok
     assert balance.trained == 2 * run.train_step
+    assert capsys.readouterr().out.count("scaled, engines=") == 2
+    scaled = [line for line in (folder / "ledger.jsonl").read_text().splitlines() if '"scaled"' in line]
+    assert [json.loads(line)["reason"][:12] for line in scaled] == ["+1: 2 now, 1", "1: 1 now, 1 "]
+    with pytest.raises(ConfigError, match="no run works in"):
+        ask_to_scale(folder, "engines=+1")
     assert not any(row.get("failed") for row in read_jsonl(folder / "metrics.jsonl"))

@@ -10,6 +10,7 @@
     forebay plan RUN.toml [key=value ...] [--gpus H100-80GB]
     forebay simulate RUN.toml [key=value ...] --cluster CLUSTER.toml [--sweep key=a,b]
     forebay buffer inspect|show|query|export|migrate|serve ...
+    forebay scale RUN_FOLDER engines=+2                   engines join a run that works, or leave it
     forebay ledger RUN_FOLDER
     forebay card  RUN_FOLDER                              the trained model and what is known of it
     forebay push  RUN_FOLDER [OWNER/NAME] [--public]      the same, to the hub
@@ -120,6 +121,18 @@ def evaluate(
             raise ConfigError("--model is for runs that train language models; leave it out")
         for name, value in asyncio.run(play(config)).items():
             typer.echo(f"{name} {value:g}")
+
+
+@app.command()
+def scale(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run that works, on this machine.")],
+    change: Annotated[str, typer.Argument(help="engines=+2, -1, =4, +http://HOST:PORT or -http://...")],
+) -> None:
+    """Have engines join a run that works, or leave it; no rollout is lost."""
+    with one_message():
+        from forebay.runs.show.surroundings import ask_to_scale
+
+        typer.echo(ask_to_scale(folder, change))
 
 
 app.add_typer(buffer_cli.app, name="buffer")

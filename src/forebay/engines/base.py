@@ -37,10 +37,10 @@ Contract:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -207,6 +207,15 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """End everything and free the weights; `generate` afterwards returns an error completion."""
+
+
+def scalable(engines: Sequence[Engine], another: Callable[[str], Engine]) -> list[Engine]:
+    """`engines`, of which the first says how a running pool gets one more: at an address, or at ``""``.
+
+    `another` may block; it raises ValueError or ConfigError where it cannot.
+    """
+    cast("Any", engines[0]).another = another
+    return list(engines)
 
 
 def joined_experts(

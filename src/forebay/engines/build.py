@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, create_model
 
 from forebay.config import Component, ConfigError, StrictModel, check_arguments, errors_about, look_up
-from forebay.engines.base import DEFAULT_MAX_BATCH, Engine, EngineLost, EngineSurroundings
+from forebay.engines.base import DEFAULT_MAX_BATCH, Engine, EngineLost, EngineSurroundings, scalable
 from forebay.engines.servers.build import HTTPArguments, http_engines
 from forebay.models import (
     DEVICE_PATTERN,
@@ -114,13 +114,25 @@ def _processes(surroundings: EngineSurroundings, **arguments: Any) -> list[Engin
         threads=settings.threads,
     )
     hand_over, logs = SharedMemoryHandOver(), surroundings.scratch
-    places = spread_devices(surroundings.device, settings.engines, taken=surroundings.trainer_gpus)
-    started = [
-        ProcessEngine(
-            recipe.model_copy(update={"device": device}), hand_over, log=logs / f"engine_{number}.log"
+    started: list[ProcessEngine] = []
+
+    def another(url: str = "") -> ProcessEngine:
+        if url:
+            raise ValueError(f"engine 'process' starts its own processes, and {url} is none of them")
+        number = len(started)
+        device = spread_devices(surroundings.device, number + 1, taken=surroundings.trainer_gpus)[number]
+        log = logs / f"engine_{number}.log"
+        made = ProcessEngine(recipe.model_copy(update={"device": device}), hand_over, log=log)
+        started.append(made)
+        # One that joins a run says so itself only when it is up.
+        made.max_context_tokens, made.takes_adapters = (
+            started[0].max_context_tokens,
+            started[0].takes_adapters,
         )
-        for number, device in enumerate(places)
-    ]
+        return made
+
+    for _ in range(settings.engines):
+        another()
     try:
         for process in started:
             process.wait_until_ready()
@@ -128,7 +140,7 @@ def _processes(surroundings: EngineSurroundings, **arguments: Any) -> list[Engin
         for process in started:
             process.kill()
         raise ConfigError(f"engine 'process': {error}") from None
-    return list(started)
+    return scalable(started, another)
 
 
 ENGINES: dict[str, Callable[..., list[Engine]]] = {

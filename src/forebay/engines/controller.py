@@ -15,10 +15,19 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from forebay.engines.base import Completion, Engine, GenerateRequest, joined_experts, request_seed
-from forebay.engines.pool import EnginePool
+from forebay.engines.base import (
+    Completion,
+    Engine,
+    EngineLost,
+    GenerateRequest,
+    joined_experts,
+    request_seed,
+)
+from forebay.engines.members import scale
+from forebay.engines.pool import LOAD_LIMIT_S, EnginePool
 from forebay.types import RolloutState, SampleParams, fill_token_fields, status_from_finish_reason
 from forebay.watching.activity import Activity
+from forebay.watching.stalls import StallError, answered
 
 
 class RolloutController(EnginePool):
@@ -131,6 +140,52 @@ class RolloutController(EnginePool):
         if (request := self._at_engine.get(activity.name)) is None:
             return ""
         return f"{request.num_earlier + self.num_made(request.request_id)} tokens"
+
+    async def scale(self, change: str) -> str:
+        """Have engines join or leave; see `forebay.engines.members.scale`.
+
+        None waits for one that joins: it gets requests once it has the weights of now. The requests of one
+        that leaves go on elsewhere, with their tokens.
+
+        Raises:
+            ValueError: engines of this kind, or so many of them, cannot.
+            ConfigError: no server that can be used is at the address.
+        """
+
+        async def join(url: str) -> None:
+            if self._another is None:
+                raise ValueError(
+                    "an engine in the run's own process has no others: set engine.name to 'process', 'vllm' "
+                    "or 'sglang'"
+                )
+            if url in map(str, self.engines):
+                raise ValueError(f"the engine at {url} is here already")
+            self.add(await asyncio.to_thread(self._another, url))
+
+        return await scale(self._members, change, join, lambda member: self.remove(member.engine))
+
+    def add(self, engine: Engine) -> None:
+        """Have one more engine."""
+        self._members.add(engine)
+        self._are_started, self._context = False, None
+        self._start()
+
+    async def remove(self, engine: Engine) -> None:
+        """Let one go, and close it once its requests are elsewhere."""
+        member = self._members.remove(engine)
+        self._changes.note()
+        if member.bringing_up is not None:
+            member.bringing_up.cancel()
+
+        async def empty() -> None:
+            await engine.abort([name for name, _ in member.in_flight])
+            while member.in_flight:
+                await self._changes.wait(self._changes.version)
+
+        for end in (empty, engine.close):
+            # One that does not answer is left as it is.
+            with contextlib.suppress(EngineLost, StallError):
+                await answered(end(), f"{member} was asked to leave", LOAD_LIMIT_S)
 
     def _request(self, state: RolloutState, budget: int, time_limit_s: float | None) -> GenerateRequest:
         name, params = state.rollout_id, state.sample_params or SampleParams()

@@ -14,9 +14,11 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from forebay.engines.base import Engine
 from forebay.watching.activity import loop_time
@@ -60,6 +62,15 @@ class Members:
         self._by_number[member.number] = member
         self.note_load(member)
         return member
+
+    def __contains__(self, member: Member) -> bool:
+        return member.number in self._by_number
+
+    def remove(self, engine: Engine) -> Member:
+        """It gets no requests any more."""
+        [number] = (member.number for member in self if member.engine is engine)
+        self._by_number[number].is_up = False
+        return self._by_number.pop(number)
 
     def get(self, number: int | None) -> Member | None:
         """The one with this number, if it is here and takes requests."""
@@ -133,6 +144,37 @@ class Members:
             elif member.is_named and slowness == 1 and member.speed is not None:
                 member.is_named = False
                 logger.warning("%s is no straggler any more", member)
+
+
+Join = Callable[[str], Awaitable[None]]
+Leave = Callable[[Any], Awaitable[None]]
+
+
+async def scale(there: Any, change: str, join: Join, leave: Leave) -> str:
+    """Have parts join those that are `there`, or leave them: how many there are then.
+
+    `change` is ``+2``, ``-1``, ``4`` (so many), ``+http://...`` or ``-http://...``. `join` gets the address,
+    or an empty one; `leave` the part there, else the newest, of those that are not up if there are some.
+
+    Raises:
+        ValueError: it is none of these, or leaves none that is up.
+    """
+    found = re.fullmatch(r"([+-]?)(\d{1,6})|([+-])(https?://\S+)", change)
+    if found is None:
+        raise ValueError(f"write +2, -1, =4, +http://HOST:PORT or -http://HOST:PORT, got {change!r}")
+    sign, number, url = found[1] or found[3], int(found[2] or 1), (found[4] or "").rstrip("/")
+    difference = {"+": number, "-": -number}.get(sign, number - len(there))
+    if len(there) + difference < 1:
+        raise ValueError(f"{change} would leave none of {len(there)}: one has to stay")
+    for _ in range(difference):
+        await join(url)
+    for _ in range(-difference):
+        at_url = [part for part in there if not url or str(part.engine) == url]
+        leaving = max(reversed(at_url), key=lambda part: not part.is_up, default=None)
+        if leaving is None or not any(part.is_up for part in there if part is not leaving):
+            raise ValueError("no other is up" if leaving else f"no engine is at {url}")
+        await leave(leaving)
+    return f"{len(there)} now, {sum(part.is_up for part in there)} of them up"
 
 
 @dataclass(eq=False, slots=True)

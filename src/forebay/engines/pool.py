@@ -92,6 +92,7 @@ class EnginePool:
     def engines(self, engines: Sequence[Engine]) -> None:
         self._members, self._are_started = Members(), False
         self._context: int | None = None
+        self._another = getattr(engines[0], "another", None)
         for engine in engines:
             self._members.add(engine)
 
@@ -154,14 +155,17 @@ class EnginePool:
             finally:
                 call.engine = None
                 self._members.end(member, begun, num_tokens)
-            if not completion.lost:
+                if has_left := member not in self._members:
+                    self._changes.note()
+            if completion.lost:
+                why = completion.error_msg or "lost"
+                self._lose(member, why)
+                lost.append(f"{member}: {why}")
+                if len(lost) > MAX_RETRIES:
+                    message = f"given up after {len(lost)} lost engines: {'; '.join(lost)}"
+                    return replace(completion, error_msg=message)
+            elif completion.finish_reason != "abort" or self._paused or not has_left:
                 return completion
-            why = completion.error_msg or "lost"
-            self._lose(member, why)
-            lost.append(f"{member}: {why}")
-            if len(lost) > MAX_RETRIES:
-                message = f"given up after {len(lost)} lost engines: {'; '.join(lost)}"
-                return replace(completion, error_msg=message)
             call.parts.append(completion)
             rest = call.rest()
             if rest.max_tokens < 1 or len(rest.input_ids) >= self.max_context_tokens:
@@ -368,6 +372,14 @@ class EnginePool:
             del self._engine_of_session[next(iter(self._engine_of_session))]
         return member
 
+    async def scale(self, change: str) -> str:
+        """Have engines join or leave, as ``+2`` or ``-1``; how many there are then.
+
+        Raises:
+            ValueError: they cannot, as here.
+        """
+        raise ValueError(f"{change}: the engines of a cluster neither join nor leave a run")
+
     # Engines that are lost, and come back
 
     def _start(self) -> None:
@@ -466,6 +478,9 @@ class EnginePool:
         good: dict[int, T] = {}
         failed: BaseException | None = None
         for member, answer in zip(members, answers, strict=True):
+            if member not in self._members:
+                # It has left meanwhile.
+                continue
             if isinstance(answer, EngineLost) or (isinstance(answer, StallError) and member.is_remote):
                 self._lose(member, str(answer))
             elif isinstance(answer, BaseException):

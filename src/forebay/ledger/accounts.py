@@ -142,14 +142,14 @@ class Ledger:
         self._write(line)
         self._enter(line)
 
-    def note_restart(self, part: str, reason: str) -> None:
-        """Put into the file that a process of the run was started again; no group's account changes.
+    def note_part(self, part: str, reason: str, event: str = RESTARTED) -> None:
+        """Put into the file what became of a process of the run; no group's account changes.
 
         Raises:
             OSError: the file takes no more.
         """
         if self._journal is not None:
-            line = {"event": RESTARTED, "time_s": self._clock(), "part": part, "reason": reason}
+            line = {"event": event, "time_s": self._clock(), "part": part, "reason": reason}
             self._journal.write(line)
 
     def life(self, group_id: GroupId, task_name: str) -> GroupLife | None:

@@ -14,8 +14,9 @@ its checksum says stands for nothing either. A number that no line has is an eve
 cut before it was synced, or to a damaged disk. Lost events are counted, and the rest is read.
 
     {"event": "restarted", "time_s": 1.7e9, "part": "engine 0", "reason": "its process has ended"}
+    {"event": "scaled", "time_s": 1.7e9, "part": "engines", "reason": "+1: 3 now, 2 of them up"}
 
-A line like this is about a process, not a group. It has no number: going back to a checkpoint does not undo
+A line like these is about processes, not a group. It has no number: going back to a checkpoint does not undo
 it, and it is no event of the account.
 """
 
@@ -33,7 +34,7 @@ from typing import Any
 from forebay.io.durable import sync
 
 RESTARTED = "restarted"
-_APART = f'{{"event": "{RESTARTED}"'.encode()
+_APART = b'{"event": '
 
 _REWOUND = b'"event": "rewound"'
 _NUMBER = re.compile(rb'\{"number": (\d{1,18}),')

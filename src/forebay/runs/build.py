@@ -125,6 +125,20 @@ class Run(Rollouts):
         )
         self.manager.on_group = self.display.count_group
 
+    async def scale(self, change: str) -> str:
+        """What ``forebay scale`` asks for, as ``engines=+2``; the answer, also in the ledger.
+
+        Raises:
+            ValueError: it cannot be done.
+        """
+        parts, _, how = change.partition("=")
+        if parts != "engines":
+            raise ValueError(f"write engines=+2, got {change!r}")
+        said = await self.controller.scale(how)
+        self.display.message(f"scaled, {change}: {said}")
+        self.manager.ledger.note_part(parts, f"{how}: {said}", "scaled")
+        return said
+
     def place(self) -> dict[str, Any]:
         """Where the run stands."""
         return {
@@ -236,7 +250,7 @@ def build_run(
     if config.verify_weights:
         run.weight_check = WeightCheck(vocabulary=len(tokenizer), seed=config.seed)
     if cluster is not None:
-        cluster.listen(partial(_note_retry, ledger), ledger.note_restart)
+        cluster.listen(partial(_note_retry, ledger), ledger.note_part)
     display.follow(run.status)
     if config.record:
         run_file, device = to_toml(with_precisions(config)), device_fact(config)

@@ -21,13 +21,12 @@ import transformers
 from rich.console import Console
 
 from forebay.config import ConfigError
-from forebay.engines import EngineLost
 from forebay.evaluate import Evaluator
 from forebay.io.durable import DamagedError, check, is_disk_error
 from forebay.judges import build_judge
 from forebay.produce import ProductionError, Prompt, TaskRunner
 from forebay.produce.prompts.dataset import last_user_text
-from forebay.replay import ConnectionLost, StorageBackend
+from forebay.replay import StorageBackend
 from forebay.runs import steps
 from forebay.runs.build import Run, open_run
 from forebay.runs.colocated import run_colocated
@@ -50,7 +49,13 @@ from forebay.runs.reporting import accuracy_line
 from forebay.runs.rollouts import TaskData, build_rollouts, load_data, with_alphabet
 from forebay.runs.separate import run_separate
 from forebay.runs.show.display import RunDisplay
-from forebay.runs.show.surroundings import board_beside, ended_by_ctrl_c, logs_shown, stopped_by_signals
+from forebay.runs.show.surroundings import (
+    board_beside,
+    ended_by_ctrl_c,
+    logs_shown,
+    scaled_by_command,
+    stopped_by_signals,
+)
 from forebay.runs.show.wording import clean
 from forebay.runs.store import keeps_consumed, lost_database, store_of, wait_for_database
 from forebay.train.parallel.ranks import RankError
@@ -159,7 +164,8 @@ async def _to_the_end(run: Run) -> Run:
             if reason:
                 run = await _back_to_checkpoint(run, reason)
             with stopped_by_signals(run.stop, run.display, run.folder), _start_up_frozen():
-                await LOOPS[run.config.produce.mode](run)
+                async with scaled_by_command(run.folder, run.scale):
+                    await LOOPS[run.config.produce.mode](run)
             return run
         # Whichever it is: `_lost_part` raises it again, unless it tells of a lost part.
         except Exception as error:
@@ -202,9 +208,6 @@ def _lost_part(run: Run, error: Exception) -> str:
         return str(error)
     if store_of(run.config) == "postgresql" and (lost := lost_database(error)):
         return f"the database of the replay buffer is lost: {lost}"
-    is_of_parts = isinstance(error, ConnectionLost | EngineLost | ProductionError)
-    if run.cluster is not None and is_of_parts and (lost := run.cluster.none_is_left()):
-        return f"{lost} ({error})"
     if isinstance(error, ProductionError) and is_disk_error(error.__cause__):
         # Groups could not be entered in the books: it is the disk that a person has to look at.
         raise error.__cause__
@@ -239,7 +242,6 @@ async def launch_evaluation(config: RunConfig, model_folder: Path | None = None)
 
     Raises:
         ConfigError: the run holds out no prompts, or the model does not load.
-        PartLost: no engine or no worker of the cluster is left.
     """
     silence_progress_bars()
     torch.set_num_threads(config.threads)
@@ -256,7 +258,6 @@ async def launch_evaluation(config: RunConfig, model_folder: Path | None = None)
             with RunDisplay() as display, logs_shown(display):
                 display.start(f"eval {model_folder}", {})
                 groups = await steps.evaluation_groups(rollouts.eval_sets)
-                steps.refuse_failed(groups, cluster)
                 metrics = Evaluator().evaluate(groups)
                 display.evaluation("now", metrics)
                 display.rollouts(groups)

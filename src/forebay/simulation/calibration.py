@@ -120,7 +120,8 @@ def measure_rates(rollouts: Sequence[tuple[float, float, int]], slots: int) -> t
     for number in range(_MAX_PAIRS):
         levels = np.flatnonzero(part == number) + 1
         time_s, made = seconds[levels].sum(), tokens[levels].sum()
-        if time_s > 0 and made > 0:
+        # Less than a token is what rounding left of levels at which nothing was made.
+        if time_s > 0 and made >= 1:
             pairs.append((round(float((levels * seconds[levels]).sum() / time_s)), float(made / time_s)))
     # Two neighbors may round to one number.
     return tuple(dict(pairs).items())

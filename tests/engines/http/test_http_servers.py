@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forebay.config import Component, ConfigError
-from forebay.engines import EngineSurroundings, build_engines
+from forebay.engines import EngineSurroundings, RolloutController, build_engines
 from forebay.engines.base import EngineLost
 from forebay.engines.servers import build as build_module
 from forebay.engines.servers import guard as server_guard
@@ -289,7 +289,21 @@ async def test_engines_for_running_servers_know_what_they_serve(tiny, tmp_path, 
     assert server.loaded[0].is_relative_to(tmp_path / "weights")
     assert (server.loaded[0] / "config.json").is_file()
     assert (await engines[0].generate(ask())).model_steps.tolist() == [1] * 4
-    for engine in engines:
+    # Another joins by its address, with the weights of now; then the first leaves.
+    another = await start_fake()
+    controller = RolloutController(engines[:1])
+    await controller.complete(ask())
+    with pytest.raises(ValueError, match="is here already"):
+        await controller.scale(f"+{server.url}")
+    with pytest.raises(ValueError, match="by their address"):
+        await controller.scale("+1")
+    assert await controller.scale(f"+{another.url}/") == "2 now, 1 of them up"
+    while len(controller.engines_up) < 2:
+        await asyncio.sleep(0.01)
+    assert another.loaded == server.loaded[:1]
+    assert await controller.scale(f"-{server.url}") == "1 now, 1 of them up"
+    assert (await controller.complete(ask())).model_steps.tolist() == [1] * 4
+    for engine in (*controller.engines, engines[1]):
         await engine.close()
 
 

@@ -195,8 +195,9 @@ class ProcessEngine:
         await self._ask("health")
 
     async def _start(self) -> None:
-        await self._child.close()
-        self._child = _Child(self._recipe, self._log, self._silence_limit_s)
+        if self._child.was_waited_for:
+            await self._child.close()
+            self._child = _Child(self._recipe, self._log, self._silence_limit_s)
         try:
             await asyncio.to_thread(self.wait_until_ready)
             await self._hand_over.again(self._send_weights)
@@ -270,7 +271,7 @@ class _Child:
 
     def __init__(self, recipe: EngineRecipe, log: Path, silence_limit_s: float) -> None:
         self.link: _Link | None = None
-        self._is_ready = False
+        self._is_ready = self.was_waited_for = False
         self._log, self._silence_limit_s = log, silence_limit_s
         log.parent.mkdir(parents=True, exist_ok=True)
         self._socket, theirs = socket.socketpair()
@@ -295,6 +296,7 @@ class _Child:
 
     def wait_until_ready(self, limit_s: float) -> dict[str, Any]:
         """The facts that the child states of its engine once it has loaded its model."""
+        self.was_waited_for = True
         try:
             note, _ = BlockingChannel(self._socket, limit_s=limit_s).receive()
         except TimeoutError:
@@ -345,7 +347,7 @@ class _Child:
 
     def end(self) -> None:
         """End the process and wait for it."""
-        self._is_ready = False
+        self._is_ready, self.was_waited_for = False, True
         # Wakes a thread that reads; closing alone would leave it with a number that others get.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

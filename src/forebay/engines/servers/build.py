@@ -10,6 +10,7 @@ The servers of a run share one folder of weights, which all of them must see.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -23,8 +24,8 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 from pydantic import Field, model_validator
 
-from forebay.config import ConfigError, StrictModel
-from forebay.engines.base import Engine, EngineSurroundings
+from forebay.config import ConfigError, StrictModel, check_arguments
+from forebay.engines.base import Engine, EngineSurroundings, scalable
 from forebay.engines.servers.dialects import MODEL_NAME, Dialect, SGLang
 from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
@@ -146,9 +147,16 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
         bucket_device=f"cuda:{device}" if reads_trainer else None,
     )
     wanted = surroundings.model.max_context
+
+    def at_address(url: str) -> HTTPEngine:
+        if not url:
+            raise ValueError("servers that run already join and leave by their address: +http://HOST:PORT")
+        check_arguments("engine", kind, HTTPArguments, {**arguments, "urls": [url]})
+        model, context = _ask(url.rstrip("/"), wanted, key)
+        return engine(url.rstrip("/"), model=model, max_context_tokens=context)
+
     if settings.urls:
-        asked = [(url, *_ask(url, wanted, key)) for url in (url.rstrip("/") for url in settings.urls)]
-        return [engine(url, model=model, max_context_tokens=context) for url, model, context in asked]
+        return scalable([at_address(url) for url in settings.urls], at_address)
     context = wanted or context_of(model_folder) or 0
     if not context:
         raise ConfigError(f"the model in {str(model_folder)!r} states no context; set model.max_context")
@@ -169,8 +177,14 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
         # As the trainer's own process counts them.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device] if visible else str(device)
-    engines: list[Engine] = []
-    for number in map(str, range(settings.servers)):
+    numbers = map(str, itertools.count())
+
+    def another(url: str = "") -> HTTPEngine:
+        number = next(numbers)
+        if url or (surroundings.shares_gpu and number != "0"):
+            raise ValueError(
+                f"engine {kind!r} of this run has no room for another, and starts its servers itself"
+            )
         options = [option.replace("{server}", number) for option in settings.options]
         own = {
             name: value.replace("{server}", number) for name, value in (settings.environment or {}).items()
@@ -181,8 +195,9 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
             environment={**environment, **own},
             start_limit_s=settings.start_limit_s,
         )
-        engines.append(engine(server, model=MODEL_NAME, max_context_tokens=context))
-    return engines
+        return engine(server, model=MODEL_NAME, max_context_tokens=context)
+
+    return scalable([another() for _ in range(settings.servers)], another)
 
 
 def _trainer_gpu(surroundings: EngineSurroundings) -> int | None:

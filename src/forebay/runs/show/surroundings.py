@@ -4,6 +4,7 @@
 
     Ctrl-C, SIGTERM --> stop after this step --a second one--> leave now, without saving
     logging of "forebay" --> lines of the display
+    forebay scale        --> engines that join or leave, by a socket in the run's folder
     forebay board        --> a process beside the run, which ends with it
 """
 
@@ -14,12 +15,14 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
+from forebay.config import ConfigError
 from forebay.runs.folder import list_checkpoints
 from forebay.runs.show.display import RunDisplay
 from forebay.tracebacks import INTERRUPTED
@@ -56,6 +59,52 @@ def stopped_by_signals(stop: asyncio.Event, display: RunDisplay, folder: Path) -
         for number, handler in before.items():
             loop.remove_signal_handler(number)
             signal.signal(number, handler)
+
+
+@contextlib.asynccontextmanager
+async def scaled_by_command(folder: Path, scale: Callable[[str], Awaitable[str]]) -> AsyncIterator[None]:
+    """While open, ``forebay scale`` reaches `scale`, which is told the change and says how many there are."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            said = await scale((await reader.readline()).decode().strip())
+        # A wrong change, no room, a part that is lost over it: the run itself has its own errors.
+        except (ValueError, RuntimeError, OSError) as error:
+            said = f"refused: {error}"
+        writer.write(said.encode())
+        writer.close()
+
+    path = _control(folder)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.callback((await asyncio.start_unix_server(answer, path)).close)
+            stack.callback(path.unlink, missing_ok=True)
+        except OSError as error:
+            logging.getLogger(__name__).debug("forebay scale will not reach this run: %s", error)
+        yield
+
+
+def ask_to_scale(folder: Path, change: str) -> str:
+    """The answer of the run that works in `folder` on this machine.
+
+    Raises:
+        ConfigError: none works there, or it refuses.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(_control(folder)))
+            sock.sendall(f"{change}\n".encode())
+            said = sock.makefile().read()
+    except OSError as error:
+        raise ConfigError(f"no run works in {str(folder)!r} on this machine: {error}") from None
+    if said.startswith("refused: ") or not said:
+        raise ConfigError(said.removeprefix("refused: ") or "the run ended meanwhile")
+    return said
+
+
+def _control(folder: Path) -> Path:
+    """The socket; relative, because a socket's path has a hundred characters at most."""
+    return Path(os.path.relpath(folder / "control.sock"))
 
 
 class _DisplayHandler(logging.Handler):

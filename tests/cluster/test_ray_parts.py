@@ -81,45 +81,29 @@ async def generate(cluster):
     return done
 
 
-async def test_what_is_gone_for_good_is_replaced_when_the_run_goes_back(ray, tmp_path):
-    config = small_config(tmp_path, num_engines=2)
+async def test_an_actor_that_is_gone_is_replaced_at_once(ray, tmp_path):
+    config, told = small_config(tmp_path), []
     folder = resolve_model(config.model, seed=config.seed)
     cluster = make_cluster(config)
     await cluster.open(trains=False)
+    cluster.listen(on_restart=lambda part, reason: told.append(part))
     try:
         await asyncio.to_thread(cluster.start, folder)
         controller = cluster.controller()
         await controller.continue_generation()
-        first, second = controller.engines
-        ray.kill(first.actor)
-        await lost_for_good(first)
+        (first,) = controller.engines
+        before = first.actor
+        # For good: Ray makes no other process of it.
+        ray.kill(before)
+        # The rollout waits for the actor in its place.
         assert (await generate(cluster)).response_ids.tolist() == [7, 8]
-        # It is missed by nobody.
-        await controller.pause_generation()
-        await controller.continue_generation()
-        assert cluster.none_is_left() == ""
-        await asyncio.to_thread(cluster.start, folder)
-        ray.kill(second.actor)
-        await lost_for_good(second)
-        assert (await generate(cluster)).response_ids.tolist() == [7, 8]
-        assert cluster.counts()["cluster/engine_restarts"] == 1
-        told = []
-        cluster.listen(on_restart=lambda part, reason: told.append((part, reason)))
-        assert [(part, "did not come back" in reason) for part, reason in told] == [("engine 0", True)]
-        ray.kill(cluster.controller().engines[0].actor)
-        await lost_for_good(cluster.controller().engines[0])
-        assert "engine 0 is lost" in cluster.none_is_left()
+        assert (first.is_up, first.actor is before, told) == (True, False, ["engine 0"])
     finally:
         await cluster.close()
 
 
-async def lost_for_good(engine):
-    engine.watch()
-    await until(lambda: engine.gone is not None)
-
-
 async def until(happened):
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not happened():
             await asyncio.sleep(0.05)
 

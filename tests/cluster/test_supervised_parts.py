@@ -9,11 +9,10 @@ from forebay.aio import virtual_time
 from forebay.cluster import supervisor as supervising
 from forebay.cluster.engines import PlacedEngine
 from forebay.cluster.library import Published
-from forebay.cluster.supervisor import MAX_FAILED_STARTS, Supervised
+from forebay.cluster.supervisor import Supervised
 from forebay.cluster.workers import ClusterController, Workers
 from forebay.engines import EngineHealth, EngineLost
 from forebay.produce.background import tell
-from forebay.runs.placement import PartLost
 
 exceptions = pytest.importorskip("ray").exceptions
 
@@ -72,61 +71,55 @@ def watched(actor, set_up, **told):
     return part
 
 
-def test_a_part_that_cannot_work_in_its_new_process_gets_another_one():
+def test_a_part_that_cannot_be_set_up_gets_another_process_and_then_another_with_growing_pauses():
     async def main():
-        actor, told = Actor(), []
+        loop = asyncio.get_running_loop()
+        actor, told, starts = Actor(), [], []
 
         async def set_up():
-            if actor.pid < 4:
+            starts.append((actor.pid, loop.time()))
+            if len(starts) == 1:
+                # It ends while it is set up.
+                actor.kill(no_restart=False)
+                raise exceptions.ActorDiedError()
+            if len(starts) < 5:
                 raise EngineLost("the server does not start")
             return actor.pid
 
         part = watched(actor, set_up, on_restart=lambda *what: told.append(what))
         await asyncio.sleep(1)
         actor.kill(no_restart=False)
-        await asyncio.sleep(1)
-        assert (part.is_up, part.pid, part.incarnation) == (True, 4, 1)
+        await asyncio.sleep(1000)
+        pause_s = supervising.LOOK_EVERY_S
+        assert starts == [(2, 1), (4, 1), (5, 1 + pause_s), (6, 1 + 3 * pause_s), (7, 1 + 6 * pause_s)]
+        assert (part.is_up, part.pid, part.incarnation) == (True, 7, 1)
         assert [part for part, _ in told] == ["engine 0"]
         await part.stop()
 
     virtual_time.run(main())
 
 
-@pytest.mark.parametrize("num_failed", [MAX_FAILED_STARTS - 1, MAX_FAILED_STARTS])
-def test_starts_that_end_with_the_process_are_counted(num_failed):
+@pytest.mark.parametrize("begins", [True, False])
+def test_an_actor_that_ray_makes_no_more_is_replaced_at_once_and_one_that_joins_is_set_up(begins):
     async def main():
-        actor, starts = Actor(), []
+        actors, told = [Actor(), Actor()], []
 
         async def set_up():
-            starts.append(actor.pid)
-            if len(starts) <= num_failed:
-                actor.kill(no_restart=False)
-                raise exceptions.ActorDiedError()
-            return actor.pid
+            assert part.actor is actors[1]
+            return part.actor.pid + 10
 
-        part = watched(actor, set_up)
+        part = Watched(actors[0], set_up, on_restart=lambda *what: told.append(what))
+        part.in_place = lambda: part.use(actors[1])
+        if not begins:
+            part.pid, part.is_up = 0, False
+            part.in_place()
+        part.watch()
         await asyncio.sleep(1)
-        actor.kill(no_restart=False)
-        await asyncio.sleep(1)
-        assert starts == list(range(2, 2 + MAX_FAILED_STARTS))
-        assert part.is_up == (part.gone is None) == (num_failed < MAX_FAILED_STARTS)
+        if begins:
+            actors[0].kill()
+            await asyncio.sleep(0.1)
+        assert (part.is_up, part.pid, len(told)) == (True, 11, begins)
         await part.stop()
-
-    virtual_time.run(main())
-
-
-def test_a_process_that_ray_makes_no_more_is_not_set_up():
-    async def main():
-        actor = Actor()
-
-        async def set_up():
-            raise AssertionError("there is nobody")
-
-        part = watched(actor, set_up)
-        await asyncio.sleep(1)
-        actor.kill()
-        await asyncio.sleep(1)
-        assert "did not come back" in str(part.gone)
 
     virtual_time.run(main())
 
@@ -155,84 +148,6 @@ def test_a_frozen_process_is_killed_and_replaced():
         assert told == [("engine 0", "engine 0 was asked for a sign of life: no answer within 120 s")]
         assert (part.is_up, part.pid) == (True, 2)
         await part.stop()
-
-    virtual_time.run(main())
-
-
-def test_a_part_that_can_work_nowhere_is_given_up():
-    async def main():
-        actor = Actor()
-
-        async def set_up():
-            raise EngineLost("the server does not start")
-
-        part = watched(actor, set_up)
-        await asyncio.sleep(1)
-        actor.kill(no_restart=False)
-        await asyncio.sleep(1)
-        assert "did not come back: the server does not start" in str(part.gone)
-        assert actor.is_dead
-        # The first end, one for each start but the last, and the last.
-        assert actor.pid == 1 + 1 + MAX_FAILED_STARTS
-        await part.stop()
-
-    virtual_time.run(main())
-
-
-def test_a_part_that_is_gone_is_not_up_whatever_it_was_gone_for():
-    async def main():
-        actor = Actor()
-
-        async def set_up():
-            return actor.pid
-
-        def full(part, reason):
-            raise OSError("no space left")
-
-        part = watched(actor, set_up, on_restart=full)
-        await asyncio.sleep(1)
-        actor.kill(no_restart=False)
-        await asyncio.sleep(1)
-        assert (part.is_up, "no space left" in str(part.gone)) == (False, True)
-
-    virtual_time.run(main())
-
-
-class Reviving:
-    """A worker that comes back after `up_after_s`, or is given up after `gone_after_s`."""
-
-    def __init__(self, name, *, up_after_s=None, gone_after_s=None):
-        self.gone, self.is_up, self.num_in_flight = None, False, 0
-        self._name = name
-        self._up_after_s, self._gone_after_s = up_after_s, gone_after_s
-        self._timer = None
-
-    def watch(self):
-        if self._timer is None:
-            after_s = self._up_after_s or self._gone_after_s
-            self._timer = asyncio.get_running_loop().call_later(after_s, self._change)
-
-    def _change(self):
-        if self._up_after_s is None:
-            self.gone = PartLost(f"{self._name} is lost")
-        else:
-            self.is_up = True
-        self.on_change()
-
-
-def test_a_worker_that_is_given_up_is_no_loss_while_another_comes_back():
-    async def main():
-        loop = asyncio.get_running_loop()
-        started_s = loop.time()
-        returning = Reviving("worker 1", up_after_s=5)
-        workers = Workers([Reviving("worker 0", gone_after_s=1), returning])
-        assert await workers._least_busy() is returning
-        assert loop.time() - started_s == 5
-        gone = Workers([Reviving("worker 0", gone_after_s=1), Reviving("worker 1", gone_after_s=5)])
-        with pytest.raises(PartLost, match="worker 0 is lost"):
-            await gone._least_busy()
-        assert loop.time() - started_s == 10
-        assert asyncio.all_tasks() == {asyncio.current_task()}
 
     virtual_time.run(main())
 
@@ -298,12 +213,11 @@ def test_what_is_told_of_an_engine_that_does_not_serve():
         controller = ClusterController(engines, Workers([]))
         engines[0].is_up = False
         assert (await engines[0].health()).detail == "starting again"
-        engines[0].gone = PartLost("engine 0 is lost")
         assert list(controller.engines_up) == [1, 2]
         with pytest.raises(EngineLost):
             await engines[2].health()
         health = await controller.health()
         assert not health.ok
-        assert health.detail.startswith("engine 0: engine 0 is lost; engine 2: ")
+        assert health.detail.startswith("engine 0: starting again; engine 2: ")
 
     virtual_time.run(main())

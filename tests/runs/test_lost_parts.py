@@ -7,54 +7,14 @@ import contextlib
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_colocated_run import config
 
 from forebay.config import ConfigError
-from forebay.produce import ProductionError
 from forebay.runs import launch as launching
-from forebay.runs import steps
 from forebay.runs.folder import occupied
-from forebay.runs.placement import PartLost
-from forebay.types import RolloutState, Status
-
-
-def cluster(lost: str) -> Any:
-    return SimpleNamespace(none_is_left=lambda: lost)
-
-
-def test_an_evaluation_that_failed_for_want_of_engines_is_none() -> None:
-    failed, good = ([[RolloutState([], status=status)]] for status in (Status.FAILED, Status.COMPLETED))
-    with pytest.raises(PartLost, match="engine 0 is lost"):
-        steps.refuse_failed([*good, *failed], cluster("engine 0 is lost"))
-    # What was done before the last engine was lost counts, and so does what failed by itself.
-    steps.refuse_failed(good, cluster("engine 0 is lost"))
-    steps.refuse_failed(failed, cluster(""))
-    steps.refuse_failed(failed, None)
-
-
-@pytest.mark.parametrize(("lost", "num_saved"), [("", 1), ("engine 0 is lost", 0)])
-async def test_the_damage_of_lost_engines_is_not_saved(
-    lost: str, num_saved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved = []
-
-    async def checkpoint(run: Any) -> Path:
-        saved.append(run)
-        return tmp_path
-
-    monkeypatch.setattr(steps, "checkpoint", checkpoint)
-    run: Any = SimpleNamespace(
-        train_step=3,
-        cluster=cluster(lost),
-        display=SimpleNamespace(warning=lambda text: None),
-        live_file=None,
-    )
-    await steps.rescue(run, ProductionError("too many groups failed"))
-    assert len(saved) == num_saved
 
 
 def occupying(folder: Path) -> list[str]:

@@ -27,7 +27,7 @@ from typing import Any
 
 from forebay.cluster.calls import ActorLost, NotBuilt, asked
 from forebay.cluster.library import PartSpec, Published, find_modules_in, import_ray, why
-from forebay.cluster.supervisor import START_LIMIT_S, Supervised
+from forebay.cluster.supervisor import Supervised
 from forebay.config import Component
 from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.pool import LOAD_LIMIT_S, EnginePool
@@ -35,7 +35,6 @@ from forebay.io.shared import Layout, views
 from forebay.models import load_tokenizer
 from forebay.runs.placement import PartLost
 from forebay.types import ByteArray
-from forebay.watching.stalls import StallError, answered
 
 logger = logging.getLogger(__name__)
 
@@ -187,8 +186,7 @@ class PlacedEngine(Supervised):
     """The run's own side of an engine elsewhere: says what the engine is to do, and keeps it up.
 
     Invariant: an engine that serves has the weights given last, and is paused if the last call was `pause`.
-    A call while its process is being started again returns at once: it is told when it is there. So does one
-    to an engine that is gone for good, which is no loss while others are left (`none_is_left`).
+    A call while its process is being started again returns at once: it is told when it is there.
 
     >>> engine = PlacedEngine(spec)
     >>> engine.begin(actor, ray.get(actor.start.remote(spec)))
@@ -197,17 +195,18 @@ class PlacedEngine(Supervised):
 
     max_context_tokens = 0
     """The most tokens, prompt and response together, one request may reach."""
-    _weights: Published | None = None
+    weights: Published | None = None
+    """The weights given last."""
 
-    def begin(self, actor: Any, pid: int) -> None:
-        """As `Supervised.begin`."""
-        super().begin(actor, pid)
+    def use(self, actor: Any) -> None:
+        """As `Supervised.use`."""
+        super().use(actor)
         self._requests = RayEngine(actor, caller="the run")
 
     @property
     def model_step(self) -> int:
         """The step of the weights given last."""
-        return 0 if self._weights is None else self._weights.model_step
+        return 0 if self.weights is None else self.weights.model_step
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Continue ``request.input_ids``, for probes: rollouts come from the workers.
@@ -227,7 +226,7 @@ class PlacedEngine(Supervised):
             PartLost: the weights themselves are lost.
         """
         assert weights.model_step == model_step
-        self._weights = weights
+        self.weights = weights
         try:
             await self.tell("load_weights", weights.ref, model_step, limit_s=TOLD_LOAD_LIMIT_S)
         except import_ray().exceptions.ObjectLostError as error:
@@ -241,8 +240,8 @@ class PlacedEngine(Supervised):
         """
         if self.is_up:
             return await self._requests.health()
-        detail = "starting again" if self.gone is None else str(self.gone)
-        return EngineHealth(ok=False, num_running=0, num_waiting=0, model_step=self.model_step, detail=detail)
+        step = self.model_step
+        return EngineHealth(ok=False, num_running=0, num_waiting=0, model_step=step, detail="starting again")
 
     def forget(self, caller: str) -> None:
         """End the requests of a caller whose process has ended; needs no answer."""
@@ -250,11 +249,11 @@ class PlacedEngine(Supervised):
             self.actor.forget.remote(caller)
 
     def _wanted(self) -> tuple[Any, ...]:
-        return *super()._wanted(), self._weights
+        return *super()._wanted(), self.weights
 
     async def _bring_up_to_date(self) -> None:
         """Give it its weights, with which it begins to serve."""
-        if (weights := self._weights) is not None:
+        if (weights := self.weights) is not None:
             try:
                 await self.actor.load_weights.remote(weights.ref, weights.model_step)
             except import_ray().exceptions.ObjectLostError as error:
@@ -282,16 +281,12 @@ class RayEngine:
         self._num_made: dict[str, int] = {}
 
     async def bring_up(self) -> None:
-        """Wait until the engine serves; the run's own process sees to it.
-
-        Raises:
-            EngineLost: it does not come.
-        """
-        waiting = self.actor.serving.options(max_task_retries=-1).remote()
+        """Wait until the engine serves, or is replaced: the run's own process sees to both."""
         try:
-            await answered(waiting, "an engine was waited for", START_LIMIT_S)
-        except (import_ray().exceptions.RayError, StallError) as error:
-            raise EngineLost(why(error)) from error
+            await self.actor.serving.options(max_task_retries=-1).remote()
+        except import_ray().exceptions.RayError as error:
+            logger.debug("an engine has ended for good: %s", why(error))
+            await asyncio.Event().wait()
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Continue ``request.input_ids``; an actor that ends gives an error completion that says ``lost``.
@@ -317,8 +312,11 @@ class RayEngine:
         return completion
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests with ``"abort"``."""
-        await self.actor.abort.remote(list(request_ids))
+        """End these requests with ``"abort"``; EngineLost if it has ended, and they with it."""
+        try:
+            await self.actor.abort.remote(list(request_ids))
+        except import_ray().exceptions.RayError as error:
+            raise EngineLost(why(error)) from error
 
     async def look(self) -> None:
         """Bring `num_made` up to date, as far as the engine answers."""

@@ -21,6 +21,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from forebay.cluster.engines import EngineActor, EngineSpec, PlacedEngine
 from forebay.cluster.library import Given, connect, import_ray, why
 from forebay.cluster.placement import Plan, Room, plan_parts, reserve
 from forebay.cluster.ranks import RankActor
-from forebay.cluster.supervisor import Restarts, Supervised, all_started, none_is_left
+from forebay.cluster.supervisor import Restarts, Supervised, all_started
 from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
 from forebay.cluster.workers import (
     ClusterController,
@@ -137,7 +138,7 @@ class RayCluster:
     def start(self, model_folder: Path) -> None:
         """Have every part running; what runs already stays.
 
-        A trainer that was lost, and engines and workers that are gone for good, are replaced.
+        A trainer that was lost is replaced; engines and workers are, as soon as they are lost.
 
         Raises:
             ConfigError: a part cannot be built.
@@ -165,44 +166,50 @@ class RayCluster:
                 )
                 for number in range(len(self._plan.workers))
             ]
+            rooms = (*self._plan.engines, *self._plan.workers)
+            for part, room in zip((*self._engines, *self._workers.all), rooms, strict=True):
+                self._settle(part, room)
+                part.use(self._new_actor(part))
+        trainer = self._start_trainer(model_folder) if self._trains else {}
         try:
-            self._start_missing(model_folder)
+            if is_first:
+                self._start_others(model_folder, trainer)
+            if trainer:
+                self._trainer = RayTrainer(self._trainer_actor, all_started(trainer)["trainer"])
         except ConfigError as error:
             if is_first:
                 raise
             # It was built before, so it is no fault of the run file.
             raise PartLost(f"a part did not come back: {error}") from error
+        if self._lost_trainer_because:
+            self._restarts.note("trainer", self._lost_trainer_because)
+            self._lost_trainer_because = ""
 
-    def _start_missing(self, model_folder: Path) -> None:
-        engines = self._with_actors(self._engines, EngineActor, self._plan.engines)
-        workers = self._with_actors(self._workers.all, RolloutWorker, self._plan.workers)
-        for worker in workers:
-            worker.on_end = self._forget
+    def _start_others(self, model_folder: Path, trainer: Mapping[str, Any]) -> None:
+        for worker in self._workers.all:
             # Meanwhile: the engines take longer.
             worker.actor.prepare.remote(model_folder)
-        trainer = self._start_trainer(model_folder) if self._trains else {}
-        self._build(engines, trainer)
+        self._build(self._engines, trainer)
         for engine in self._engines:
-            if not engine.max_context_tokens:
-                engine.max_context_tokens = import_ray().get(engine.actor.max_context_tokens.remote())
-        self._build(workers, self._have_workers_follow())
-        if trainer:
-            self._trainer = RayTrainer(self._trainer_actor, all_started(trainer)["trainer"])
-            if self._lost_trainer_because:
-                self._restarts.note("trainer", self._lost_trainer_because)
-                self._lost_trainer_because = ""
+            engine.max_context_tokens = import_ray().get(engine.actor.max_context_tokens.remote())
+        self._have_workers_follow()
+        self._build(self._workers.all, {})
 
-    def _with_actors(
-        self, parts: Sequence[Supervised], kind: type[Any], rooms: Sequence[Room]
-    ) -> list[Supervised]:
-        """Those that are not there, or not any more, each with a new actor."""
-        missing = []
-        for part, room in zip(parts, rooms, strict=True):
-            if part.gone is not None:
-                self._kill(part.actor)
-                part.actor = self._actor(kind, room)
-                missing.append(part)
-        return missing
+    def _settle(self, part: Supervised, room: Room) -> None:
+        """Give a new part its place, and what it needs of others."""
+        part.room, part.in_place = room, partial(self._in_place, part)
+        if isinstance(part, PlacedWorker):
+            part.on_end = self._forget
+
+    def _new_actor(self, part: Supervised) -> Any:
+        return self._actor(EngineActor if isinstance(part, PlacedEngine) else RolloutWorker, part.room)
+
+    def _in_place(self, part: Supervised) -> None:
+        """Another actor for a part whose own does not come back; workers use it as soon as it serves."""
+        before = part.actor
+        part.use(self._new_actor(part))
+        self._have_workers_follow()
+        self._kill(before)
 
     def _build(self, parts: Sequence[Supervised], also: Mapping[str, Any]) -> None:
         """Have new actors build what their parts' specs say; all are ended if one cannot.
@@ -217,8 +224,6 @@ class RayCluster:
                 self._kill(part.actor)
             raise
         for part in parts:
-            if part.pid:
-                self._restarts.note(part.name, str(part.gone))
             part.begin(part.actor, pids[part.name])
 
     def _have_workers_follow(self) -> dict[str, Any]:
@@ -233,7 +238,7 @@ class RayCluster:
                 worker.spec,
                 replace(worker.spec, engines=actors, max_context_tokens=context),
             )
-            if worker.gone is None and worker.spec != before:
+            if worker.pid and worker.spec != before:
                 # Whenever its process is there: it may just be starting again, which the part itself sees to.
                 again = worker.actor.start.options(max_task_retries=-1)
                 following[worker.name] = again.remote(worker.spec)
@@ -309,12 +314,6 @@ class RayCluster:
             "cluster/groups_retried": float(self._workers.num_retries),
             "cluster/requests_retried": float(self._workers.count_retries()),
         }
-
-    def none_is_left(self) -> str:
-        """Why nothing can be generated any more until `start` replaces what is gone; empty if it can."""
-        if not self._engines:
-            return ""
-        return str(none_is_left(self._engines) or none_is_left(self._workers.all) or "")
 
     def pids(self) -> dict[str, int]:
         """The process of every part, by its name."""

@@ -3,10 +3,10 @@
 ::
 
     up --process ends--> Ray starts it again --> set up --> up, one more restart
-        '-it lives, but cannot work, or gives |
+        '-it lives, but cannot work, or gives |       ^
           no sign of life: killed             | it does not come, or raises
-                                              v
-                                            gone: every caller that needs it gets a PartLost
+                                              v       |
+                                            another actor in its place, at once
 
     consumes: ends of the process    waits for: `live`, a call that does not end as long as the process lives
     woken by: Ray, or by a call that got no answer    produces: a process that is set up, and a count
@@ -19,14 +19,14 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from forebay.cluster.calls import NotBuilt
 from forebay.cluster.library import cause_of, import_ray, why
 from forebay.config import ConfigError
 from forebay.engines import EngineLost
-from forebay.runs.placement import Listener, PartLost
+from forebay.runs.placement import Listener
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
 logger = logging.getLogger(__name__)
@@ -44,15 +44,12 @@ LOOK_EVERY_S = 30.0
 SILENCE_LIMIT_S = 120.0
 """For that answer: more than the longest that a judge or an engine may block the process's event loop."""
 
-MAX_FAILED_STARTS = 5
-"""Starts in a row that end before the part was set up: a part that cannot be must not be tried for ever."""
-
 
 class Supervised:
     """One actor that the run's own process keeps going, and tells what is wanted of it.
 
     Invariants: while `is_up`, the process is set up and does what was wanted last; a process that ended is
-    counted once, one that could only not be reached never; `gone` is final.
+    counted once, one that could only not be reached never.
 
     >>> part = PlacedWorker(spec)
     >>> part.begin(actor, ray.get(actor.start.remote(spec)))
@@ -68,9 +65,13 @@ class Supervised:
         self.incarnation = 0
         """Grows each time it is set up again."""
         self.on_change: Callable[[], None] = lambda: None
-        """Called when it is up again, or gone."""
+        """Called when it is up again."""
         self.on_end: Callable[[str], None] = lambda name: None
         """Told its name when its process has ended, before another is set up."""
+        self.in_place: Callable[[], None] = lambda: import_ray().kill(self.actor, no_restart=False)
+        """Has it use another process, or another actor, in place of one that could not be set up."""
+        self.room: Any = None
+        """Its place on the cluster."""
         self._on_restart = on_restart
         self._task: asyncio.Task[None] | None = None
         self._suspicion = asyncio.Event()
@@ -79,12 +80,16 @@ class Supervised:
         self.actor: Any = None
         self.pid = 0
         self.is_up = False
-        self.gone: PartLost | None = PartLost(f"{self.name} was not started")
 
     def begin(self, actor: Any, pid: int) -> None:
         """Use this actor, which was started with `spec`: the first one, or another in place of a gone one."""
-        self.actor, self.pid = actor, pid
-        self.is_up, self.gone, self._task = True, None, None
+        self.use(actor)
+        self.pid = pid
+        self.is_up, self._task = True, None
+
+    def use(self, actor: Any) -> None:
+        """Its calls are for this actor, which `watch` sets up if none was begun with."""
+        self.actor = actor
 
     async def _bring_up_to_date(self) -> None:
         """Tell a process that was started anything else that is wanted of it."""
@@ -142,32 +147,36 @@ class Supervised:
 
         One that lives all the same `has_to_end` where it would not answer the next call either.
         """
-        if incarnation == self.incarnation and self.is_up and self.gone is None:
+        if incarnation == self.incarnation and self.is_up:
             self.is_up, self._has_to_end = False, has_to_end
             self._suspected_because = why(error)
             self._suspicion.set()
 
     async def _run(self) -> None:
-        while self.gone is None:
-            cause = await self._end_of_process()
-            self.is_up = False
-            self.on_end(self.name)
-            logger.warning("%s ended (%s); it is started again", self.name, cause)
+        cause, num_failed = "it is new", 0
+        while True:
+            if self.pid and not num_failed:
+                cause = await self._end_of_process()
+                self.is_up = False
+                self.on_end(self.name)
+                logger.warning("%s ended (%s); it is started again", self.name, cause)
             try:
-                pid = await answered(self._revive(), f"{self.name} was started again", START_LIMIT_S)
-                is_another, self.pid, self.is_up = pid != self.pid, pid, True
+                pid = await answered(self._revive(), f"{self.name} was started", START_LIMIT_S)
+                before, self.pid, self.is_up = self.pid, pid, True
                 self.incarnation += 1
-                if is_another:
-                    self._on_restart(self.name, cause)
-                else:
+                if pid == before:
                     logger.warning("%s could not be reached for a while; its process is the same", self.name)
-            # Any error: a part that is not set up again must be gone, or its callers wait for ever.
+                elif before:
+                    self._on_restart(self.name, cause)
+                num_failed = 0
+            # Any error: a part that is not set up must be tried again, or its callers wait for ever.
             except Exception as error:
                 self.is_up = False
-                self.gone = PartLost(f"{self.name} is lost ({cause}) and did not come back: {why(error)}")
-                logger.error("%s", self.gone)
-                # So that callers in other processes learn of it too.
-                import_ray().kill(self.actor)
+                what = "%s is lost (%s) and did not come back: %s; another takes its place"
+                logger.error(what, self.name, cause, why(error))
+                self.in_place()
+                await asyncio.sleep(LOOK_EVERY_S * num_failed)
+                num_failed += 1
             self._suspicion.clear()
             self.on_change()
 
@@ -218,20 +227,10 @@ class Supervised:
                 continue
 
     async def _revive(self) -> int:
-        for num_left in reversed(range(MAX_FAILED_STARTS)):
-            # Asked until Ray has made the process anew, so that only what fails in it is a failed start; it
-            # raises if Ray does so no more, as where the actor's constructor did.
-            await self.actor.__ray_ready__.options(max_task_retries=-1).remote()
-            try:
-                return await self._set_up()
-            except (import_ray().exceptions.RayActorError, NotBuilt, EngineLost, StallError) as error:
-                if not num_left:
-                    raise
-                logger.warning("%s could not be set up, and is tried again: %s", self.name, why(error))
-                if isinstance(error, EngineLost | StallError):
-                    # It lives, and would fail again.
-                    await self._end_process()
-        raise AssertionError("the last attempt returns or raises")
+        # Asked until Ray has made the process anew; it raises if Ray does so no more, as where the actor's
+        # constructor did.
+        await self.actor.__ray_ready__.options(max_task_retries=-1).remote()
+        return await self._set_up()
 
     async def _set_up(self) -> int:
         told = None
@@ -241,21 +240,6 @@ class Supervised:
             await (self.actor.pause if self.is_paused else self.actor.resume).remote()
             await self._bring_up_to_date()
         return pid
-
-    async def _end_process(self) -> None:
-        """End the process and return once it has ended; Ray makes another one."""
-        living = self.actor.live.remote()
-        with contextlib.suppress(import_ray().exceptions.RayError):
-            # Once this is answered, the call before it waits in the process that is to end, not in the next.
-            await self.actor.__ray_ready__.remote()
-            import_ray().kill(self.actor, no_restart=False)
-            await living
-
-
-def none_is_left(parts: Sequence[Supervised]) -> PartLost | None:
-    """Why there is none of these parts any more; None: one is there, or coming back."""
-    gone = [part.gone for part in parts]
-    return None if None in gone else gone[0]
 
 
 class Restarts:

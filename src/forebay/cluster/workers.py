@@ -33,10 +33,10 @@ from forebay.agents import AgentLoop
 from forebay.cluster.calls import ActorLost, CallFailed, NotBuilt, asked
 from forebay.cluster.engines import PlacedEngine, RayEngine
 from forebay.cluster.library import PartSpec, Published, find_modules_in, import_ray
-from forebay.cluster.supervisor import Supervised, none_is_left
+from forebay.cluster.supervisor import Supervised
 from forebay.engines import Engine, RolloutController
 from forebay.engines.pool import EnginePool
-from forebay.runs.placement import PartLost, RetryListener
+from forebay.runs.placement import RetryListener
 from forebay.runs.rollouts import build_task_loop
 from forebay.types import RolloutState, Status, reset_rollout_response
 from forebay.watching.activity import GENERATE, Activities, Activity
@@ -81,16 +81,17 @@ class RolloutWorker:
         if self._built is None:
             find_modules_in(spec.search_path)
             await self.prepare(spec.model_folder)
-        if tuple(self._engines) != spec.engines:
-            self._engines = {
-                actor: self._engines.get(actor)
-                or RayEngine(actor, caller=spec.name, max_context_tokens=spec.max_context_tokens)
-                for actor in spec.engines
-            }
-            if self._built is not None:
-                self._built.engines = list(self._engines.values())
+        for actor in spec.engines:
+            if actor not in self._engines:
+                engine = RayEngine(actor, caller=spec.name, max_context_tokens=spec.max_context_tokens)
+                self._engines[actor] = engine
+                if self._built is not None:
+                    self._built.add(engine)
+        left = [self._engines.pop(actor) for actor in set(self._engines).difference(spec.engines)]
         if self._built is None:
             self._build(spec)
+        else:
+            await asyncio.gather(*map(self._built.remove, left))
         return os.getpid()
 
     def _build(self, spec: WorkerSpec) -> None:
@@ -234,7 +235,7 @@ class Workers:
         self._last_tries = asyncio.Lock()
         self._is_paused = False
         self._changed = asyncio.Event()
-        """Set when a worker is up again or gone, and when a pause begins."""
+        """Set when a worker is up again, and when a pause begins."""
 
     async def generate(
         self, loop: LoopName, states: list[RolloutState], *, enable_partial_rollout: bool
@@ -244,7 +245,6 @@ class Workers:
         Raises:
             GroupFailed: the agent loop raised, or three workers ended over the group.
             Paused: it would have to wait for a worker.
-            PartLost: no worker is left, and none comes back.
         """
         lost: list[str] = []
         while True:
@@ -307,9 +307,6 @@ class Workers:
                 return min(up, key=lambda worker: worker.num_in_flight)
             if self._is_paused:
                 raise Paused
-            # One that is given up is no loss while another may come back.
-            if (lost := none_is_left(self.all)) is not None:
-                raise lost
             self._changed.clear()
             await self._changed.wait()
 
@@ -329,9 +326,11 @@ class PlacedWorker(Supervised):
     num_retries = 0
     """Of requests, because an engine was lost, as of the last report."""
 
-    def begin(self, actor: Any, pid: int) -> None:
-        """As `Supervised.begin`."""
-        super().begin(actor, pid)
+    report = Report()
+
+    def use(self, actor: Any) -> None:
+        """As `Supervised.use`."""
+        super().use(actor)
         self.report = Report()
 
     async def generate(self, job: Job) -> list[RolloutState]:
@@ -418,7 +417,7 @@ class RayAgentLoop:
             except Paused:
                 for state in unfinished:
                     state.status = Status.ABORTED
-            except (GroupFailed, PartLost) as error:
+            except GroupFailed as error:
                 logger.warning("group %s failed: %s", states[0].group_id, error)
                 for state in unfinished:
                     reset_rollout_response(state)
@@ -443,35 +442,30 @@ class ClusterController(EnginePool):
 
     def __init__(self, engines: Sequence[PlacedEngine], workers: Workers) -> None:
         super().__init__(engines)  # type: ignore[arg-type]  # they take weights as `Published`
-        self._workers = workers
+        self._placed, self._workers = engines, workers
 
     @property
     def engines_up(self) -> dict[int, Engine]:
         """Those that serve now, by their place in `engines`: none is starting again, or gone for good."""
-        engines = enumerate(self.engines)
-        return {number: engine for number, engine in engines if engine.is_up}  # type: ignore[attr-defined]
+        engines = enumerate(self._placed)
+        return {number: engine for number, engine in engines if engine.is_up}  # type: ignore[misc]
 
     async def update_weights(self, weights: Any, model_step: int) -> None:
         """Have every engine use `weights`, which are `Published`; one that is starting again gets them then.
 
         An engine that does not take them in time is ended, and gets them when it is there again.
-
-        Raises:
-            PartLost: all engines are lost for good.
         """
         assert isinstance(weights, Published)
-        await asyncio.gather(*(engine.load_weights(weights, model_step) for engine in self.engines))  # type: ignore[arg-type]
-        if (lost := none_is_left(self.engines)) is not None:  # type: ignore[arg-type]
-            raise lost
+        await asyncio.gather(*(engine.load_weights(weights, model_step) for engine in self._placed))
 
     async def pause_generation(self) -> None:
         """End what runs as aborted, at the engines and in the workers."""
         # Not by way of the pool, whose limit is shorter than what an engine elsewhere has.
-        await asyncio.gather(*(engine.pause() for engine in self.engines), self._workers.pause())
+        await asyncio.gather(*(engine.pause() for engine in self._placed), self._workers.pause())
 
     async def continue_generation(self) -> None:
         """Take rollouts again."""
-        await asyncio.gather(*(engine.resume() for engine in self.engines), self._workers.resume())
+        await asyncio.gather(*(engine.resume() for engine in self._placed), self._workers.resume())
 
     def describe(self, activity: Activity) -> str:
         """The work on the rollout that `activity` is named after, and how far it is."""

@@ -126,7 +126,7 @@ class Run(Rollouts):
         self.manager.on_group = self.display.count_group
 
     async def scale(self, change: str) -> str:
-        """What ``forebay scale`` asks for, as ``engines=+2``; the answer, also in the ledger.
+        """Do as ``forebay scale`` asks, as ``engines=+2``; the answer, which is also in the ledger.
 
         Raises:
             ValueError: it cannot be done.

@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from forebay.engines.pool import EnginePool
 from forebay.runs.build import Run
 from forebay.runs.checkpoints import compute, phase
-from forebay.runs.placement import Cluster, PartLost
 from forebay.runs.reporting import raise_alarms
 from forebay.runs.rollouts import EvalSet
-from forebay.types import RolloutState, Status, made_by
+from forebay.types import RolloutState, made_by
 from forebay.watching.activity import EVALUATE, EVALUATE_BESIDE, SYNC
 from forebay.watching.stalls import StallWatch
 
@@ -71,7 +70,6 @@ async def evaluate(run: Run, label: str, eval_sets: Sequence[EvalSet] | None = N
     producer is paused first.
 
     Raises:
-        PartLost: no engine or no worker of the cluster is left.
         EngineLost, StallError: of this evaluation or, beside production, of the one before.
     """
     eval_sets = run.eval_sets if eval_sets is None else eval_sets
@@ -140,7 +138,6 @@ def _note(
     train_step: int,
 ) -> None:
     """Log the metrics of `groups`, answered by the weights of `train_step`, in the row of that step."""
-    refuse_failed(groups, run.cluster)
     metrics = run.evaluator.evaluate(groups, whole=len(eval_sets) == len(run.eval_sets))
     metrics |= raise_alarms(run, {"train_step": train_step, **metrics})
     run.evaluations.append({"train_step": train_step, **metrics})
@@ -171,18 +168,6 @@ async def evaluation_groups(
             for task in tasks:
                 task.add_done_callback(lambda _: stall_watch.progressed())
     return [task.result() for task in tasks]
-
-
-def refuse_failed(groups: Iterable[Iterable[RolloutState]], cluster: Cluster | None) -> None:
-    """Refuse rollouts that failed for want of an engine or a worker: they say nothing about the model.
-
-    Raises:
-        PartLost: rollouts failed, and no engine or no worker is left.
-    """
-    if cluster is None or not (lost := cluster.none_is_left()):
-        return
-    if any(state.status is Status.FAILED for group in groups for state in group):
-        raise PartLost(lost)
 
 
 def is_evaluated(run: Run) -> bool:

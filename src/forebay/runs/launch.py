@@ -48,14 +48,8 @@ from forebay.runs.placement import Cluster, PartLost, device_fact, idle_gpus, op
 from forebay.runs.reporting import accuracy_line
 from forebay.runs.rollouts import TaskData, build_rollouts, load_data, with_alphabet
 from forebay.runs.separate import run_separate
+from forebay.runs.show import surroundings
 from forebay.runs.show.display import RunDisplay
-from forebay.runs.show.surroundings import (
-    board_beside,
-    ended_by_ctrl_c,
-    logs_shown,
-    scaled_by_command,
-    stopped_by_signals,
-)
 from forebay.runs.show.wording import clean
 from forebay.runs.store import keeps_consumed, lost_database, store_of, wait_for_database
 from forebay.train.parallel.ranks import RankError
@@ -89,7 +83,7 @@ async def launch(
             changes = changed(saved_config(folder), config)
             if step >= config.steps and is_finished(folder, checkpoint):
                 return finished_line(folder, step), False
-        with RunDisplay() as display, logs_shown(display):
+        with RunDisplay() as display, surroundings.logs_shown(display):
             facts = {
                 "model": config.model.source,
                 "device": device_fact(config),
@@ -115,7 +109,7 @@ async def launch(
                     kept = "nothing of this run is kept" if checkpoint is None else "the run is as it was"
                     display.stopped(f"{kept}; start it again with the same command")
                     raise
-                with board_beside(folder, display) if config.board else contextlib.nullcontext():
+                with surroundings.board_beside(folder, display) if config.board else contextlib.nullcontext():
                     run = await _to_the_end(run)
     return accuracy_line(run), run.stop.is_set()
 
@@ -123,7 +117,7 @@ async def launch(
 async def _begun(config: RunConfig, display: RunDisplay, cluster: Cluster | None, *, overwrite: bool) -> Run:
     """A new run; what can be wrong with its data and judges is found before its folder is touched."""
     display.phase("data")
-    with ended_by_ctrl_c():
+    with surroundings.ended_by_ctrl_c():
         data = load_data(config)
         config = with_alphabet(config, data)
     await try_judges(config, data)
@@ -163,8 +157,8 @@ async def _to_the_end(run: Run) -> Run:
         try:
             if reason:
                 run = await _back_to_checkpoint(run, reason)
-            with stopped_by_signals(run.stop, run.display, run.folder), _start_up_frozen():
-                async with scaled_by_command(run.folder, run.scale):
+            with surroundings.stopped_by_signals(run.stop, run.display, run.folder), _start_up_frozen():
+                async with surroundings.scaled_by_command(run.folder, run.scale):
                     await LOOPS[run.config.produce.mode](run)
             return run
         # Whichever it is: `_lost_part` raises it again, unless it tells of a lost part.
@@ -255,7 +249,7 @@ async def launch_evaluation(config: RunConfig, model_folder: Path | None = None)
         try:
             if not rollouts.eval_sets:
                 raise ConfigError(f"run {config.name!r} holds out no prompts: give a task eval_data")
-            with RunDisplay() as display, logs_shown(display):
+            with RunDisplay() as display, surroundings.logs_shown(display):
                 display.start(f"eval {model_folder}", {})
                 groups = await steps.evaluation_groups(rollouts.eval_sets)
                 metrics = Evaluator().evaluate(groups)

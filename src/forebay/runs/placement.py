@@ -82,9 +82,6 @@ class Cluster(Protocol):
     def counts(self) -> dict[str, float]:
         """For a run's metrics: what was lost and made anew so far."""
 
-    def none_is_left(self) -> str:
-        """Why nothing can be generated any more until `start` makes anew what is gone; empty if it can."""
-
     async def close(self) -> None:
         """End every part, and what else was started for them."""
 

@@ -37,7 +37,6 @@ from forebay.runs.evaluation import evaluation_ended
 from forebay.runs.evaluation import evaluation_groups as evaluation_groups
 from forebay.runs.evaluation import is_due as is_due
 from forebay.runs.evaluation import is_evaluated as is_evaluated
-from forebay.runs.evaluation import refuse_failed as refuse_failed
 from forebay.runs.evaluation import sync_weights as sync_weights
 from forebay.runs.record.events import name_groups
 from forebay.runs.reporting import report as report
@@ -187,9 +186,7 @@ async def rescue(run: Run, error: Exception) -> None:
     between = isinstance(error, FloatingPointError | ConfigError) and (
         run.config.train.optimizer_steps > 1 or run.config.train.uses_critic
     )
-    # Groups that failed for want of an engine must not be in the checkpoint that the run goes back to.
-    is_damaged = run.cluster is not None and run.cluster.none_is_left()
-    if run.train_step > 0 and not between and not is_damaged:
+    if run.train_step > 0 and not between:
         path = await checkpoint(run)
         run.display.warning(
             f"train step {run.train_step} was the last; saved in {path}, to go on with --resume"

@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -148,14 +148,8 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     )
     wanted = surroundings.model.max_context
 
-    def at_address(url: str) -> HTTPEngine:
-        if not url:
-            raise ValueError("servers that run already join and leave by their address: +http://HOST:PORT")
-        check_arguments("engine", kind, HTTPArguments, {**arguments, "urls": [url]})
-        model, context = _ask(url.rstrip("/"), wanted, key)
-        return engine(url.rstrip("/"), model=model, max_context_tokens=context)
-
     if settings.urls:
+        at_address = partial(_at_address, kind, engine, arguments, wanted, key)
         return scalable([at_address(url) for url in settings.urls], at_address)
     context = wanted or context_of(model_folder) or 0
     if not context:
@@ -185,19 +179,48 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
             raise ValueError(
                 f"engine {kind!r} of this run has no room for another, and starts its servers itself"
             )
-        options = [option.replace("{server}", number) for option in settings.options]
-        own = {
-            name: value.replace("{server}", number) for name, value in (settings.environment or {}).items()
-        }
-        server = LocalServer(
-            partial(command, options),
-            log=scratch / f"server_{number}.log",
-            environment={**environment, **own},
-            start_limit_s=settings.start_limit_s,
-        )
+        server = _numbered(number, settings, command, scratch / f"server_{number}.log", environment)
         return engine(server, model=MODEL_NAME, max_context_tokens=context)
 
     return scalable([another() for _ in range(settings.servers)], another)
+
+
+def _at_address(
+    kind: str,
+    engine: Callable[..., HTTPEngine],
+    arguments: dict[str, Any],
+    wanted: int | None,
+    key: str | None,
+    url: str,
+) -> HTTPEngine:
+    """The engine for a server that runs already.
+
+    Raises:
+        ValueError: there is no address, or not a usable one.
+    """
+    if not url:
+        raise ValueError("servers that run already join and leave by their address: +http://HOST:PORT")
+    check_arguments("engine", kind, HTTPArguments, {**arguments, "urls": [url]})
+    model, context = _ask(url.rstrip("/"), wanted, key)
+    return engine(url.rstrip("/"), model=model, max_context_tokens=context)
+
+
+def _numbered(
+    number: str,
+    settings: HTTPArguments,
+    command: Callable[[list[str], int], list[str]],
+    log: Path,
+    environment: Mapping[str, str | None],
+) -> LocalServer:
+    """A server of this machine, with its number where options and environment name it."""
+    options = [option.replace("{server}", number) for option in settings.options]
+    own = {name: value.replace("{server}", number) for name, value in (settings.environment or {}).items()}
+    return LocalServer(
+        partial(command, options),
+        log=log,
+        environment={**environment, **own},
+        start_limit_s=settings.start_limit_s,
+    )
 
 
 def _trainer_gpu(surroundings: EngineSurroundings) -> int | None:

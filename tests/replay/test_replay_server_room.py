@@ -14,7 +14,7 @@ from forebay.replay import (
     SQLStorage,
     serve,
 )
-from forebay.replay.remote.calls import Room
+from forebay.replay.remote.calls import MAX_REMEMBERED, Outcomes, Room
 from forebay.types import Status
 
 COMPLETED = Status.COMPLETED
@@ -213,3 +213,24 @@ async def test_a_window_lets_in_what_fits_and_what_is_larger_alone():
     window.leave(4)
     window.leave(6)
     assert window._used == 0
+
+
+async def test_the_outcome_that_came_last_is_known_whenever_its_work_began():
+    outcomes, go_on, stored = Outcomes(), asyncio.Event(), []
+
+    async def slow():
+        await go_on.wait()
+        stored.append("slow")
+
+    async def quick():
+        pass
+
+    first = asyncio.create_task(outcomes.once(b"slow", slow, MAX_REMEMBERED))
+    await asyncio.sleep(0)
+    for number in range(3):
+        await outcomes.once(b"%d" % number, quick, MAX_REMEMBERED)
+    go_on.set()
+    await first
+    # The connection was lost before the answer, and the client asks again.
+    await outcomes.once(b"slow", slow, MAX_REMEMBERED)
+    assert stored == ["slow"]

@@ -174,7 +174,7 @@ _CLOCK: ContextVar[CallClock | None] = ContextVar("forebay_call_clock", default=
 @contextlib.asynccontextmanager
 async def time_limit(
     limit_s: float | None, late: Callable[[], Exception] = TimeoutError
-) -> AsyncIterator[None]:
+) -> AsyncIterator[asyncio.Timeout]:
     """As ``timeout(limit_s, late)``; what a call spends in `not_counted` does not count.
 
     >>> async with time_limit(10.0):
@@ -182,12 +182,12 @@ async def time_limit(
     """
     async with timeout(None, late) as limit:
         if limit_s is None:
-            yield
+            yield limit
             return
         clock = CallClock(limit, limit_s, _CLOCK.get())
         token = _CLOCK.set(clock)
         try:
-            yield
+            yield limit
         finally:
             clock.end()
             _CLOCK.reset(token)

@@ -116,7 +116,7 @@ MAX_DEPTH = 50
 
 def parse_hermes(text: str) -> list[ToolCall]:
     """Calls in ``<tool_call>`` tags; the last may lack its end."""
-    return [call for body in _HERMES.findall(text) for call in _read_calls(body)]
+    return [_read_call(body) for body in _HERMES.findall(text)]
 
 
 def parse_llama3(text: str) -> list[ToolCall]:
@@ -136,7 +136,7 @@ def parse_mistral(text: str) -> list[ToolCall]:
     """Calls after ``[TOOL_CALLS]``: a list of them, or each by its name."""
     _, tag, body = text.partition(_TOOL_CALLS)
     # The tag may stand before each call; its bracket begins no list.
-    return _read_calls(body.replace(_TOOL_CALLS, " ")) if tag else []
+    return _read_calls(body.replace(_TOOL_CALLS, " "), is_named=True) if tag else []
 
 
 def parse_pattern(pattern: str) -> Parser:
@@ -232,10 +232,21 @@ def _named(parser: str) -> Parser:
     )
 
 
-def _read_calls(body: str, *, needs_arguments: bool = False) -> list[ToolCall]:
-    """The calls in `body`, one after the other, or all in one list.
+def _read_call(body: str) -> ToolCall:
+    try:
+        value, end = _decode(body)
+        if end < len(body):
+            raise ValueError(f"Extra data after character {end}")
+    except ValueError as error:
+        return _malformed(body, error)
+    return _from_json(value)
 
-    With `needs_arguments`, JSON without arguments makes all of it an answer.
+
+def _read_calls(body: str, *, is_named: bool = False, needs_arguments: bool = False) -> list[ToolCall]:
+    """The calls in `body`, one after the other, or all in one list; text between them is passed over.
+
+    Where it `is_named`, a call's name may stand before its arguments. With `needs_arguments`, JSON without
+    arguments makes all of it an answer.
     """
     calls: list[ToolCall] = []
     position = 0
@@ -247,9 +258,10 @@ def _read_calls(body: str, *, needs_arguments: bool = False) -> list[ToolCall]:
         if needs_arguments and not (isinstance(value, dict) and any(key in value for key in _ARGUMENTS)):
             return []
         if isinstance(value, list):
-            # Text behind a list of calls is none of them.
-            return [_from_json(call) for call in value]
-        calls.append(ToolCall(match[1], value) if match[1] else _from_json(value))
+            # Text behind calls, or behind a list of them, is none.
+            calls = calls or [_from_json(call) for call in value]
+            break
+        calls.append(ToolCall(match[1], value) if is_named and match[1] else _from_json(value))
     return calls or [_malformed(body, "Expecting value in JSON, got no call")]
 
 

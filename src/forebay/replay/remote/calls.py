@@ -364,7 +364,7 @@ class Outcomes(Generic[Value]):
 
     def __init__(self) -> None:
         self._begun: OrderedDict[bytes, tuple[asyncio.Future[Value], int]] = OrderedDict()
-        """In the order of their beginning, which is nearly that of their end."""
+        """Those that have ended in the order of their end."""
         self._size = 0
 
     def knows(self, key: bytes) -> bool:
@@ -389,6 +389,8 @@ class Outcomes(Generic[Value]):
             outcome.exception()
             raise
         outcome.set_result(value)
+        # A connection that is lost now brings the same key again: the newest outcomes are kept.
+        self._begun.move_to_end(key)
         self._size += size
         while self._size > MAX_REMEMBERED and len(self._begun) > 1 and self._oldest.done():
             self._size -= self._begun.popitem(last=False)[1][1]

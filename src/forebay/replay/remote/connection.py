@@ -136,7 +136,9 @@ class ClientConnection(Session):
                 raise FrameError("there is one hello only")
             self._settle(value.key)
         else:
-            if len(self.calls) >= SLACK * (messages.MAX_CALLS + messages.MAX_PUTS):
+            if isinstance(message, Call) and len(self.calls) >= SLACK * (
+                messages.MAX_CALLS + messages.MAX_PUTS
+            ):
                 raise FrameError(f"{len(self.calls)} calls wait for their answers already")
             super().dispatch(message, buffers)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -268,9 +269,15 @@ class Asked(ProcessEngine):
     def __init__(self, session: HostSession) -> None:
         self._closed, self._session = False, session
 
-    async def _ask(self, method: str, argument: Any = None) -> Any:
-        argument = msgspec.msgpack.decode(msgspec.msgpack.encode(argument))
-        return msgspec.msgpack.decode(msgspec.msgpack.encode(await self._session._generate(argument)))
+    async def _call(self, method: str, argument: Any, buffers: Sequence[bytes] = ()) -> tuple[Any, list[Any]]:
+        answer, made = await self._session._generate(
+            passed_on(argument), [np.frombuffer(passed_on(part), np.uint8) for part in buffers]
+        )
+        return passed_on(answer), [np.frombuffer(passed_on(part), np.uint8) for part in made]
+
+
+def passed_on(value: Any) -> Any:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value))
 
 
 async def test_experts_travel_from_an_engine_in_another_process() -> None:

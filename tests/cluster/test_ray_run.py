@@ -209,8 +209,8 @@ def test_a_trainer_that_is_well_stays_when_the_run_goes_back_for_others(ray, tmp
         pids.add(run.trainer.pids["trainer"])
         counts.update(run.cluster.counts())
         if train_step == 3 and len(losses[3]) == 1:
-            for engine in run.controller.engines:
-                ray.kill(engine.actor)
+            # Engines and workers that are lost are replaced where they stood; this stands for a database.
+            raise PartLost("the database of the replay buffer is lost")
 
     monkeypatch.setattr(steps, "report", reported)
     config = run_config(tmp_path, steps=4, cluster="ray")
@@ -218,7 +218,6 @@ def test_a_trainer_that_is_well_stays_when_the_run_goes_back_for_others(ray, tmp
     check_books(config.folder, num_steps=4)
     assert len(pids) == 1
     assert counts["cluster/trainer_restarts"] == 0
-    assert counts["cluster/engine_restarts"] == 1
     # From the checkpoint of step 2 it has done step 3 as before.
     first, again = losses[3]
     assert again == pytest.approx(first, rel=1e-4, abs=1e-7)

@@ -56,7 +56,7 @@ class Board:
 
     def __init__(self, folders: list[Path]) -> None:
         self.folders = folders
-        self._lock = threading.Lock()
+        self._lock, self._walk = threading.Lock(), threading.Lock()
         self._runs: dict[str, tuple[RunFolder, Rollouts]] = {}
 
     def close(self) -> None:
@@ -83,7 +83,9 @@ class Board:
             return self._runs[name]
 
     def _paths(self) -> dict[str, Path]:
-        return _paths_at(self, round(time.monotonic() / WALK_EVERY_S))
+        # One viewer walks, the others wait for what it finds.
+        with self._walk:
+            return _paths_at(self, round(time.monotonic() / WALK_EVERY_S))
 
     def answer(self, what: str, given: Mapping[str, str]) -> Any:
         """The answer to one question; `given` are the parameters of its address.

@@ -136,7 +136,9 @@ class EnginePool:
         try:
             completion = call.joined(await self._last_part(call))
         finally:
-            self._calls.pop(request.request_id, None)
+            # Another of the same id, as of a group that is made again elsewhere, keeps its place.
+            if self._calls.get(request.request_id) is call:
+                del self._calls[request.request_id]
         self._note_made(call, len(completion.response_ids))
         return completion
 

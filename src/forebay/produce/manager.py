@@ -330,9 +330,15 @@ class AgentLoopManager:
             raise RuntimeError(f"cannot save while groups are in flight: {pending}; pause production first")
         if self._background.is_in_round:
             raise RuntimeError("cannot save while production is going on; pause it first")
-        cut = await self.cut(Path(path), model_step=model_step, with_groups=True)
+        path = Path(path)
+        cut = await self.cut(path, model_step=model_step, with_groups=True)
         try:
-            await cut.write(Path(path))
+            await asyncio.to_thread(path.mkdir, parents=True, exist_ok=True)
+            # Nothing is in flight, so they fit to the rest, whenever they are asked. Somebody's own sampler has
+            # these two methods only; `state_dict` is that of a run's.
+            for name, runner in self._runners.items():
+                await asyncio.to_thread(runner.sampler.save, sampler_path(path, name))
+            await cut.write(path)
         finally:
             await cut.release()
 
@@ -364,7 +370,8 @@ class AgentLoopManager:
                 "ledger": self.ledger.checkpoint(path),
                 "train_step": train_step,
             }
-            samplers = {name: runner.sampler.state_dict() for name, runner in self._runners.items()}
+            runners = self._runners if train_step is not None else {}
+            samplers = {name: runner.sampler.state_dict() for name, runner in runners.items()}
             return Cut(state, samplers, self.ledger, write_groups, opened.pop_all())
 
     async def resume(self, path: Path | str, *, has_groups: bool = False) -> int:

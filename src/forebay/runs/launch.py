@@ -251,7 +251,7 @@ async def launch_evaluation(config: RunConfig, model_folder: Path | None = None)
                 raise ConfigError(f"run {config.name!r} holds out no prompts: give a task eval_data")
             with RunDisplay() as display, surroundings.logs_shown(display):
                 display.start(f"eval {model_folder}", {})
-                groups = await steps.evaluation_groups(rollouts.eval_sets)
+                groups = await steps.evaluation_groups(rollouts.eval_sets, rollouts.manager.stall_watch)
                 metrics = Evaluator().evaluate(groups)
                 display.evaluation("now", metrics)
                 display.rollouts(groups)

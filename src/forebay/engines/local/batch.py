@@ -317,14 +317,14 @@ class DecodeBatch:
 
         Where memory does not suffice for all, some or all are given up instead.
         """
-        ended = self._give_up_youngest()
-        if not self._requests:
+        # On their own: a forward pass that raises must not take them along.
+        if (ended := self._give_up_youngest()) or not self._requests:
             return ended
         drawn_B2 = None
         with suppress(torch.OutOfMemoryError):
             drawn_B2 = self._draw()
         if drawn_B2 is None:
-            return ended + self._run_short()
+            return self._run_short()
         rows = self._rows[: self.size]
         ids, logprobs = drawn_B2[:, 0].astype(np.int32), drawn_B2[:, 1].astype(np.float32)
         made = int(rows["num_made"].max()) + 1
@@ -336,7 +336,7 @@ class DecodeBatch:
         rows["token"] = ids
         rows["position"] += 1
         rows["num_made"] += 1
-        return ended + self._take_finished(rows, ids, logprobs)
+        return self._take_finished(rows, ids, logprobs)
 
     def _draw(self) -> NDArray[np.float64]:
         """Each row's next token and its log probability: [B, 2], the one thing read from the device."""

@@ -119,7 +119,7 @@ class ProcessEngine:
         if self._closed:
             return Completion(finish_reason="error", error_msg="the engine is closed")
         try:
-            return from_plain(await self._ask("generate", as_plain(request)), Completion)
+            return from_plain(*await self._call("generate", *as_plain(request)), Completion)
         except EngineLost as error:
             return Completion(finish_reason="error", error_msg=str(error), lost=True)
 
@@ -225,12 +225,14 @@ class ProcessEngine:
         self._child.end()
 
     async def _ask(self, method: str, argument: Any = None) -> Any:
+        return (await self._call(method, argument))[0]
+
+    async def _call(self, method: str, argument: Any, buffers: Sequence[bytes] = ()) -> tuple[Any, list[Any]]:
         child = self._child
         if not child.serves:
             raise EngineLost("its process has ended and was not started again, or not yet")
         try:
-            answer, _ = await child.connect().call(method, argument)
-            return answer
+            return await child.connect().call(method, argument, buffers)
         except EngineLost as error:
             raise EngineLost(await asyncio.to_thread(child.cause_of_end, str(error), _HANG_LIMIT_S)) from None
 

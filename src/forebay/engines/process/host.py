@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,7 +59,7 @@ class HostSession(Session):
         argument = msgspec.msgpack.decode(call.arguments)
         match call.method:
             case "generate":
-                return await self._generate(argument), ()
+                return await self._generate(argument, buffers or [])
             case "load_weights":
                 await self._inbox.handle(argument)
                 return None, ()
@@ -68,10 +69,10 @@ class HostSession(Session):
         assert call.method in ("pause_generation", "continue_generation", "health", "close"), call.method
         return await getattr(self._pool, call.method)(), ()
 
-    async def _generate(self, asked: Any) -> Any:
+    async def _generate(self, asked: Any, buffers: list[Any]) -> Result:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(PROGRESS_EVERY_S, self._report)
-        completion = await self._pool.complete(from_plain(asked, GenerateRequest))
+        completion = await self._pool.complete(from_plain(asked, buffers, GenerateRequest))
         # An engine in here may be; this process, which is the caller's engine, is not.
         return as_plain(replace(completion, lost=False))
 
@@ -82,23 +83,23 @@ class HostSession(Session):
         self._timer = later(PROGRESS_EVERY_S, self._report) if made else None
 
 
-def as_plain(value: GenerateRequest | Completion) -> Any:
-    """A value for a message; an array in it is its dtype, its shape and its bytes."""
-    return msgspec.to_builtins(
-        value,
-        builtin_types=(bytes,),
-        enc_hook=lambda array: [array.dtype.str, array.shape, array.tobytes()],
-    )
+def as_plain(value: GenerateRequest | Completion) -> tuple[Any, list[bytes]]:
+    """A value for a message, in which an array is its dtype and shape, and the bytes of its arrays."""
+    buffers: list[bytes] = []
+
+    def plain(part: Any) -> Any:
+        if isinstance(part, np.generic):
+            return part.item()
+        buffers.append(part.tobytes())
+        return [part.dtype.str, part.shape]
+
+    return msgspec.to_builtins(value, enc_hook=plain), buffers
 
 
-def from_plain(value: Any, kind: type[T]) -> T:
-    """The request or completion that `as_plain` made `value` of."""
-
-    def array(_: Any, parts: Any) -> NDArray[Any]:
-        dtype, shape, content = parts
-        return np.frombuffer(content, dtype).reshape(shape).copy()
-
-    return msgspec.convert(value, kind, dec_hook=array)
+def from_plain(value: Any, buffers: Iterable[NDArray[Any]], kind: type[T]) -> T:
+    """The request or completion that `as_plain` made these of."""
+    left = iter(buffers)
+    return msgspec.convert(value, kind, dec_hook=lambda _, part: next(left).view(part[0]).reshape(part[1]))
 
 
 class EngineRecipe(StrictModel):

@@ -84,6 +84,10 @@ async def scaled_by_command(folder: Path, scale: Callable[[str], Awaitable[str]]
         yield
 
 
+_SCALED_S = 1800.0
+"""A newcomer loads the weights, and a leaver ends its requests, for ten minutes each."""
+
+
 def ask_to_scale(folder: Path, change: str) -> str:
     """The answer of the run that works in `folder` on this machine.
 
@@ -92,9 +96,12 @@ def ask_to_scale(folder: Path, change: str) -> str:
     """
     try:
         with socket.socket(socket.AF_UNIX) as sock:
+            sock.settimeout(_SCALED_S)
             sock.connect(str(_control(folder)))
             sock.sendall(f"{change}\n".encode())
             said = sock.makefile().read()
+    except TimeoutError:
+        raise ConfigError(f"the run in {str(folder)!r} has not answered in {_SCALED_S:g} s") from None
     except OSError as error:
         raise ConfigError(f"no run works in {str(folder)!r} on this machine: {error}") from None
     if said.startswith("refused: ") or not said:

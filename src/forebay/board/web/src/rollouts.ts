@@ -1,4 +1,4 @@
-import { ask, type Row } from "./api";
+import { ask, isReport, type Row } from "./api";
 import { copyButton, duration, failure, h, number, percent, show, table, when, type Child } from "./dom";
 import { address, here, keep } from "./place";
 
@@ -25,6 +25,7 @@ export async function rollouts(root: HTMLElement, run: string, given: Record<str
 
   const search = async () => {
     const mine = ++turn;
+    clearTimeout(timer);
     keep({ ...Object.fromEntries(FILTERS.map((name) => [name, asked[name] ?? ""])), order: order === "newest" ? "" : order });
     list.setAttribute("aria-busy", "true");
     try {
@@ -32,6 +33,8 @@ export async function rollouts(root: HTMLElement, run: string, given: Record<str
       if (mine !== turn) return;
       show(list, ...(found.rows.length ? found.rows.map((row: Row) => line(run, row)) : [h("p", { class: "empty" }, empty(asked))]));
       const more = (text: string, to: number) => h("button", { type: "button", class: "quiet", onclick: () => ((offset = to), void search()) }, text);
+      // A run that has just begun: its first rollouts come to the disk in a moment.
+      if (!found.rows.length && !Object.keys(asked).length && !isReport) timer = window.setTimeout(() => window.dispatchEvent(new Event("hashchange")), 3000);
       show(pages, offset ? more("newer page", Math.max(0, offset - PAGE)) : null, found.more ? more("next page", offset + PAGE) : null);
     } catch (error) {
       if (mine === turn) show(list, failure(error));

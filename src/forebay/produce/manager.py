@@ -334,8 +334,8 @@ class AgentLoopManager:
         cut = await self.cut(path, model_step=model_step, with_groups=True)
         try:
             await asyncio.to_thread(path.mkdir, parents=True, exist_ok=True)
-            # Nothing is in flight, so they fit to the rest, whenever they are asked. Somebody's own sampler has
-            # these two methods only; `state_dict` is that of a run's.
+            # Nothing is in flight, so they fit to the rest, whenever they are asked. A sampler of one's own
+            # has `save` and `resume`; `state_dict` is that of a run's.
             for name, runner in self._runners.items():
                 await asyncio.to_thread(runner.sampler.save, sampler_path(path, name))
             await cut.write(path)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from forebay.cluster import buffer
 from forebay.cluster.arguments import RayArguments
 from forebay.cluster.buffer import locate
-from forebay.cluster.calls import ActorLost, CallFailed, NotBuilt, asked
+from forebay.cluster.calls import ActorLost, BatchedCalls, CallFailed, NotBuilt, as_they_end, asked
 from forebay.cluster.library import Given, why
 from forebay.cluster.placement import plan_parts
 from forebay.cluster.ranks import _interface_of
@@ -48,6 +48,112 @@ async def test_a_call_that_found_no_process_to_answer_is_lost_not_failed(name):
 async def test_a_call_that_fails_there_says_why_in_words():
     with pytest.raises(CallFailed, match="OSError: disk full"):
         await asked(ended(carried(OSError("disk full"))))
+
+
+class Answered:
+    """One reference of a stream."""
+
+    def __init__(self, results):
+        self._results = results
+
+    def __await__(self):
+        yield from ()
+        return self._results
+
+
+def stream_of(work, sizes):
+    """An actor's method: `work` for each item; notes how many items came together."""
+
+    async def stream(items):
+        sizes.append(len(items))
+        async for results in as_they_end([work(item) for item in items]):
+            yield Answered(results)
+
+    return stream
+
+
+async def itself(number):
+    return number
+
+
+async def test_items_of_one_turn_go_together_and_come_back_as_they_end():
+    doors = [asyncio.Event() for _ in range(3)]
+
+    async def work(number):
+        await doors[number].wait()
+        return number * 10
+
+    sizes = []
+    calls = BatchedCalls(stream_of(work, sizes))
+    given = [asyncio.create_task(calls.ask(number)) for number in range(3)]
+    doors[2].set()
+    assert await given[2] == 20
+    assert not given[0].done()
+    doors[0].set()
+    doors[1].set()
+    assert await asyncio.gather(*given) == [0, 10, 20]
+    assert sizes == [3]
+
+
+async def test_items_are_sent_also_when_there_is_never_a_quiet_moment():
+    sizes = []
+    calls = BatchedCalls(stream_of(itself, sizes))
+    given = []
+    # One more in every turn, so that no turn is quiet before the first answer.
+    while not (given and given[0].done()):
+        given.append(asyncio.create_task(calls.ask(len(given))))
+        assert len(given) < 1000, "nothing was sent"
+        await asyncio.sleep(0)
+    assert await asyncio.gather(*given) == list(range(len(given)))
+    assert sum(sizes) == len(given)
+    assert len(sizes) <= 3
+
+
+async def test_a_cancelled_item_that_was_not_sent_is_not_sent():
+    sizes = []
+    calls = BatchedCalls(stream_of(itself, sizes))
+    given = [asyncio.create_task(calls.ask(number)) for number in range(2)]
+    await asyncio.sleep(0)
+    given[0].cancel()
+    assert await given[1] == 1
+    assert sizes == [1]
+
+
+async def test_a_stream_that_ends_early_loses_the_items_without_an_answer():
+    async def stream(items):
+        yield Answered([(1, "one")])
+
+    calls = BatchedCalls(stream)
+    given = [asyncio.create_task(calls.ask(number)) for number in range(2)]
+    assert await given[1] == "one"
+    with pytest.raises(ActorLost, match="before its time"):
+        await given[0]
+
+
+async def test_an_error_of_a_stream_reaches_every_caller_that_waits():
+    async def work(number):
+        if number == 1:
+            raise OSError("disk full")
+        await asyncio.Event().wait()
+
+    calls = BatchedCalls(stream_of(work, []))
+    results = await asyncio.gather(*(calls.ask(number) for number in range(3)), return_exceptions=True)
+    assert [str(error) for error in results] == ["disk full"] * 3
+
+
+async def test_a_caller_that_stops_listening_ends_the_work():
+    ended = []
+
+    async def work():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    stream = as_they_end([itself(1), work()])
+    assert await anext(stream) == [(0, 1)]
+    await stream.aclose()
+    assert ended == [True]
 
 
 def test_each_part_has_a_bundle_and_a_shared_gpu_has_two_parts():

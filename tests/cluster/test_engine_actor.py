@@ -73,7 +73,10 @@ def ask(name, prompt=(3, 4, 5)):
 
 
 async def answers(actor, *requests):
-    return await asyncio.gather(*(actor.generate(request, "caller") for request in requests))
+    found = {}
+    async for results in actor.generate(requests, "caller"):
+        found.update(results)
+    return [found[number] for number in range(len(requests))]
 
 
 def frail_config(tmp_path):

@@ -9,7 +9,7 @@
                         ^
     rollout worker  RayEngine      generate, abort: the requests, which survive its end on another engine
 
-    EngineActor: start --> engines built, not serving --load_weights--> serving --> completions
+    EngineActor: start --> engines built, not serving --load_weights--> serving --> a stream of completions
                               | a request now is answered "lost": it would get the first weights
     live: ends if every engine is lost for good, as a server that does not come back; then the run ends this
           process, and another one builds engines anew          serving: ends with the first weights
@@ -21,11 +21,11 @@ import asyncio
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forebay.cluster.calls import ActorLost, NotBuilt, asked
+from forebay.cluster.calls import ActorLost, BatchedCalls, NotBuilt, as_they_end
 from forebay.cluster.library import PartSpec, Published, find_modules_in, import_ray, why
 from forebay.cluster.supervisor import Supervised
 from forebay.config import Component
@@ -96,8 +96,14 @@ class EngineActor:
         """Return once there are weights to generate with."""
         await self._serving.wait()
 
-    async def generate(self, request: GenerateRequest, caller: str) -> Completion | ValueError:
-        """The completion of `request`; a `ValueError` if it can never run."""
+    async def generate(
+        self, requests: Sequence[GenerateRequest], caller: str
+    ) -> AsyncIterator[list[tuple[int, Completion | ValueError]]]:
+        """The completions of `requests`, numbered, as they end; a `ValueError` for one that can never run."""
+        async for completions in as_they_end([self._generate(request, caller) for request in requests]):
+            yield completions
+
+    async def _generate(self, request: GenerateRequest, caller: str) -> Completion | ValueError:
         if not self._serving.is_set():
             return Completion(finish_reason="error", error_msg="the engine has no weights yet", lost=True)
         try:
@@ -279,6 +285,10 @@ class RayEngine:
         """The step of the latest weights that tokens came from."""
         self._caller = caller
         self._num_made: dict[str, int] = {}
+        stream = actor.generate.options(num_returns="streaming").remote
+        self._calls: BatchedCalls[GenerateRequest, Completion | ValueError] = BatchedCalls(
+            lambda requests: stream(requests, caller)
+        )
 
     async def bring_up(self) -> None:
         """Wait until the engine serves, or is replaced: the run's own process sees to both."""
@@ -295,9 +305,7 @@ class RayEngine:
             ValueError: the request can never run.
         """
         try:
-            completion: Completion | ValueError = await asked(
-                self.actor.generate.remote(request, self._caller)
-            )
+            completion = await self._calls.ask(request)
         except ActorLost as error:
             return Completion(finish_reason="error", error_msg=str(error), lost=True)
         except asyncio.CancelledError:

@@ -239,16 +239,16 @@ class AgentLoopManager:
         # From here on, groups are stored for this step, and too old ones are not counted as ready.
         self.progress.begin_consume(train_step)
         await self.batches.age(train_step)
-        while True:
-            with self.activities.span(WAIT_BATCH, f"the batch of train step {train_step}"):
+        with self.activities.span(WAIT_BATCH, f"the batch of train step {train_step}"):
+            while True:
                 async with self._watched():
                     new = await self.batches.fresh_sizes(sizes, train_step)
                     is_ready = await self.batches.wait_for(new, train_step)
-            if not is_ready:
-                return await self.batches.report_expired(sizes)
-            result = await self.batches.take(sizes, train_step)
-            if result is not None:
-                return result
+                if not is_ready:
+                    return await self.batches.report_expired(sizes)
+                result = await self.batches.take(sizes, train_step)
+                if result is not None:
+                    return result
 
     async def pause_produce(self) -> float:
         """Stop: afterwards nothing is in flight, and nothing starts before `continue_produce`.

@@ -46,7 +46,7 @@ from forebay.runs.store import keeps_consumed
 from forebay.runs.verify import WeightsDifferError
 from forebay.train import OffPolicyError
 from forebay.types import RolloutState
-from forebay.watching.activity import TRAIN, WAIT_BATCH
+from forebay.watching.activity import TRAIN
 from forebay.watching.stalls import StallError
 
 T = TypeVar("T")
@@ -75,7 +75,8 @@ async def next_batch(run: Run, train_step: int) -> ProduceBatchResult | None:
     if run.evaluating is not None and run.evaluating.done():
         await evaluation_ended(run)
     while True:
-        with phase(run, "wait", WAIT_BATCH):
+        # The manager registers its wait itself, for programs without a run too.
+        with phase(run, "wait"):
             batch = await unless(run.stop, run.manager.get_batch(run.config.batch_size, train_step))
         if batch is None or batch.rollout_states:
             return batch

@@ -3,15 +3,51 @@
 import asyncio
 import json
 import time
+from functools import cache
+from pathlib import Path
 
+import jsonschema
+import msgspec
 import numpy as np
 
+from forebay.board.server import Board
 from forebay.ledger import Ledger
 from forebay.runs.record.history import History
 from forebay.train import TrainBatch
 from forebay.types import RolloutState, Status
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)> </script> \u202e ${1} {{7*7}} '\";--"
+
+ANSWERS = Path(__file__).parents[2] / "src/forebay/board/web/answers.json"
+
+
+@cache
+def schema_of(what):
+    """Of the answers to one question, as the page's types have it (web/src/types.ts)."""
+    types = json.loads(ANSWERS.read_text())
+    schema = types["definitions"]["Answers"]["properties"][what]
+    return jsonschema.Draft7Validator({**schema, "definitions": types["definitions"]})
+
+
+def conforms(what, answer):
+    """`answer` as the page gets it.
+
+    Raises:
+        ValueError: a field is missing, is of another kind, or is in no type of the page.
+    """
+    sent = json.loads(msgspec.json.encode(answer))
+    for error in schema_of(what).iter_errors(sent):
+        raise ValueError(f"{what}: {error.json_path}: {error.message[:300]}")
+    return sent
+
+
+class CheckedBoard(Board):
+    """A board whose every answer is of the type that the page takes it for."""
+
+    def answer(self, what, given):
+        found = super().answer(what, given)
+        conforms(what, found)
+        return found
 
 
 def make_group(number, *, score=1.0, text=None, size=2, task="math"):

@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlencode
 
 import pytest
 import uvicorn
-from board_run import HOSTILE, make_group, write_run
+from board_run import HOSTILE, CheckedBoard, make_group, write_run
 from PIL import Image
 
 from forebay.board.export import write_report
@@ -70,16 +70,18 @@ def apart(action):
 
 @contextlib.contextmanager
 def served(*folders):
-    board = Board(list(folders))
+    board = CheckedBoard(list(folders))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = uvicorn.Server(uvicorn.Config(make_app(board), log_level="warning", access_log=False))
         # Open streams of events do not keep it.
         server.config.timeout_graceful_shutdown = 1
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
-        server.should_exit = True
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        finally:
+            server.should_exit = True
+            thread.join()
     board.close()
 
 
@@ -185,7 +187,7 @@ def wide(page):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_view_of_a_finished_run(address, open_page, scheme):
-    page = open_page(address, color_scheme=scheme)
+    page, other = open_page(address, color_scheme=scheme), open_page()
     paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
     for view, shown in SHOWN.items():
@@ -196,7 +198,8 @@ def test_every_view_of_a_finished_run(address, open_page, scheme):
         assert "NaN" not in text
         if scheme == "light":
             # Its address shows the same to somebody else.
-            other = open_page(page.url)
+            other.goto("about:blank")
+            other.goto(page.url)
             other.wait_for_selector(f".view.{view}")
             has(other, shown)
             assert other.title() == page.title()
@@ -267,6 +270,28 @@ def test_a_live_step_a_warning_and_a_drop_arrive_without_a_jump(tmp_path, open_p
         assert "a late answer" in see(flow, "rollouts", "live", text="late")
         for page in (overview, flow):
             # Before the server ends.
+            page.goto("about:blank")
+
+
+def test_a_view_of_a_run_that_has_just_begun_says_what_will_come_and_fills_by_itself(tmp_path, open_page):
+    begun = tmp_path / "runs/planted"
+    begun.mkdir(parents=True)
+    written = apart(lambda: write_run(tmp_path / "planted", state="running"))
+    (written / "run.toml").rename(begun / "run.toml")
+    with served(tmp_path / "runs") as address:
+        views = {view: open_page(address) for view in list(SHOWN)[:7]}
+        for view, page in views.items():
+            text = see(page, view, "planted", **GIVEN.get(view, {}))
+            assert re.search(r"by itself|by themselves|this page follows", text), text
+        views["rollouts"].keyboard.press("/")
+        for path in list(written.iterdir()):
+            path.rename(begun / path.name)
+        for view, page in views.items():
+            has(page, SHOWN[view])
+            assert page.locator(".awaited").count() == 0
+        # Who was about to search still is.
+        assert views["rollouts"].evaluate("document.activeElement.id") == "search"
+        for page in views.values():
             page.goto("about:blank")
 
 
@@ -464,6 +489,18 @@ sample = {{ max_tokens = 4 }}
 """
 
 
+def answer_all(folder, run):
+    """Ask a real run everything that the page asks; each answer is of its type."""
+    board = CheckedBoard([folder])
+    for what in ("runs", "overview", "flow", "count", "choices", "prompts", "timeline", "bias", "metrics"):
+        assert board.answer(what, {"run": run})
+    (row, *_) = board.answer("rollouts", {"run": run})["rows"]
+    names = ("rollout_id", "group_id", "prompt_hash")
+    for what, name in zip(("rollout", "group", "prompt"), names, strict=True):
+        assert board.answer(what, {"run": run, name: row[name]})
+    board.close()
+
+
 @pytest.mark.usefixtures("warm")
 def test_a_run_that_is_going_on_says_its_address_and_is_seen(tmp_path, open_page):
     run_file = tmp_path / "seen.toml"
@@ -491,5 +528,6 @@ def test_a_run_that_is_going_on_says_its_address_and_is_seen(tmp_path, open_page
                 assert "NaN" not in text
                 assert page.locator("main .failure").count() == 0, text
             page.goto("about:blank")
+            apart(lambda: answer_all(tmp_path, "seen"))
         finally:
             run.send_signal(signal.SIGKILL)

@@ -10,7 +10,8 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
-from board_run import HOSTILE, make_group, write_run
+from board_run import ANSWERS as SCHEMA
+from board_run import HOSTILE, CheckedBoard, conforms, make_group, write_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
@@ -34,7 +35,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(folder):
-    board = Board([folder.parent])
+    board = CheckedBoard([folder.parent])
     with TestClient(make_app(board), base_url="http://localhost:7331") as client:
         yield client
     board.close()
@@ -54,6 +55,16 @@ def test_a_run_is_found_and_its_overview_told(client):
     assert overview["metrics"]["reward"][-1] == 1.0
     assert overview["notes"][0]["text"] == "look: " + HOSTILE
     assert ask(client, "flow")["books"]["math"]["dropped"] == {"expired": 2}
+
+
+def test_every_answer_has_a_type_on_the_page_and_nothing_else_passes_for_it(client):
+    questions = json.loads(SCHEMA.read_text())["definitions"]["Answers"]["properties"]
+    assert set(questions) == {*ANSWERS, "runs", "events"}
+    overview = ask(client, "overview")
+    without = {name: value for name, value in overview.items() if name != "live"}
+    for other in (without, {**overview, "names": None}, {**overview, "more": 1}):
+        with pytest.raises(ValueError, match=r"overview: \$"):
+            conforms("overview", other)
 
 
 def test_credentials_never_reach_the_page(client):
@@ -105,6 +116,8 @@ def live(tmp_path, monkeypatch):
             while True:
                 id_line, _, data = (await anext(stream)).partition(b"\ndata: ")
                 change = json.loads(data)
+                # The notes of some tests are less than those of a run.
+                conforms("events", {**change, "notes": []})
                 if change[wanted]:
                     return change | {"id": int(id_line.removeprefix(b"id: "))}
 
@@ -308,7 +321,7 @@ def test_prompts_bias_timeline_and_comparison(client):
 
 def test_every_question_has_an_answer_for_a_run_without_a_history(tmp_path):
     (tmp_path / "run.toml").write_text('name = "x"\nsteps = 3\n')
-    board = Board([tmp_path])
+    board = CheckedBoard([tmp_path])
     needed = {
         "group": {"group_id": "a"},
         "prompt": {"prompt_hash": "1"},
@@ -321,7 +334,7 @@ def test_every_question_has_an_answer_for_a_run_without_a_history(tmp_path):
             with pytest.raises(KeyError, match="no rollout 'a'"):
                 board.answer(what, {**asked, "rollout_id": "a"})
         else:
-            json.dumps(board.answer(what, asked))
+            board.answer(what, asked)
     board.close()
 
 

@@ -7,7 +7,7 @@ import { defineConfig } from "vite";
 const hashSources = {
   name: "hash-sources",
   generateBundle() {
-    const files = ["index.html", "package-lock.json", "package.json", "tsconfig.json", "vite.config.js"];
+    const files = ["answers.json", "index.html", "package-lock.json", "package.json", "tsconfig.json", "vite.config.js"];
     files.push(...readdirSync("src").map((name) => `src/${name}`).sort());
     const hash = createHash("sha256");
     for (const name of files) hash.update(`${name}\n`).update(readFileSync(name));

@@ -1,33 +1,20 @@
 // Questions to the server, or to the answers that an exported report carries within itself.
 
-export type Row = Record<string, any>;
-export type Columns = Record<string, (number | null)[]>;
-
-export interface RunSummary {
-  id: string;
-  state: string;
-  steps: number | null;
-  train_step: number;
-  unix_time_s: number | null;
-}
-
-export interface Overview {
-  facts: Row;
-  notes: Row[];
-  /** Some columns; `names` has those of all. */
-  metrics: Columns;
-  names: string[];
-  live: Row;
-}
+import type { Answers, Change, RunSummary } from "./types";
 
 const embedded = document.getElementById("answers");
 const answers: Record<string, unknown> | null = embedded ? JSON.parse(embedded.textContent ?? "{}") : null;
 
 export const isReport = answers !== null;
 
+/** Nothing more will come of this run. */
+export function isOver(runs: RunSummary[], run: string): boolean {
+  return isReport || ["finished", "stopped", "failed"].includes(runs.find((one) => one.id === run)?.state ?? "");
+}
+
 export class AskError extends Error {}
 
-export async function ask<T = any>(what: string, given: Record<string, unknown> = {}): Promise<T> {
+export async function ask<What extends keyof Answers>(what: What, given: Record<string, unknown> = {}): Promise<Answers[What]> {
   const asked = new URLSearchParams();
   for (const [name, value] of Object.entries(given)) {
     if (value !== undefined && value !== null && value !== "") asked.set(name, String(value));
@@ -37,7 +24,7 @@ export async function ask<T = any>(what: string, given: Record<string, unknown> 
   asked.sort();
   const address = `${what}?${asked}`;
   if (answers) {
-    if (address in answers) return answers[address] as T;
+    if (address in answers) return answers[address] as Answers[What];
     throw new AskError("This report holds only a part of the run; open the run with forebay board to see this.");
   }
   let response: Response;
@@ -48,11 +35,11 @@ export async function ask<T = any>(what: string, given: Record<string, unknown> 
   }
   const found = await response.json().catch(() => ({ error: response.statusText }));
   if (!response.ok) throw new AskError(String(found.error));
-  return found as T;
+  return found as Answers[What];
 }
 
 /** Calls `changed` with what is new, until the returned function is called; connects again by itself. */
-export function follow(run: string, since: number, changed: (change: Row) => void): () => void {
+export function follow(run: string, since: number, changed: (change: Change) => void): () => void {
   if (answers) return () => undefined;
   const source = new EventSource(`api/events?${new URLSearchParams({ run, since: String(since) })}`);
   source.onmessage = (event) => changed(JSON.parse(event.data));

@@ -1,15 +1,12 @@
-import { ask, type Row } from "./api";
-import { duration, h, number, percent, show, svg, table } from "./dom";
+import { ask, isOver } from "./api";
+import { absent, duration, h, number, percent, show, svg, table, WITHOUT } from "./dom";
 import { address } from "./place";
+import type { Aged, Bin, Mean, Measured, RunSummary } from "./types";
 
 const WIDTH = 620;
 const HEIGHT = 200;
 
-interface Found {
-  means: Row[];
-  spread: Record<string, Row[]>;
-  staleness: Row[];
-}
+type Measure = "num_tokens" | "generate_s" | "solved" | "score";
 
 const SPREADS: [name: string, title: string, unit: string][] = [
   ["num_tokens", "By length", "tokens"],
@@ -18,10 +15,10 @@ const SPREADS: [name: string, title: string, unit: string][] = [
 ];
 
 /** What was dropped against what was trained, and what a shorter bound of staleness would have dropped. */
-export async function bias(root: HTMLElement, run: string): Promise<() => void> {
-  const found = await ask<Found>("bias", { run });
+export async function bias(root: HTMLElement, run: string, _: Record<string, string>, runs: RunSummary[]): Promise<() => void> {
+  const found = await ask("bias", { run });
   if (!found.means.length) {
-    show(root, h("p", { class: "empty" }, "No rollout has left this run yet."));
+    show(root, absent(isOver(runs, run), `No rollout was trained or dropped yet: how the two differ stands here by itself as soon as some were. ${WITHOUT}`, `No rollout was trained or dropped. ${WITHOUT}`));
     return () => undefined;
   }
   show(
@@ -42,16 +39,19 @@ interface Sum {
 }
 
 /** Mean and standard error over the lines of a table, each with its own mean and spread. */
-function sum(rows: Row[], name: string): Sum | null {
-  const known = rows.filter((row) => row[name] !== null && row[name] !== undefined);
+function sum(rows: (Measured & Partial<Mean>)[], name: Measure): Sum | null {
+  const known = rows.flatMap((row) => {
+    const mean = row[name];
+    return mean === null ? [] : [{ mean, rollouts: row.rollouts, spread: row[`${name}_spread`] ?? 0 }];
+  });
   const count = known.reduce((total, row) => total + row.rollouts, 0);
   if (!count) return null;
-  const mean = known.reduce((total, row) => total + row.rollouts * row[name], 0) / count;
-  const square = known.reduce((total, row) => total + row.rollouts * ((row[`${name}_spread`] ?? 0) ** 2 + (row[name] - mean) ** 2), 0) / count;
+  const mean = known.reduce((total, row) => total + row.rollouts * row.mean, 0) / count;
+  const square = known.reduce((total, row) => total + row.rollouts * (row.spread ** 2 + (row.mean - mean) ** 2), 0) / count;
   return { count, mean, error: Math.sqrt(square / count) };
 }
 
-function verdict(rows: Row[]): HTMLElement[] {
+function verdict(rows: Mean[]): HTMLElement[] {
   const of = (outcome: string) => rows.filter((row) => row.outcome === outcome);
   const total = (outcome: string) => of(outcome).reduce((count, row) => count + row.rollouts, 0);
   const dropped = total("dropped");
@@ -59,7 +59,7 @@ function verdict(rows: Row[]): HTMLElement[] {
   const reasons = new Map<string, number>();
   for (const row of of("dropped")) reasons.set(row.reason, (reasons.get(row.reason) ?? 0) + row.rollouts);
   const why = [...reasons].sort((a, b) => b[1] - a[1]).map(([reason, count]) => `${number(count)} ${reason}`).join(", ");
-  const lines: [string, string, string][] = [["num_tokens", "longer", "shorter"], ["generate_s", "slower", "faster"], ["score", "better", "worse"], ["solved", "of easier prompts", "of harder prompts"]];
+  const lines: [Measure, string, string][] = [["num_tokens", "longer", "shorter"], ["generate_s", "slower", "faster"], ["score", "better", "worse"], ["solved", "of easier prompts", "of harder prompts"]];
   const words = lines.flatMap(([name, more, less]) => {
     const [ours, theirs] = [sum(of("dropped"), name), sum(of("trained"), name)];
     if (!ours || !theirs) return [];
@@ -71,14 +71,14 @@ function verdict(rows: Row[]): HTMLElement[] {
   return [h("p", { class: "verdict" }, `${number(dropped)} rollouts were dropped, ${percent(dropped / (dropped + total("trained")))} of those that left (${why}). Against the trained ones they are`), h("ul", {}, ...words)];
 }
 
-const UNITS: Record<string, (value: number) => string> = {
+const UNITS: Record<Measure, (value: number) => string> = {
   num_tokens: (value) => `${number(value)} tokens`,
   generate_s: (value) => duration(value),
   score: (value) => `score ${number(value)}`,
   solved: (value) => `prompts with a mean score of ${number(value)}`,
 };
 
-function means(rows: Row[], run: string): HTMLElement {
+function means(rows: Mean[], run: string): HTMLElement {
   return table(
     ["task", "outcome", "why", "rollouts", "tokens", "9 of 10 below", "seconds", "score", "score of their prompts"],
     rows.map((row) => [row.task, h("a", { href: address("rollouts", run, { task: row.task, outcome: row.outcome, reason: row.reason }) }, row.outcome), row.reason, number(row.rollouts), number(row.num_tokens), number(row.num_tokens_90), number(row.generate_s), number(row.score), number(row.solved)]),
@@ -86,11 +86,11 @@ function means(rows: Row[], run: string): HTMLElement {
   );
 }
 
-function histogram(rows: Row[], unit: string, title: string): HTMLElement {
+function histogram(rows: Bin[], unit: string, title: string): HTMLElement {
   if (!rows.length) return h("p", { class: "dim" }, "Nothing is known.");
   const outcomes = ["trained", "dropped"].filter((outcome) => rows.some((row) => row.outcome === outcome));
   const totals = new Map(outcomes.map((outcome) => [outcome, rows.filter((row) => row.outcome === outcome).reduce((total, row) => total + row.rollouts, 0)]));
-  const share = (row: Row) => row.rollouts / (totals.get(row.outcome) as number);
+  const share = (row: Bin) => row.rollouts / (totals.get(row.outcome) as number);
   const most = Math.max(...rows.map(share));
   const width = WIDTH / 25;
   const { low, width: step } = rows[0];
@@ -105,7 +105,7 @@ function histogram(rows: Row[], unit: string, title: string): HTMLElement {
   return h("figure", {}, svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT + 30}`, class: "histogram", role: "img", "aria-label": `Shares of trained and dropped rollouts. ${title}` }, ...bars, ...labels) as unknown as HTMLElement, h("figcaption", { class: "dim" }, ...outcomes.map((outcome) => h("span", { class: "key" }, h("i", { class: `swatch fill-${outcome}` }), `${outcome} (${number(totals.get(outcome))})`)), ` share of each, by ${unit}`));
 }
 
-function staleness(rows: Row[]): HTMLElement {
+function staleness(rows: Aged[]): HTMLElement {
   const ages = [...new Set(rows.map((row) => row.staleness))].sort((a, b) => a - b);
   if (ages.length < 2 && ages[0] === 0) return h("p", { class: "dim" }, "Everything was trained on-policy, at staleness 0.");
   const bounds = [...new Set([0, ...ages.slice(0, -1)])].sort((a, b) => a - b);
@@ -114,7 +114,7 @@ function staleness(rows: Row[]): HTMLElement {
     const of = rows.filter((row) => row.task === task);
     const [older, kept] = [of.filter((row) => row.staleness > bound), of.filter((row) => row.staleness <= bound)];
     const count = older.reduce((total, row) => total + row.rollouts, 0);
-    const pair = (name: string) => `${number(sum(older, name)?.mean)} / ${number(sum(kept, name)?.mean)}`;
+    const pair = (name: Measure) => `${number(sum(older, name)?.mean)} / ${number(sum(kept, name)?.mean)}`;
     return [String(bound), task, number(count), percent(count / of.reduce((total, row) => total + row.rollouts, 0)), pair("num_tokens"), pair("generate_s"), pair("score"), pair("solved")];
   }));
   return h("div", {}, table(["max_staleness", "task", "rollouts", "of the trained", "tokens", "seconds", "score", "score of their prompts"], lines, { numbers: [0, 2, 3, 4, 5, 6, 7], label: "What a shorter bound would have dropped" }), h("p", { class: "dim" }, "Means of those that it would have dropped / of those that it would have kept."));

@@ -1,6 +1,7 @@
-import { ask, type Row, type RunSummary } from "./api";
-import { h, number, show, table } from "./dom";
+import { ask, isOver } from "./api";
+import { absent, h, number, show, table } from "./dom";
 import { address } from "./place";
+import type { Evaluated, RunSummary } from "./types";
 
 const SHOWN = 12;
 
@@ -33,12 +34,18 @@ export async function compare(root: HTMLElement, run: string, given: Record<stri
     ),
     body,
   );
-  const found = await ask<{ here: Row[]; there: Row[] }>("compare", { run, other, step, other_step: otherStep });
+  const found = await ask("compare", { run, other, step, other_step: otherStep });
   const there = new Map(found.there.map((row) => [row.prompt_hash, row]));
-  const both = found.here.filter((row) => there.has(row.prompt_hash)).map((row): Pair => ({ row, twin: there.get(row.prompt_hash) as Row, difference: row.score - (there.get(row.prompt_hash) as Row).score }));
-  const pairs = both.filter(({ row, twin }) => row.score !== null && twin.score !== null);
-  if (!pairs.length) {
-    show(body, h("p", { class: "empty" }, "No held-out prompt was tried in both. The history keeps evaluations since it is written; were both evaluated on the same data?"));
+  const both = found.here.filter((row) => there.has(row.prompt_hash));
+  const isScored = (row: Evaluated | undefined): row is Scored => typeof row?.score === "number";
+  const pairs = both.flatMap((row): Pair[] => {
+    const twin = there.get(row.prompt_hash);
+    return isScored(row) && isScored(twin) ? [{ row, twin, difference: row.score - twin.score }] : [];
+  });
+  const isOne = other === run && pairs.length > 0 && pairs[0].row.train_step === pairs[0].twin.train_step;
+  if (!pairs.length || isOne) {
+    const data = isOne ? "Both are the same evaluation; choose two." : "No held-out prompt was tried in both. The history keeps evaluations since it is written; were both evaluated on the same data?";
+    show(body, absent(isOver(runs, run) || ours.length > 1, "Held-out prompts were not tried twice yet. They are tried as [evaluate] of the run file says; the second time they are compared here by themselves.", data));
     return () => undefined;
   }
   const names = [`${run} step ${pairs[0].row.train_step}`, `${other} step ${pairs[0].twin.train_step}`];
@@ -57,9 +64,12 @@ export async function compare(root: HTMLElement, run: string, given: Record<stri
   return () => undefined;
 }
 
+/** With a score. */
+type Scored = Evaluated & { score: number };
+
 interface Pair {
-  row: Row;
-  twin: Row;
+  row: Scored;
+  twin: Scored;
   difference: number;
 }
 

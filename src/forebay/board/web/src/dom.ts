@@ -78,6 +78,14 @@ export function table(head: string[], rows: (Child | Child[])[][], options: { nu
   );
 }
 
+/** Of which runs there are no rollouts. */
+export const WITHOUT = "Runs in environments, and those with history_gb = 0, keep no rollouts.";
+
+/** In place of what is not there: `soon` while the run may bring it, and the page looks again by itself (main.ts). */
+export function absent(isOver: boolean, soon: string, never: string): HTMLElement {
+  return h("p", { class: isOver ? "empty" : "empty awaited" }, isOver ? never : soon);
+}
+
 export function failure(error: unknown): HTMLElement {
   return h("p", { class: "failure", role: "alert" }, error instanceof Error ? error.message : String(error));
 }

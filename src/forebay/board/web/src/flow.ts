@@ -1,6 +1,7 @@
-import { ask, follow, type Row } from "./api";
+import { ask, follow } from "./api";
 import { duration, h, number, show, svg, table } from "./dom";
 import { address } from "./place";
+import type { Books, Doing, Live, TaskNow } from "./types";
 
 const WIDTH = 980;
 const HEIGHT = 236;
@@ -14,7 +15,7 @@ type Box = [name: string, count: string, note: string];
 
 /** Prompts -> in flight -> buffer -> trained, with every way out; the numbers are the balance of the books. */
 export async function flow(root: HTMLElement, run: string): Promise<() => void> {
-  let live = await ask<Row>("flow", { run });
+  let live = await ask("flow", { run });
   const picture = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "From prompts to training" });
   const details = h("div", { class: "columns" });
   const task = h("select", { id: "task", "aria-label": "task" });
@@ -27,8 +28,8 @@ export async function flow(root: HTMLElement, run: string): Promise<() => void> 
       show(task, h("option", { value: "" }, "all"), ...names.map((name) => h("option", { value: name }, name)));
       (task as HTMLSelectElement).value = chosen;
     }
-    const books = sum(names.filter((name) => !chosen || name === chosen).map((name) => live.books[name]));
-    const tasks = Object.entries<Row>(live.tasks ?? {}).filter(([name]) => !chosen || name === chosen).map(([, value]) => value);
+    const books = sum(names.filter((name) => !chosen || name === chosen).map((name) => (live.books ?? {})[name]));
+    const tasks = Object.entries(live.tasks ?? {}).filter(([name]) => !chosen || name === chosen).map(([, value]) => value);
     show(picture, drawPicture(books, tasks, live, run, narrow.matches));
     drawDetails(details, live, books, tasks);
   };
@@ -46,26 +47,28 @@ export async function flow(root: HTMLElement, run: string): Promise<() => void> 
   };
 }
 
-function sum(parts: Row[]): Row {
-  const total: Row = { generated: 0, trained: 0, live: 0, retried: 0, left: 0, dropped: {} };
+type Sums = Required<Pick<Books, "generated" | "trained" | "live" | "retried" | "left" | "dropped">>;
+
+function sum(parts: Books[]): Sums {
+  const total: Sums = { generated: 0, trained: 0, live: 0, retried: 0, left: 0, dropped: {} };
   for (const part of parts) {
-    for (const name of ["generated", "trained", "live", "retried", "left"]) total[name] += part[name] ?? 0;
-    for (const [reason, count] of Object.entries<number>(part.dropped ?? {})) total.dropped[reason] = (total.dropped[reason] ?? 0) + count;
+    for (const name of ["generated", "trained", "live", "retried", "left"] as const) total[name] += part[name] ?? 0;
+    for (const [reason, count] of Object.entries(part.dropped)) total.dropped[reason] = (total.dropped[reason] ?? 0) + count;
   }
   return total;
 }
 
-function added(counts: Row[]): Map<string, number> {
+function added(counts: Record<string, number>[]): Map<string, number> {
   const total = new Map<string, number>();
-  for (const one of counts) for (const [name, count] of Object.entries<number>(one)) total.set(name, (total.get(name) ?? 0) + count);
+  for (const one of counts) for (const [name, count] of Object.entries(one)) total.set(name, (total.get(name) ?? 0) + count);
   return total;
 }
 
-function drawPicture(books: Row, tasks: Row[], live: Row, run: string, isUpright: boolean): Element {
+function drawPicture(books: Sums, tasks: TaskNow[], live: Live, run: string, isUpright: boolean): Element {
   const buffer = added(tasks.map((task) => task.buffer ?? {}));
   const inBuffer = [...buffer.values()].reduce((total, count) => total + count, 0);
   const inFlight = tasks.reduce((total, task) => total + (task.in_flight ?? 0), 0);
-  const dropped = Object.entries<number>(books.dropped).sort((a, b) => b[1] - a[1]);
+  const dropped = Object.entries(books.dropped).sort((a, b) => b[1] - a[1]);
   const numDropped = dropped.reduce((total, [, count]) => total + count, 0);
   const known = tasks.length > 0;
   const boxes: Box[] = [
@@ -125,18 +128,18 @@ function tank([name, count, note]: Box, left: number, top: number, width: number
   ];
 }
 
-function stages(live: Row): string {
-  return Object.entries<number>(live.stages ?? {}).map(([stage, count]) => `${number(count)} ${stage}`).join(", ") || "nothing";
+function stages(live: Live): string {
+  return Object.entries(live.stages ?? {}).map(([stage, count]) => `${number(count)} ${stage}`).join(", ") || "nothing";
 }
 
 /** The oldest work of each stage, by name. */
-function slowest(live: Row): string {
-  const first = new Map<string, Row>();
-  for (const one of live.oldest as Row[]) if (!first.has(one.stage) || first.get(one.stage)!.age_s < one.age_s) first.set(one.stage, one);
+function slowest(oldest: Doing[]): string {
+  const first = new Map<string, Doing>();
+  for (const one of oldest) if (!first.has(one.stage) || first.get(one.stage)!.age_s < one.age_s) first.set(one.stage, one);
   return `Slowest now: ${[...first.values()].map((one) => `${one.stage} of ${one.name || one.group}, for ${duration(one.age_s)}`).join("; ")}.`;
 }
 
-function drawDetails(root: HTMLElement, live: Row, books: Row, tasks: Row[]): void {
+function drawDetails(root: HTMLElement, live: Live, books: Sums, tasks: TaskNow[]): void {
   const ages = added(tasks.map((task) => task.ages ?? {}));
   show(
     root,
@@ -144,10 +147,10 @@ function drawDetails(root: HTMLElement, live: Row, books: Row, tasks: Row[]): vo
       "section",
       {},
       h("h2", {}, "Oldest in flight"),
-      live.oldest?.length ? h("p", {}, slowest(live)) : null,
+      live.oldest?.length ? h("p", {}, slowest(live.oldest)) : null,
       live.oldest?.length
-        ? table(["what", "name", "task", "for", "so far"], live.oldest.map((one: Row) => [one.stage, one.name, one.task ?? "", duration(one.age_s), one.note ?? ""]), { numbers: [3] })
-        : h("p", { class: "dim" }, live.state === "running" ? "Nothing is in flight." : "The run is not at work."),
+        ? table(["what", "name", "task", "for", "so far"], live.oldest.map((one) => [one.stage, one.name, one.task ?? "", duration(one.age_s), one.note ?? ""]), { numbers: [3] })
+        : h("p", { class: "dim" }, live.state === "running" ? "Nothing is in flight." : live.state !== "old" || Object.keys(live.books ?? {}).length ? "The run is not at work." : "The run has not said yet where it stands; it does once it has loaded its model, and this page follows."),
       live.stall ? h("pre", { class: "failure" }, String(live.stall)) : null,
     ),
     h(
@@ -161,7 +164,7 @@ function drawDetails(root: HTMLElement, live: Row, books: Row, tasks: Row[]): vo
       "section",
       {},
       h("h2", {}, "What the trainer's side does"),
-      live.doing?.length ? table(["what", "name", "for"], live.doing.map((one: Row) => [one.stage, one.name, duration(one.age_s)]), { numbers: [2] }) : h("p", { class: "dim" }, "Nothing."),
+      live.doing?.length ? table(["what", "name", "for"], live.doing.map((one) => [one.stage, one.name, duration(one.age_s)]), { numbers: [2] }) : h("p", { class: "dim" }, "Nothing."),
     ),
   );
 }

@@ -1,6 +1,6 @@
 import "uplot/dist/uPlot.min.css";
 import "./style.css";
-import { ask, isReport, type RunSummary } from "./api";
+import { ask, isReport } from "./api";
 import { bias } from "./bias";
 import { compare } from "./compare";
 import { failure, h, show } from "./dom";
@@ -9,12 +9,14 @@ import { currentRuns, overview } from "./overview";
 import { address, here } from "./place";
 import { group, prompt, prompts, rollout, rollouts } from "./rollouts";
 import { timeline } from "./timeline";
+import type { RunSummary } from "./types";
 
 type View = (root: HTMLElement, run: string, given: Record<string, string>, runs: RunSummary[]) => Promise<() => void>;
 
 const VIEWS: Record<string, View> = { overview, flow, rollouts, prompts, timeline, bias, compare, rollout, group, prompt };
 const TABS = ["overview", "flow", "rollouts", "prompts", "timeline", "bias", "compare"];
 const PARENTS: Record<string, string> = { rollout: "rollouts", group: "rollouts", prompt: "prompts" };
+const LOOK_AGAIN_MS = 3000;
 const KEYS: [string, string][] = [
   ["/", "search rollouts"],
   ["j, k", "next and previous item of a list"],
@@ -39,13 +41,16 @@ show(
 );
 show(document.getElementById("app") as HTMLElement, h("a", { class: "skip", href: "#main", onclick: (event: Event) => (event.preventDefault(), main.focus()) }, "to the content"), header, main, help);
 
-async function draw(): Promise<void> {
+/** Shows what the address says; `isAgain`: only if there is more than before, and without a jump. */
+async function draw(isAgain = false): Promise<void> {
   const mine = ++turn;
-  leave();
-  leave = () => undefined;
+  if (!isAgain) {
+    leave();
+    leave = () => undefined;
+  }
   let runs: RunSummary[] = [];
   try {
-    runs = await ask<RunSummary[]>("runs");
+    runs = await ask("runs");
   } catch (error) {
     return show(main, failure(error));
   }
@@ -53,18 +58,22 @@ async function draw(): Promise<void> {
   const place = here();
   const run = place.run || runs[0]?.id || "";
   const view = VIEWS[place.view] ? place.view : "overview";
-  drawHeader(runs, run, view);
-  if (!run) return show(main, h("p", { class: "empty" }, "There is no run here yet. Start one with forebay train, or name a folder: forebay board runs/"));
+  if (!isAgain) drawHeader(runs, run, view);
+  if (!run) return show(main, h("p", { class: "empty awaited" }, "There is no run here yet. Start one with forebay train, or name a folder: forebay board runs/"));
   document.title = `${run} - ${view} - Forebay`;
   const root = h("div", { class: `view ${view}` });
-  main.setAttribute("aria-busy", "true");
+  if (!isAgain) main.setAttribute("aria-busy", "true");
   try {
     const done = await VIEWS[view](root, run, place.given, runs);
-    if (mine !== turn) return done();
+    if (mine !== turn || (isAgain && root.querySelector(".awaited"))) return done();
+    leave();
     leave = done;
+    const focused = document.activeElement?.id;
+    if (isAgain) drawHeader(runs, run, view);
     // Only now: the old view stays until the new one is there, so that nothing jumps.
     show(main, root);
     window.dispatchEvent(new Event("resize"));
+    if (isAgain && focused) document.getElementById(focused)?.focus();
   } catch (error) {
     if (mine === turn) show(main, failure(error));
   }
@@ -88,6 +97,12 @@ function drawHeader(runs: RunSummary[], run: string, view: string): void {
     h("button", { type: "button", class: "quiet", "aria-label": "light or dark", onclick: changeTheme }, "\u25d0"),
     h("button", { type: "button", class: "quiet", "aria-label": "keys", onclick: () => help.showModal() }, "?"),
   );
+}
+
+/** A view of a run that has just begun fills by itself. What somebody types is not taken away. */
+function lookAgain(): void {
+  const field = document.activeElement as HTMLInputElement | null;
+  if (main.querySelector(".awaited") && !field?.value) void draw(true);
 }
 
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");
@@ -156,4 +171,5 @@ prefersDark.addEventListener("change", () => {
   void draw();
 });
 window.addEventListener("hashchange", () => void draw());
+if (!isReport) window.setInterval(lookAgain, LOOK_AGAIN_MS);
 void draw();

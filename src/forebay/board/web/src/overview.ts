@@ -1,7 +1,8 @@
-import { ask, follow, isReport, type Columns, type Overview, type Row } from "./api";
+import { ask, follow, isReport } from "./api";
 import { Chart, smooth, RUN_COLORS, type Line, type Mark } from "./charts";
 import { add, duration, h, number, percent, show, table, when } from "./dom";
 import { address, here, keep } from "./place";
+import type { Columns, Live, Note, Overview } from "./types";
 
 interface Panel {
   title: string;
@@ -44,7 +45,7 @@ export async function overview(root: HTMLElement, run: string, given: Record<str
   const names = [run, ...others];
   const settings = { x: given.x ?? "step", smooth: Number(given.smooth ?? 0), more: given.more ?? "" };
   const columns = [...new Set([...NEEDED, ...settings.more.split(",").filter(Boolean)])];
-  const loaded = await Promise.all(names.map((name) => ask<Overview>("overview", { run: name, names: columns })));
+  const loaded = await Promise.all(names.map((name) => ask("overview", { run: name, names: columns })));
   const charts = new Map<string, Chart>();
 
   const head = h("section", { class: "facts", "aria-label": "State of the run" });
@@ -52,7 +53,7 @@ export async function overview(root: HTMLElement, run: string, given: Record<str
   const controls = h("div", { class: "controls" });
   const grid = h("div", { class: "charts" });
   const differences = h("section", { class: "differences" });
-  const nothing = h("p", { class: "empty", hidden: true }, "No train step has been reported yet.");
+  const nothing = h("p", { class: "empty", hidden: true }, "No train step has been reported yet. The charts come by themselves with the first.");
   show(root, head, notes, controls, nothing, grid, differences);
 
   const xOf = (columns: Columns): number[] => {
@@ -133,7 +134,7 @@ export async function overview(root: HTMLElement, run: string, given: Record<str
     const missing = settings.more.split(",").filter((name) => name && !columns.includes(name));
     if (missing.length) {
       columns.push(...missing);
-      await Promise.all(loaded.map(async (one, place) => Object.assign(one.metrics, await ask<Columns>("metrics", { run: names[place], names: missing }))));
+      await Promise.all(loaded.map(async (one, place) => Object.assign(one.metrics, await ask("metrics", { run: names[place], names: missing }))));
     }
     keep({ x: settings.x === "step" ? "" : settings.x, smooth: settings.smooth || "", more: settings.more });
     redraw();
@@ -226,16 +227,16 @@ function drawFacts(root: HTMLElement, one: Overview): void {
   );
 }
 
-export function stateText(state: string, live: Row): string {
+export function stateText(state: string, live: Live): string {
   if (state === "running") return "running";
   if (state === "lost") return `no sign of life for ${duration(live.age_s ?? 0)}`;
   return state === "old" ? "not live" : state;
 }
 
-function drawNotes(root: HTMLElement, notes: Row[], run: string): void {
+function drawNotes(root: HTMLElement, notes: Note[], run: string): void {
   const warnings = notes.filter((note) => note.kind !== "message");
   if (!warnings.length) return show(root);
-  const list = (some: Row[]) =>
+  const list = (some: Note[]) =>
     h(
       "ul",
       {},
@@ -289,7 +290,7 @@ function drawDifferences(root: HTMLElement, names: string[], loaded: Overview[])
   show(root, h("h2", {}, "What differs between the run files"), keys.length ? table(["key", ...names], keys.map((key) => [key, ...configs.map((config) => config.get(key) ?? "-")])) : h("p", {}, "Nothing."));
 }
 
-function drawConfig(root: HTMLElement, config: Row): void {
+function drawConfig(root: HTMLElement, config: Record<string, unknown>): void {
   show(root, h("details", {}, h("summary", {}, "Run file"), table(["key", "value"], [...flat(config)].map(([key, value]) => [key, value]))));
 }
 

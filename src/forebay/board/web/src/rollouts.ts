@@ -1,6 +1,7 @@
-import { ask, isReport, type Row } from "./api";
-import { copyButton, duration, failure, h, number, percent, show, table, when, type Child } from "./dom";
+import { ask, isOver } from "./api";
+import { absent, copyButton, duration, failure, h, number, percent, show, table, when, WITHOUT, type Child } from "./dom";
 import { address, here, keep } from "./place";
+import type { Answers, Columns, Count, Found, LifeEvent, Line, RunSummary, Span, Tried } from "./types";
 
 const PAGE = 40;
 /** The server counts no more of those with a text. */
@@ -12,8 +13,8 @@ const FILTERS = ["text", "task", "outcome", "reason", "status", "finish_reason",
 const ORDERS = ["newest", "oldest", "best", "worst", "longest", "shortest", "stalest"];
 
 /** Find and read: a list with filters. */
-export async function rollouts(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
-  const choices = await ask<Record<string, Row[]>>("choices", { run }).catch(() => ({}) as Record<string, Row[]>);
+export async function rollouts(root: HTMLElement, run: string, given: Record<string, string>, runs: RunSummary[]): Promise<() => void> {
+  const choices = await ask("choices", { run }).catch((): Answers["choices"] => ({}));
   const list = h("div", { class: "list", "aria-live": "polite" });
   const count = h("p", { class: "dim" });
   const step = h("div", {});
@@ -25,16 +26,13 @@ export async function rollouts(root: HTMLElement, run: string, given: Record<str
 
   const search = async () => {
     const mine = ++turn;
-    clearTimeout(timer);
     keep({ ...Object.fromEntries(FILTERS.map((name) => [name, asked[name] ?? ""])), order: order === "newest" ? "" : order });
     list.setAttribute("aria-busy", "true");
     try {
       const found = await ask("rollouts", { run, ...asked, order, limit: PAGE, offset: offset || "" });
       if (mine !== turn) return;
-      show(list, ...(found.rows.length ? found.rows.map((row: Row) => line(run, row)) : [h("p", { class: "empty" }, empty(asked))]));
+      show(list, ...(found.rows.length ? found.rows.map((row) => line(run, row)) : [empty(asked, isOver(runs, run))]));
       const more = (text: string, to: number) => h("button", { type: "button", class: "quiet", onclick: () => ((offset = to), void search()) }, text);
-      // A run that has just begun: its first rollouts come to the disk in a moment.
-      if (!found.rows.length && !Object.keys(asked).length && !isReport) timer = window.setTimeout(() => window.dispatchEvent(new Event("hashchange")), 3000);
       show(pages, offset ? more("newer page", Math.max(0, offset - PAGE)) : null, found.more ? more("next page", offset + PAGE) : null);
     } catch (error) {
       if (mine === turn) show(list, failure(error));
@@ -42,10 +40,10 @@ export async function rollouts(root: HTMLElement, run: string, given: Record<str
     list.removeAttribute("aria-busy");
     const total = await ask("count", { run, ...asked }).catch(() => null);
     if (mine !== turn) return;
-    const some = asked.text && total?.rollouts >= MAX_COUNTED;
+    const some = asked.text && total && total.rollouts >= MAX_COUNTED;
     count.textContent = total ? `${number(total.rollouts)} rollouts${some ? " or more; these are" : ""} of ${number(total.groups)} groups; mean score ${number(total.score)}, ${number(total.num_tokens)} tokens` : "";
     const sides = total?.rollouts && !asked.text ? await besideStepsBefore(run, asked) : null;
-    const numbers = sides ? await ask("steps", { run, first: firstBefore(asked), last: asked.train_step_max }).catch(() => ({})) : {};
+    const numbers = sides ? await ask("steps", { run, first: firstBefore(asked), last: asked.train_step_max }).catch((): Columns => ({})) : {};
     if (mine === turn) show(step, sides ? against(run, sides[0], sides[1], asked, moved(numbers, Number(asked.train_step_min))) : null);
   };
   const change = (name: string, value: string) => {
@@ -98,16 +96,20 @@ function firstBefore(asked: Record<string, string>): number {
 }
 
 /** The means of a few steps, and of those before; null where no few steps are asked for. */
-async function besideStepsBefore(run: string, asked: Record<string, string>): Promise<Row[] | null> {
+async function besideStepsBefore(run: string, asked: Record<string, string>): Promise<Means[] | null> {
   const first = Number(asked.train_step_min);
   if (!asked.train_step_min || !asked.train_step_max || first <= 1 || Number(asked.train_step_max) - first > STEPS_BEFORE) return null;
   const alike = { run, ...asked, outcome: asked.outcome || "trained" };
   const ranges = [{}, { train_step_min: firstBefore(asked), train_step_max: first - 1 }];
-  const found = await Promise.all(ranges.map((range) => ask<Row>("count", { ...alike, ...range }))).catch(() => []);
-  return found.length && found.every((one) => one.score !== null && one.rollouts) ? found : null;
+  const found = await Promise.all(ranges.map((range) => ask("count", { ...alike, ...range }))).catch((): Count[] => []);
+  const known = found.filter((one): one is Means => Boolean(one.rollouts) && typeof one.score === "number");
+  return known.length === ranges.length ? known : null;
 }
 
-const MEASURES: [name: string, title: string, format: (value: unknown) => string][] = [
+/** Of rollouts of which some were scored; nothing else of what is counted is missing then, but `solved`. */
+type Means = Count & { score: number; solved: number | null; num_tokens: number; staleness: number; truncated: number };
+
+const MEASURES: [name: "score" | "solved" | "num_tokens" | "truncated" | "staleness", title: string, format: (value: unknown) => string][] = [
   ["score", "mean score", number],
   ["solved", "mean score of the same prompts in other steps", number],
   ["num_tokens", "tokens", number],
@@ -126,7 +128,7 @@ interface Moved {
 const UNTOLD = /^(train_step|reward|response_tokens|truncated|staleness|.*_s|.*_per_s|.*_over_p50|cpu\/.*|busy\/.*|gpu\/.*|eval\/.*|alarm\/.*|dropped\/.*|stalls|train\/(.*loss|advantage_mean|score_mean|skipped_.*|.*tokens|sequences)|produce\/(raw_reward|tokens|samples))$/;
 
 /** The numbers that are furthest from where they were in the steps before, by how much they moved there. */
-export function moved(columns: Record<string, (number | null)[]>, first: number): Moved[] {
+export function moved(columns: Columns, first: number): Moved[] {
   const steps = (columns.train_step ?? []) as number[];
   const found = Object.entries(columns).flatMap(([name, values]): Moved[] => {
     if (UNTOLD.test(name)) return [];
@@ -144,13 +146,13 @@ export function moved(columns: Record<string, (number | null)[]>, first: number)
 }
 
 /** What is different in a few steps: the prompts, the answers, or how they were judged. */
-function against(run: string, these: Row, before: Row, asked: Record<string, string>, others: Moved[]): HTMLElement {
+function against(run: string, these: Means, before: Means, asked: Record<string, string>, others: Moved[]): HTMLElement {
   const [first, last] = [asked.train_step_min, asked.train_step_max];
   const name = first === last ? `step ${first}` : `steps ${first} to ${last}`;
   const numBefore = Math.min(STEPS_BEFORE, Number(first) - 1);
-  const gap = (row: Row) => row.score - row.solved;
+  const gap = (one: Means) => one.score - (one.solved ?? 0);
   const fell = these.score - before.score < -0.03;
-  const harder = these.solved - before.solved;
+  const harder = (these.solved ?? 0) - (before.solved ?? 0);
   const odd = gap(these) - gap(before);
   const overview = h("a", { href: address("overview", run) }, "the overview");
   // Prompts that were tried in these steps only do not tell.
@@ -170,20 +172,21 @@ function against(run: string, these: Row, before: Row, asked: Record<string, str
 }
 
 /** Answers that are much longer or shorter, or run into their budget as those before did not. */
-function hasChanged(these: Row, before: Row): boolean {
+function hasChanged(these: Means, before: Means): boolean {
   return Math.abs(these.num_tokens / before.num_tokens - 1) > 0.3 || Math.abs(these.truncated - before.truncated) > 0.3;
 }
 
-function empty(asked: Record<string, string>): string {
-  return Object.keys(asked).length ? "No rollout fits. Loosen a condition." : "No rollout has left this run yet, or it keeps no history (history_gb = 0).";
+function empty(asked: Record<string, string>, isOver: boolean): HTMLElement {
+  if (Object.keys(asked).length) return h("p", { class: "empty" }, "No rollout fits. Loosen a condition.");
+  return absent(isOver, `No rollout has left this run yet. Each comes here by itself, with its text and score, when it was trained, dropped or evaluated. ${WITHOUT}`, `No rollout has left this run. ${WITHOUT}`);
 }
 
-export function outcomeBadge(row: Row): HTMLElement {
+export function outcomeBadge(row: Tried): HTMLElement {
   const at = row.outcome === "trained" || row.outcome === "reused" ? ` at ${row.train_step}` : row.outcome === "evaluated" ? ` after ${row.train_step}` : ` (${row.reason || "?"})`;
   return h("span", { class: `badge ${row.outcome}` }, `${row.outcome}${at}`);
 }
 
-function line(run: string, row: Row): HTMLElement {
+function line(run: string, row: Found): HTMLElement {
   return h(
     "article",
     { class: "card" },
@@ -197,7 +200,7 @@ function line(run: string, row: Row): HTMLElement {
 }
 
 /** The answer is word for word the expected one and earned nothing: most often the judge is wrong. */
-function misjudged(row: Row): HTMLElement | null {
+function misjudged(row: Tried): HTMLElement | null {
   const isSame = row.truth && row.response?.trim() === row.truth.trim() && row.score !== null && row.score <= 0;
   return isSame ? h("p", { class: "failure" }, "The answer is what was expected, and yet earned nothing: is the judge right?") : null;
 }
@@ -213,10 +216,10 @@ const COLORINGS: [string, string][] = [
 /** One rollout: its tokens in color, its conversation, its life. */
 export async function rollout(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
   const found = await ask("rollout", { run, rollout_id: given.id });
-  const row: Row = found.lines[found.lines.length - 1];
+  const row = found.lines[found.lines.length - 1];
   const tokens = h("div", { class: "tokens" });
   const told = h("p", { class: "dim", "aria-live": "polite" });
-  const pieces: string[] = found.pieces ?? row.token_ids.map((id: number) => `[${id}]`);
+  const pieces: string[] = found.pieces ?? row.token_ids.map((id) => `[${id}]`);
   const draw = (coloring: string) => {
     keep({ color: coloring });
     drawTokens(tokens, told, row, pieces, coloring);
@@ -241,14 +244,14 @@ export async function rollout(root: HTMLElement, run: string, given: Record<stri
 }
 
 /** To the timeline, zoomed to what was done for the rollout. */
-function inTime(run: string, row: Row, spans: Row[]): HTMLElement | null {
+function inTime(run: string, row: Line, spans: Span[]): HTMLElement | null {
   if (!spans.length) return null;
   const [from, to] = [Math.min(...spans.map((span) => span.start_s)), Math.max(...spans.map((span) => span.end_s))];
   const around = Math.max(0.05, 0.1 * (to - from));
   return h("a", { href: address("timeline", run, { from: (from - around).toFixed(3), to: (to + around).toFixed(3), name: row.rollout_id }) }, "on the timeline");
 }
 
-function versions(row: Row): string {
+function versions(row: Line): string {
   if (row.first_model_step < 0) return "versions unknown";
   return row.first_model_step === row.last_model_step ? `made by weights of step ${row.first_model_step}` : `made by weights of steps ${row.first_model_step} to ${row.last_model_step}`;
 }
@@ -266,7 +269,8 @@ function pretty(json: string): string {
 }
 
 export function conversation(json: string): HTMLElement[] {
-  let messages: Row[];
+  // Of any agent: what stands in it is looked at before it is shown.
+  let messages: Record<string, any>[];
   try {
     messages = JSON.parse(json);
   } catch {
@@ -279,11 +283,11 @@ export function conversation(json: string): HTMLElement[] {
   });
 }
 
-function drawTokens(root: HTMLElement, told: HTMLElement, row: Row, pieces: string[], coloring: string): void {
+function drawTokens(root: HTMLElement, told: HTMLElement, row: Line, pieces: string[], coloring: string): void {
   const engine: (number | null)[] = row.logprobs;
   const trainer: (number | null)[] = row.trainer_logprobs;
   const mismatch = engine.map((value, at) => (value === null || trainer[at] === null || trainer[at] === undefined ? null : (trainer[at] as number) - value));
-  const values: (number | null)[] = coloring === "mismatch" ? mismatch : (row[coloring] ?? []);
+  const values: (number | null)[] = coloring === "mismatch" ? mismatch : (row[coloring as "logprobs" | "advantages" | "model_steps" | "mask"] ?? []);
   const known = values.filter((value): value is number => value !== null && value !== undefined);
   // A browser takes some ten thousand arguments; responses are longer.
   const low = known.reduce((a, b) => Math.min(a, b), Infinity);
@@ -305,7 +309,7 @@ function drawTokens(root: HTMLElement, told: HTMLElement, row: Row, pieces: stri
   told.textContent = known.length ? "Point at a token to see its numbers." : "Nothing is known of these tokens by this measure.";
 }
 
-function lifeTable(life: Row[], spans: Row[]): Child {
+function lifeTable(life: LifeEvent[], spans: Span[]): Child {
   const start = Math.min(...life.map((event) => event.time_s), ...spans.map((span) => span.start_s));
   const rows = [
     ...life.map((event): [number, string, string] => [event.time_s, event.event, ["reason", "train_step", "num_tokens", "latency_s", "score", "error"].filter((name) => event[name] !== undefined).map((name) => `${name} ${typeof event[name] === "number" ? number(event[name]) : event[name]}`).join(", ")]),
@@ -318,13 +322,13 @@ function lifeTable(life: Row[], spans: Row[]): Child {
 export async function group(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
   const { members, life } = await ask("group", { run, group_id: given.id });
   if (!members.length) throw new Error(`No group ${given.id} in the history of this run.`);
-  const first: Row = members[0];
+  const first = members[0];
   show(
     root,
     h("p", {}, h("a", { href: address("rollouts", run) }, "rollouts"), ` / group ${given.id}`),
     h("pre", { class: "text", tabindex: 0 }, first.prompt),
     first.truth ? h("p", { class: "dim" }, `expected: ${first.truth}`) : null,
-    h("div", { class: "members" }, ...members.map((row: Row) => h("article", { class: "card" }, h("header", {}, h("a", { class: "item", href: address("rollout", run, { id: row.rollout_id }) }, `${row.member}`), " ", outcomeBadge(row), " ", h("span", { class: "dim" }, `score ${number(row.score)}, advantage ${number(row.advantage)}, ${number(row.num_tokens)} tokens`)), row.conversation ? conversation(row.conversation) : h("pre", { class: "text", tabindex: 0 }, row.response || row.error)))),
+    h("div", { class: "members" }, ...members.map((row) => h("article", { class: "card" }, h("header", {}, h("a", { class: "item", href: address("rollout", run, { id: row.rollout_id }) }, `${row.member}`), " ", outcomeBadge(row), " ", h("span", { class: "dim" }, `score ${number(row.score)}, advantage ${number(row.advantage)}, ${number(row.num_tokens)} tokens`)), row.conversation ? conversation(row.conversation) : h("pre", { class: "text", tabindex: 0 }, row.response || row.error)))),
     h("section", {}, h("h2", {}, "Life"), lifeTable(life, [])),
   );
   return () => undefined;
@@ -333,10 +337,14 @@ export async function group(root: HTMLElement, run: string, given: Record<string
 const PROMPT_ORDERS = ["hardest", "easiest", "often", "improved", "worsened", "varied"];
 
 /** Prompts: which are never solved, which got better. */
-export async function prompts(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
+export async function prompts(root: HTMLElement, run: string, given: Record<string, string>, runs: RunSummary[]): Promise<() => void> {
   const order = given.order ?? "hardest";
   const offset = Number(given.offset ?? 0);
-  const rows: Row[] = await ask("prompts", { run, order, limit: PAGE, offset: offset || "" });
+  const rows = await ask("prompts", { run, order, limit: PAGE, offset: offset || "" });
+  if (!rows.length && !offset) {
+    show(root, absent(isOver(runs, run), `No prompt was answered and judged yet. Each comes here by itself, with the scores of its answers, the hardest first. ${WITHOUT}`, `No prompt was answered and judged. ${WITHOUT}`));
+    return () => undefined;
+  }
   const { never, prompts: all } = rows[0] ?? { never: 0, prompts: 0 };
   show(
     root,
@@ -354,7 +362,7 @@ export async function prompts(root: HTMLElement, run: string, given: Record<stri
 
 /** One prompt: how its answers changed. */
 export async function prompt(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
-  const rows: Row[] = await ask("prompt", { run, prompt_hash: given.hash });
+  const rows = await ask("prompt", { run, prompt_hash: given.hash });
   if (!rows.length) throw new Error("No rollout of this prompt is in the history.");
   const steps = [...new Set(rows.map((row) => row.train_step))];
   show(

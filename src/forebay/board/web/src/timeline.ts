@@ -1,6 +1,7 @@
-import { ask, type Row } from "./api";
-import { duration, h, number, show, table } from "./dom";
+import { ask, isOver } from "./api";
+import { absent, duration, h, number, show, table } from "./dom";
 import { address, keep } from "./place";
+import type { RunSummary, Span, Timeline } from "./types";
 
 const ROW = 14;
 const TRACKS = ["train", "checkpoint", "wait_batch", "sync", "evaluate", "queued", "generate", "tool", "judge", "put"];
@@ -13,14 +14,14 @@ const CROWD = 90;
 const STEPS_S = [0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400];
 
 interface Placed {
-  span: Row;
+  span: Span;
   x: number;
   y: number;
   width: number;
 }
 
 /** What was done when: a lane for each thing at a time; wheel or buttons zoom, dragging moves. */
-export async function timeline(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
+export async function timeline(root: HTMLElement, run: string, given: Record<string, string>, runs: RunSummary[]): Promise<() => void> {
   const canvas = document.createElement("canvas");
   canvas.tabIndex = 0;
   canvas.setAttribute("role", "img");
@@ -28,11 +29,12 @@ export async function timeline(root: HTMLElement, run: string, given: Record<str
   const totals = h("div", {});
   const controls = h("div", { class: "controls" });
   show(root, controls, h("div", { class: "lanes" }, canvas), told, totals);
-  let data = await ask("timeline", { run, start_s: given.from, end_s: given.to });
-  if (data.from_s === null) {
-    show(root, h("p", { class: "empty" }, "This run keeps no history of activities (history_gb = 0), or has not begun."));
+  const first = await ask("timeline", { run, start_s: given.from, end_s: given.to });
+  if (first.from_s === null) {
+    show(root, absent(isOver(runs, run), "Nothing that the run does has ended yet: what was generated, judged and trained when comes here by itself, some seconds after. A run with history_gb = 0 keeps none of it.", "This run kept no history of activities (history_gb = 0)."));
     return () => undefined;
   }
+  let data: Timeline = first;
   let placed: Placed[] = [];
   let timer = 0;
   let turn = 0;
@@ -46,7 +48,7 @@ export async function timeline(root: HTMLElement, run: string, given: Record<str
     timer = window.setTimeout(async () => {
       keep({ from: from.toFixed(3), to: to.toFixed(3) });
       const found = await ask("timeline", { run, start_s: from, end_s: to });
-      if (mine !== turn) return;
+      if (mine !== turn || found.from_s === null) return;
       data = found;
       draw();
     }, 150);
@@ -160,12 +162,12 @@ interface Track {
 }
 
 /** The note of a judge is its failure, or that it was cancelled; that of a rollout begins with what became of it. */
-function hasFailed(span: Row): boolean {
+function hasFailed(span: Span): boolean {
   return span.stage === "judge" ? !["", "CancelledError"].includes(span.note) : span.note.startsWith("failed");
 }
 
 /** Upright lines at round times since the run began, with their labels at the foot. */
-function drawAxis(context: CanvasRenderingContext2D, data: Row, width: number, height: number, style: CSSStyleDeclaration): void {
+function drawAxis(context: CanvasRenderingContext2D, data: Timeline, width: number, height: number, style: CSSStyleDeclaration): void {
   const span = data.to_s - data.from_s;
   const most = Math.max(2, width / 110);
   const step = STEPS_S.find((one) => span / one <= most) ?? 86400 * Math.ceil(span / 86400 / most);
@@ -180,16 +182,16 @@ function drawAxis(context: CanvasRenderingContext2D, data: Row, width: number, h
   }
 }
 
-function lay(data: Row, width: number): { tracks: Track[]; height: number } {
+function lay(data: Timeline, width: number): { tracks: Track[]; height: number } {
   const scale = width / (data.to_s - data.from_s);
-  const stages = [...new Set<string>(data.busy.map((row: Row) => row.stage))].sort((a, b) => rank(a) - rank(b));
+  const stages = [...new Set<string>(data.busy.map((row) => row.stage))].sort((a, b) => rank(a) - rank(b));
   const tracks: Track[] = [];
   let y = 18;
   for (const stage of stages) {
     const ends: number[] = [];
     const counts: number[] = data.crowded[stage] ?? [];
     const track: Track = { stage, y, spans: [], hidden: 0, counts, most: Math.max(1, ...counts) };
-    for (const span of data.spans as Row[]) {
+    for (const span of data.spans) {
       if (span.stage !== stage) continue;
       let lane = ends.findIndex((end) => end <= span.start_s);
       if (lane < 0) lane = ends.length;
@@ -212,8 +214,8 @@ function rank(stage: string): number {
 }
 
 /** How long the trainer stood still, and what went on instead. */
-function idle(data: Row): string {
-  const share = (stage: string) => (data.busy.find((row: Row) => row.stage === stage)?.busy_s ?? 0) / (data.to_s - data.from_s);
+function idle(data: Timeline): string {
+  const share = (stage: string) => (data.busy.find((row) => row.stage === stage)?.busy_s ?? 0) / (data.to_s - data.from_s);
   const worked = share("train");
   if (!worked) return "The trainer did nothing in the time shown.";
   const text = (value: number) => `${Math.round(100 * value)}%`;
@@ -223,8 +225,8 @@ function idle(data: Row): string {
 }
 
 /** For each stage: the share of the time in which it was going on at all. */
-function busyTable(data: Row): HTMLElement {
-  const rows = [...(data.busy as Row[])].sort((a, b) => rank(a.stage) - rank(b.stage));
+function busyTable(data: Timeline): HTMLElement {
+  const rows = [...(data.busy)].sort((a, b) => rank(a.stage) - rank(b.stage));
   return table(
     ["what", "how often", "of the time shown", "longest"],
     rows.map((row) => [NAMES[row.stage] ?? row.stage, number(row.times), `${Math.round((100 * row.busy_s) / (data.to_s - data.from_s))}%`, duration(row.longest_s)]),

@@ -44,9 +44,8 @@ from forebay.models import ModelConfig, TinyConfig, load_tokenizer, resolve_mode
 from forebay.produce import DataConfig, Sampler, load_prompts
 from forebay.replay import SyncReplayBufferConfig
 from forebay.runs.build import warm_up
-from forebay.runs.config import RunConfig, TaskConfig
+from forebay.runs.config import RunConfig, TaskConfig, WarmupTable
 from forebay.runs.show.display import RunDisplay
-from forebay.train import WarmupConfig
 from forebay.train.config import ADAM
 
 HERE = Path(__file__).parent
@@ -187,7 +186,7 @@ def warmed_up_model(size: Size, data: DataConfig, folder: Path) -> Path:
         rollouts_per_prompt=1,
         model=ModelConfig(source="tiny", max_context=64, tiny=tiny),
         tasks=[TaskConfig(name="sorting", data=data, judge=JudgeConfig(name="exact_match"))],
-        warmup=WarmupConfig(steps=size.warmup_steps),
+        warmup=WarmupTable(steps=size.warmup_steps),
     )
     fresh = resolve_model(config.model, cache_dir=folder / "cache", seed=MODEL_SEED)
     with RunDisplay() as display:

@@ -32,6 +32,7 @@ from forebay.produce.prompts.orders import SAMPLERS
 from forebay.produce.prompts.sources import SOURCE_ARGUMENTS
 from forebay.replay.config import BufferConfig
 from forebay.tools.base import TOOL_ARGUMENTS
+from forebay.train import WarmupConfig
 from forebay.types import SampleParams
 from house_figures import (
     FILES,
@@ -199,7 +200,7 @@ def test_a_run_file_has_few_keys() -> None:
     elsewhere = {model for models in [*kinds.values(), inner, [EngineRecipe]] for model in models}
     keys = {
         model.__name__: sorted(_own_fields(model))
-        for base in (StrictModel, Component, BufferConfig, TaskEvalConfig)
+        for base in (StrictModel, Component, BufferConfig, TaskEvalConfig, WarmupConfig)
         for model in (base, *_subclasses(base))
         if model not in elsewhere
     }

@@ -20,9 +20,9 @@ from forebay.engines import RolloutController, ScriptedEngine
 from forebay.metrics import read_jsonl
 from forebay.models.tiny import character_tokenizer
 from forebay.produce import DataConfig, Prompt, Sampler, load_prompts
+from forebay.produce.prompts.conversations import Demonstrations
 from forebay.produce.prompts.dataset import check_prompt_lengths
 from forebay.replay import SyncReplayBufferConfig
-from forebay.runs.build import Demonstrations, _with_tools
 from forebay.runs.config import RunConfig
 from forebay.runs.launch import launch
 from forebay.runs.record.history import ROLLOUTS, list_parts
@@ -161,10 +161,8 @@ async def test_a_warm_up_shows_what_rollouts_see() -> None:
         {"role": "assistant", "content": turns[1]},
     ]
     plain = Prompt(message=asked, extra={"demonstration": shown})
-    (prompt,) = _with_tools(
-        [plain], prompt_tools(Component(name="tools", arguments={"tools": ["calculator"]}))
-    )
-    *_, (seen, turn) = Demonstrations(tokenizer).examples(prompt)
+    tools = prompt_tools(Component(name="tools", arguments={"tools": ["calculator"]}))
+    *_, (seen, turn) = Demonstrations(tokenizer).examples(plain, tools)
     assert seen + turn == state.tokens.tolist()
     with pytest.raises(ConfigError, match="replies between them"):
         list(Demonstrations(tokenizer).examples(replace(plain, extra={"demonstration": shown[::2]})))

@@ -26,7 +26,7 @@ from forebay.runs.folder import list_checkpoints, new_folder, saved_config
 from forebay.runs.launch import launch, launch_evaluation
 from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.surroundings import logs_shown
-from forebay.train import TrainController, WarmupConfig
+from forebay.train import TrainController
 from forebay.types import RolloutState, Status
 
 ROOT = Path(__file__).parents[2]
@@ -416,11 +416,12 @@ def rollout_state(status):
 
 def test_the_warm_up_renders_only_what_it_uses():
     prompts = [Prompt(message=[{"role": "user", "content": str(number)}]) for number in range(50)]
-    settings = WarmupConfig(steps=3, batch_size=4)
-    drawn = _drawn([prompts[:20], prompts[20:]], settings, seed=1)
-    assert len(drawn) == len({prompt.message[0]["content"] for prompt in drawn}) == 12
-    assert drawn == _drawn([prompts[:20], prompts[20:]], settings, seed=1)
-    assert len(_drawn([prompts[:5]], settings, seed=1)) == 5
+    tasks = [(prompts[:20], None), (prompts[20:], [])]
+    drawn = _drawn(tasks, 12, seed=1)
+    assert len(drawn) == len({prompt.message[0]["content"] for prompt, _ in drawn}) == 12
+    assert all((int(prompt.message[0]["content"]) < 20) == (tools is None) for prompt, tools in drawn)
+    assert drawn == _drawn(tasks, 12, seed=1)
+    assert len(_drawn([(prompts[:5], None)], 12, seed=1)) == 5
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)

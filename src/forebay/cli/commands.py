@@ -5,6 +5,7 @@
     forebay train RUN.toml [key=value ...] [--dry-run] [--overwrite]
     forebay train RUN.toml [key=value ...] --check        one sample of everything, nothing trained
     forebay train --resume RUN_FOLDER [key=value ...]
+    forebay warmup RUN.toml [key=value ...]               the supervised phase of a run alone
     forebay eval  RUN_FOLDER [key=value ...]
     forebay replay RUN_FOLDER [--until STEP]
     forebay plan RUN.toml [key=value ...] [--gpus H100-80GB]
@@ -94,6 +95,21 @@ def train(
             _check(run_file, overrides or [])
         else:
             _train(run_file, overrides or [], dry_run, resume, overwrite)
+
+
+@app.command()
+def warmup(
+    run_file: Annotated[Path, typer.Argument(help="A TOML run file with a [warmup] table.")],
+    overrides: Overrides = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier run in the run's folder.")
+    ] = False,
+) -> None:
+    """Do the supervised phase of a run alone, and try its held-out prompts; train --resume goes on from it."""
+    with one_message():
+        if "warmup" not in read_toml(run_file):
+            raise ConfigError(f"{run_file} has no [warmup]: add one, with steps or epochs")
+        _train(run_file, [*(overrides or []), "steps=0"], False, None, overwrite)
 
 
 @app.command(name="eval")

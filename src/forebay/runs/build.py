@@ -7,25 +7,26 @@
     data, judge, agent ------------> build_rollouts: ... --> manager (replay buffer, ledger)
 
 Nothing runs yet: `forebay.runs.steps` has the verbs. The warm-up makes a model without any training able to
-answer at all, so that some rollouts earn a reward: it is trained on the training prompts' own answers.
+answer at all, so that some rollouts earn a reward: it is trained on conversations, or on the
+training prompts' own answers.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from forebay.agents import IncrementRenderer, prompt_tools, render_prompt
-from forebay.agents.chat.rendering import offered_tools
+from forebay.agents import prompt_tools
 from forebay.config import ConfigError, errors_about
 from forebay.evaluate import Evaluator
 from forebay.io.durable import DamagedError, check, publish, unfinished
@@ -34,8 +35,7 @@ from forebay.metrics import MetricsLogger, PhaseTimer
 from forebay.models import find_device, load_model, load_tokenizer, precision_on, resolve_model
 from forebay.models.loading import save_tokenizer
 from forebay.produce import Prompt
-from forebay.produce.prompts.dataset import known_characters
-from forebay.produce.prompts.sequences import LazySequence
+from forebay.produce.prompts.conversations import Demonstrations, load_conversations
 from forebay.produce.strategies.rules import name_group
 from forebay.replay import StorageBackend
 from forebay.runs.config import RunConfig, to_toml
@@ -61,10 +61,13 @@ from forebay.runs.show.surroundings import ended_by_ctrl_c
 from forebay.runs.store import open_storage
 from forebay.runs.turns import DeviceTurns
 from forebay.runs.verify import WeightCheck
-from forebay.train import OffPolicyGuard, TrainBatch, TrainController, WarmupConfig, supervised_warmup
+from forebay.train import OffPolicyGuard, TrainBatch, TrainController, supervised_warmup
+from forebay.train.batch import Example, Layout
+from forebay.train.learner import autocast
+from forebay.train.model.trial import settle_attention
 from forebay.train.parallel.learner import ModelFolder
 from forebay.train.parallel.ranks import Ranks
-from forebay.types import Message, RolloutState
+from forebay.types import RolloutState
 
 
 @dataclass(kw_only=True)
@@ -174,6 +177,7 @@ async def open_run(
     return build(resume_step=resume_step, storage=storage)
 
 
+Tools = list[dict[str, Any]] | None
 Start = tuple[Path, list[TaskData]]
 """The folder of the model and the data that a run starts from."""
 
@@ -349,9 +353,10 @@ def _trainer_device(config: RunConfig) -> str:
 def warm_up(
     config: RunConfig, source: Path, target: Path, display: RunDisplay, data: Sequence[TaskData] | None = None
 ) -> Path:
-    """Train the model in `source` on the training prompts' own answers; the folder it is saved in, `target`.
+    """Train the model in `source` as ``[warmup]`` says; the folder it is saved in, `target`.
 
-    Done once: where `target` exists (a resumed run), it is what the run started from.
+    It learns the turns of the conversations of ``warmup.data``, or the training prompts' own answers. Done
+    once: where `target` exists (a resumed run), it is what the run started from.
     """
     settings = config.warmup
     assert settings is not None
@@ -365,107 +370,75 @@ def warm_up(
     model, tokenizer = load_model(source), load_tokenizer(source)
     device = find_device(config.device if config.cluster is None else "cpu")
     model.to(device)
-    prompts = [
-        _with_tools(part.training, prompt_tools(task.agent))
-        for task, part in zip(config.tasks, data or load_data(config), strict=True)
-    ]
-    shown = Demonstrations(tokenizer)
-    drawn = _drawn(prompts, settings, config.seed)
+    dtype = precision_on(device, config.train.dtype)
+    layout: Layout = "packed" if config.train.layout == "packed" else "padded"
     with errors_about("[warmup] cannot be done", ConfigError, ValueError):
-        examples = []
-        for prompt in drawn:
-            with known_characters(prompt, tokenizer):
-                examples += list(shown.examples(prompt))
+        examples, held_out = _examples(config, tokenizer, data, display)
+        if layout == "packed":
+            # A model that this layout is wrong for is refused here, as by its trainer.
+            with autocast(device, dtype):
+                settle_attention(model, config.train, device, dtype)
+        num_steps = settings.num_steps(len(examples))
         losses = supervised_warmup(
             model,
             examples,
             settings,
+            held_out=held_out,
             pad_token_id=tokenizer.pad_token_id,
             seed=config.seed,
             # A demonstration may be longer than what a rollout of the run can be.
-            token_budget=max(config.train.token_budget, *(len(seen) + len(turn) for seen, turn in examples)),
-            dtype=precision_on(device, config.train.dtype),
-            on_step=lambda step, loss: display.progress(step, settings.steps, f"loss {loss:.3f}"),
+            token_budget=max(config.train.token_budget, *map(_length, examples)),
+            layout=layout,
+            dtype=dtype,
+            on_step=lambda step, loss: display.progress(step, num_steps, f"loss {loss:.3f}"),
         )
+    facts = {"examples": len(examples), **losses._asdict()}
     with unfinished(target) as temporary:
         model.save_pretrained(temporary)
         save_tokenizer(tokenizer, temporary)
+        (temporary / "losses.json").write_text(json.dumps(facts), encoding="utf-8")
         publish(temporary, target)
-    display.message(f"warm-up: {len(losses)} supervised steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    said = f"{num_steps} supervised steps, loss {losses.steps[0]:.3f} -> {losses.steps[-1]:.3f}"
+    if held_out:
+        before, after = losses.held_out
+        said += f", that of {len(held_out)} held-out conversations {before:.3f} -> {after:.3f}"
+    display.message(f"warm-up: {said}")
     return target
 
 
-def _with_tools(prompts: Sequence[Prompt], tools: list[dict[str, Any]] | None) -> Sequence[Prompt]:
-    """`prompts`, those without tools of their own with `tools`."""
-    if tools is None:
-        return prompts
+def _examples(
+    config: RunConfig, tokenizer: Any, data: Sequence[TaskData] | None, display: RunDisplay
+) -> tuple[list[Example], list[Example]]:
+    """The examples of the warm-up, and those held out, of conversations only."""
+    settings, shown, budget = config.warmup, Demonstrations(tokenizer), config.train.token_budget
+    assert settings is not None
+    most = None if settings.steps is None else settings.steps * settings.batch_size
+    if settings.data is None:
+        parts = zip(config.tasks, data or load_data(config), strict=True)
+        prompts = [(part.training, prompt_tools(task.agent)) for task, part in parts]
+        drawn = _drawn(prompts, most, config.seed)
+        return [example for prompt, tools in drawn for example in shown.examples(prompt, tools)], []
+    training, held_out = load_conversations(settings.data, config.seed)
+    whole = [[*map(shown.conversation, part)] for part in (training[:most], held_out)]
+    fitting: list[list[Example]] = [
+        [example for example in part if _length(example) <= budget] for part in whole
+    ]
+    if left_out := sum(map(len, whole)) - sum(map(len, fitting)):
+        said = f"{left_out} conversations of the warm-up are longer than train.token_budget = {budget}"
+        if not fitting[0]:
+            raise ConfigError(f"{said}, and none is left: raise it")
+        display.warning(f"{said}, and left out")
+    return fitting[0], fitting[1]
 
-    def offering(prompt: Prompt) -> Prompt:
-        return prompt if prompt.tools is not None else replace(prompt, tools=tools)
 
-    return LazySequence(lambda index: offering(prompts[index]), range(len(prompts)))
+def _length(example: Example) -> int:
+    return len(example[0]) + len(example[1])
 
 
-def _drawn(data: Sequence[Sequence[Prompt]], settings: WarmupConfig, seed: int) -> list[Prompt]:
-    """As many prompts as the warm-up can use, drawn from those of all tasks; making each costs time."""
-    places = [(prompts, index) for prompts in data for index in range(len(prompts))]
+def _drawn(
+    data: Sequence[tuple[Sequence[Prompt], Tools]], most: int | None, seed: int
+) -> list[tuple[Prompt, Tools]]:
+    """At most so many prompts, drawn from those of all tasks, with their tools; making each costs time."""
+    places = [(prompts, index, tools) for prompts, tools in data for index in range(len(prompts))]
     order = np.random.default_rng(seed).permutation(len(places))
-    return [places[i][0][places[i][1]] for i in order[: settings.steps * settings.batch_size]]
-
-
-class Demonstrations:
-    """The examples of a warm-up: prompts and turns as rollouts have them.
-
-    The row's column ``demonstration`` holds the messages after the prompt; without it the answer is the turn.
-
-    >>> [(prompt_ids, turn_ids)] = Demonstrations(tokenizer).examples(Prompt(message=..., reward_model=...))
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    @cached_property
-    def _increments(self) -> IncrementRenderer:
-        return IncrementRenderer(self._tokenizer, roles=())
-
-    def examples(self, prompt: Prompt) -> Iterator[tuple[list[int], list[int]]]:
-        """(what the model reads, what it should write, the end-of-sequence token too), for each of its turns.
-
-        Raises:
-            ConfigError: there is no answer, or the demonstration is not one.
-            ValueError: the chat template cannot render its replies.
-        """
-        offered = offered_tools(prompt.tools, prompt.tool_choice)
-        seen: list[int] = []
-        turn_ids: list[int] = []
-        for before, text in _turns(prompt):
-            if turn_ids:
-                seen = [*seen, *turn_ids, *self._increments.render(turn_ids, before).tolist()]
-            else:
-                seen = render_prompt(self._tokenizer, [*prompt.message, *before], offered).tolist()
-            text_ids = self._tokenizer.encode(text, add_special_tokens=False)
-            turn_ids = [*text_ids, self._tokenizer.eos_token_id]
-            yield seen, turn_ids
-
-
-def _turns(prompt: Prompt) -> Iterator[tuple[list[Message], str]]:
-    """The turns that `prompt` comes with, each with the messages before it and after the turn before that."""
-    answer = (prompt.reward_model or {}).get("ground_truth")
-    shown = prompt.extra.get("demonstration")
-    if shown is None and answer is None:
-        raise ConfigError(
-            "[warmup] needs an answer for every prompt: set data.columns.answer, or give the rows a column "
-            "'demonstration' with the messages after the prompt"
-        )
-    before: list[Message] = []
-    for place, message in enumerate(shown or [{"role": "assistant", "content": str(answer)}]):
-        if message["role"] != "assistant":
-            before.append(message)
-            continue
-        if (place and not before) or not isinstance(message.get("content"), str):
-            raise ConfigError(
-                f"[warmup]: the assistant's messages of a demonstration need a text, and replies between "
-                f"them; got {str(message)[:200]}"
-            )
-        yield before, message["content"]
-        before = []
+    return [(prompts[index], tools) for prompts, index, tools in (places[i] for i in order[:most])]

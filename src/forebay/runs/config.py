@@ -186,6 +186,14 @@ ASYNC_ONLY = (
 """Keys of ``[produce]`` that are options of the asynchronous strategy."""
 
 
+class WarmupTable(WarmupConfig):
+    """Supervised training before reinforcement learning, on conversations or on the tasks' own answers."""
+
+    data: DataConfig | None = None
+    """Conversations: rows whose column ``messages`` is a chat list; a twentieth of them is held out, and its
+    loss told before and after. None: the tasks' prompts and answers."""
+
+
 class RunFile(BaseModel):
     """The keys that run files of every kind have."""
 
@@ -256,7 +264,7 @@ class RunConfig(RunFile):
     tasks: list[TaskConfig] = Field(min_length=1)
     replay: ReplayConfig = ReplayConfig()
     produce: ProduceConfig = ProduceConfig()
-    warmup: WarmupConfig | None = None
+    warmup: WarmupTable | None = None
     train: TrainConfig = TrainConfig()
     evaluate: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
@@ -436,7 +444,9 @@ FIXED = {
     "train.lora_rank": _ADAPTERS,
     "train.lora_alpha": _ADAPTERS,
     "train.lora_targets": _ADAPTERS,
+    **{f"warmup.data.{name}": _WARMED_UP for name in DataConfig.model_fields},
     "warmup.steps": _WARMED_UP,
+    "warmup.epochs": _WARMED_UP,
     "warmup.lr": _WARMED_UP,
     "warmup.batch_size": _WARMED_UP,
 }

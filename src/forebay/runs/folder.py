@@ -9,7 +9,7 @@
                 notes.jsonl         its warnings and messages
                 run_id              whose groups a durable store holds
                 ledger.jsonl        what became of every group
-                warmup/             the model after the warm-up, if there was one
+                warmup/             the model after the warm-up, if there was one; losses.json of its steps
                 checkpoints/step_N  trainer, manager, history; complete or absent, with checksums of all
                 model/              the trained model, Hugging Face format
     runs/.NAME.lock     held while a process is at work in runs/NAME

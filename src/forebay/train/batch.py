@@ -39,6 +39,8 @@ Layout = Literal["padded", "packed", "shared_prompt"]
 """How a micro-batch lies in tensors; `collate` explains them."""
 Pack = NDArray[np.int64]
 """The sequence numbers of one micro-batch."""
+Example = tuple[Sequence[int], ...]
+"""Prompt ids, response ids and perhaps a mask, 1 on the response tokens to train; without it all are."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -173,18 +175,19 @@ class TrainBatch:
         return batch
 
     @classmethod
-    def from_examples(cls, examples: Iterable[tuple[Sequence[int], Sequence[int]]]) -> TrainBatch:
-        """A batch of (prompt ids, response ids) pairs without rewards, for supervised training."""
+    def from_examples(cls, examples: Iterable[Example]) -> TrainBatch:
+        """A batch without rewards, for supervised training."""
         states = [
             RolloutState(
                 [],
                 rollout_id=position,
                 prompt_ids=np.asarray(prompt),
                 response_ids=np.asarray(response),
+                response_mask=np.asarray(mask[0] if mask else (), np.uint8),
                 status=Status.COMPLETED,
                 reward={"score": 0.0},
             )
-            for position, (prompt, response) in enumerate(examples)
+            for position, (prompt, response, *mask) in enumerate(examples)
         ]
         return cls.from_groups([states] if states else [])
 

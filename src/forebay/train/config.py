@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
 
 from forebay.config import ConfigError, StrictModel, locate, look_up
 from forebay.models.config import AttentionKey, PrecisionKey
@@ -42,19 +42,33 @@ Weight = Annotated[float, Field(ge=0, le=1)]
 Schedule = Literal["constant", "linear", "cosine"]
 
 
-class WarmupConfig(StrictModel):
+class WarmupConfig(BaseModel):
     """Supervised training before reinforcement learning, for a model that does not know the format yet.
 
-    >>> WarmupConfig(steps=100).batch_size
-    64
+    >>> WarmupConfig(epochs=3).num_steps(100)
+    6
     """
 
-    steps: int = Field(ge=1)
-    """Optimizer steps."""
+    model_config = StrictModel.model_config
+
+    steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps; either these or `epochs`."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Passes over all examples, each in an order of its own."""
     lr: float = Field(default=1e-3, gt=0)
-    """Peak learning rate; it falls linearly to 0 over `steps`."""
+    """Peak learning rate; it falls linearly to 0."""
     batch_size: int = Field(default=64, ge=1)
-    """Examples per step."""
+    """Examples per step: conversations of ``data``, else single turns."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> WarmupConfig:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError(f"set one of steps and epochs, got {self.steps} and {self.epochs}")
+        return self
+
+    def num_steps(self, num_examples: int) -> int:
+        """Optimizer steps with so many examples."""
+        return self.steps or (self.epochs or 0) * math.ceil(num_examples / self.batch_size)
 
 
 class TrainConfig(StrictModel):

@@ -15,6 +15,7 @@ Shapes: R response tokens of the batch, N trained tokens of one micro-batch.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -32,7 +33,7 @@ from forebay.models import Precision, attention, precision_on, routing
 from forebay.models.live_weights import cast
 from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
 from forebay.train import checkpoint
-from forebay.train.batch import Pack, TrainBatch
+from forebay.train.batch import Example, Layout, Pack, TrainBatch
 from forebay.train.collate import MicroBatch, collate
 from forebay.train.config import TrainConfig, WarmupConfig
 from forebay.train.measures import Columns, TokenRecords
@@ -45,7 +46,7 @@ from forebay.train.objective import losses
 from forebay.train.objective.corrections import Corrector
 from forebay.train.offload import Place
 from forebay.train.optimization import Optimizer
-from forebay.train.packing import cut_sorted
+from forebay.train.packing import CUTS
 from forebay.train.parallel.context import Context
 from forebay.train.parallel.sharding import is_sharded
 from forebay.types import FloatArray
@@ -138,7 +139,7 @@ class Learner:
         # A plan has settled it.
         kernel: Any = self.config.attention
         # On several ranks passes are as exact as with it.
-        with _autocast(self.device, self._precision):
+        with autocast(self.device, self._precision):
             if has_content:
                 kernel = settle_attention(self.model, self.config, self.device, self._precision, context)
             for part in (policy, self.ref_model, self.critic and self.critic.body):
@@ -206,7 +207,7 @@ class Learner:
         return results_R
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return _autocast(self.device, self._precision if self._casts else "float32")
+        return autocast(self.device, self._precision if self._casts else "float32")
 
     # With gradient
 
@@ -408,7 +409,8 @@ def _place(model: nn.Module, device: torch.device, mesh: DeviceMesh | None) -> N
             tensor.data = tensor.data.to(device)
 
 
-def _autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
+def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
+    """In which passes on `device` compute with `precision`."""
     return nullcontext() if precision == "float32" else torch.autocast(device.type, torch.bfloat16)
 
 
@@ -424,53 +426,71 @@ class Update(NamedTuple):
     """The policy's learning rate in this step."""
 
 
+class WarmupLosses(NamedTuple):
+    """Nats per trained token."""
+
+    steps: list[float]
+    held_out: list[float]
+    """Before and after; empty without examples held out."""
+
+
 def supervised_warmup(
     model: nn.Module,
-    examples: Sequence[tuple[Sequence[int], Sequence[int]]],
+    examples: Sequence[Example],
     config: WarmupConfig,
     *,
+    held_out: Sequence[Example] = (),
     pad_token_id: int,
     seed: int = 0,
     token_budget: int = 16384,
+    layout: Layout = "padded",
     dtype: Precision = "float32",
     on_step: Callable[[int, float], None] | None = None,
-) -> list[float]:
-    """Train `model` in place and return the loss of each step: nats per response token.
+) -> WarmupLosses:
+    """Train `model` in place on `examples`, and measure its loss on those `held_out` before and after.
 
-    `examples` are (prompt ids, response ids); the response should end with the end-of-sequence token. Forward
-    passes are in `dtype`.
+    A response should end with the end-of-sequence token. Forward passes are in `dtype`, as `layout` says.
     `on_step(step, loss)` is called after each step, which count from 1. The same model, examples, config and
     seed give the same weights.
 
     Raises:
         ValueError: there are no examples, one has an empty prompt, or one is longer than `token_budget`.
     """
-    batch = TrainBatch.from_examples(examples)
-    longest = int(batch.lengths.max())
+    batch = TrainBatch.from_examples([*examples, *held_out])
+    longest, batch.layout = int(batch.lengths.max()), layout
     if longest > token_budget:
         raise ValueError(f"an example has {longest} tokens, more than the token budget of {token_budget}")
-    settings = TrainConfig(lr=config.lr, schedule="linear")
-    optimizer = Optimizer(model, settings, total_steps=config.steps)
+    num_steps = config.num_steps(len(examples))
+    optimizer = Optimizer(model, TrainConfig(lr=config.lr, schedule="linear"), total_steps=num_steps)
     device = next(model.parameters()).device
-    model.eval()
-    generator, losses = np.random.default_rng(seed), []
-    left: list[Pack] = []
-    for step in range(config.steps):
-        if not left:
-            # A pass ends with a smaller mini-batch if it must.
-            order = generator.permutation(batch.num_sequences)
-            left = np.split(order, range(config.batch_size, len(order), config.batch_size))
-        chosen = left.pop(0)
-        num_tokens = int(batch.response_lengths[chosen].sum())
+    borders = layout == "packed" and attention.attention_of(model).startswith(attention.VARIABLE_LENGTH)
+    tensors = partial(collate, batch, pad_token_id=pad_token_id, device=device, with_borders=borders)
+
+    def passes(chosen: Pack) -> float:
+        num_tokens = max(1, int(batch.generated_lengths[chosen].sum()))
         loss = torch.zeros((), device=device)
-        for pack in cut_sorted(batch, chosen, token_budget):
-            micro = collate(batch, pack, pad_token_id=pad_token_id, device=device)
-            with _autocast(device, dtype):
-                part = -response_logprobs(model, micro).logprobs.sum() / max(1, num_tokens)
-            part.backward()  # type: ignore[no-untyped-call]
+        for pack in CUTS[layout](batch, chosen, token_budget, 1, math.inf):
+            with autocast(device, dtype):
+                part = -response_logprobs(model, tensors(pack)).logprobs.sum() / num_tokens
+            if torch.is_grad_enabled():
+                part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
+        return float(loss)
+
+    def measured() -> list[float]:
+        with torch.no_grad():
+            return [passes(np.arange(len(examples), batch.num_sequences))] if held_out else []
+
+    model.eval()
+    generator, losses, before = np.random.default_rng(seed), [], measured()
+    left: list[Pack] = []
+    for step in range(num_steps):
+        if not left:
+            # A pass over the examples ends with a smaller mini-batch if it must.
+            order = generator.permutation(len(examples))
+            left = np.split(order, range(config.batch_size, len(order), config.batch_size))
+        losses.append(passes(left.pop(0)))
         optimizer.step(step)
-        losses.append(float(loss))
         if on_step is not None:
             on_step(step + 1, losses[-1])
-    return losses
+    return WarmupLosses(losses, before + measured())

@@ -105,9 +105,11 @@ def warmup(
         bool, typer.Option("--overwrite", help="Replace an earlier run in the run's folder.")
     ] = False,
 ) -> None:
-    """Do the supervised phase of a run alone, and try its held-out prompts; train --resume goes on from it."""
+    """Do the supervised phase of a run alone, and try its held-out prompts; train --resume goes on."""
     with one_message():
-        if "warmup" not in read_toml(run_file):
+        from forebay.runs.config import RunConfig
+
+        if load_config(RunConfig, run_file, overrides or []).warmup is None:
             raise ConfigError(f"{run_file} has no [warmup]: add one, with steps or epochs")
         _train(run_file, [*(overrides or []), "steps=0"], False, None, overwrite)
 

@@ -50,10 +50,8 @@ def _as_demonstration(prompt: Prompt) -> Prompt:
         messages = with_names([plain_message(message) for message in prompt.message])
         roles = [message["role"] for message in messages]
         if not set(roles) <= set(ROLES) or "assistant" not in roles[1:] or roles[0] == "assistant":
-            raise ConfigError(
-                f"a conversation has messages of {', '.join(ROLES)}, and an assistant's after another's; got "
-                f"{', '.join(roles)}"
-            )
+            said = f"a conversation has messages of {', '.join(ROLES)}, and an assistant's after another's"
+            raise ConfigError(f"{said}; got {', '.join(roles)}")
         first = roles.index("assistant")
         shown = {**prompt.extra, "demonstration": messages[first:]}
         return replace(prompt, message=messages[:first], extra=shown)
@@ -118,12 +116,11 @@ class Demonstrations:
         render, end = self._tokenizer.apply_chat_template, self._tokenizer.eos_token
         before = render(asked, tokenize=False, add_generation_prompt=True)
         whole = render([*asked, message], tokenize=False)
-        if not whole.startswith(before) or end not in whole[len(before) :]:
-            raise ConfigError(
-                f"the chat template writes calls of tools as {whole!r}, not between {before!r} and {end!r}: "
-                f"give such turns a text as content instead of tool_calls"
-            )
-        return str(whole[len(before) :].rpartition(end)[0])
+        text, found, _ = whole.removeprefix(before).rpartition(end)
+        if not found or not whole.startswith(before):
+            said = f"the chat template writes calls of tools as {whole!r}, not between {before!r} and {end!r}"
+            raise ConfigError(f"{said}: give such turns a text as content instead of tool_calls")
+        return str(text)
 
 
 def _turns(prompt: Prompt) -> Iterator[tuple[list[Message], Message]]:

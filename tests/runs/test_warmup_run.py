@@ -27,7 +27,7 @@ def run_file(tmp_path):
     rows = [*map(chat, range(60)), {"messages": [*chat(1)["messages"], *chat(2)["messages"] * 50]}]
     (tmp_path / "chats.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     table = run_table(tmp_path, steps=2, threads=1)
-    table["warmup"] = {"epochs": 2, "batch_size": 16, "lr": 3e-3, "data": {"source": "chats.jsonl"}}
+    table["warmup"] = {"steps": "2 epochs", "batch_size": 16, "lr": 3e-3, "data": {"source": "chats.jsonl"}}
     (tmp_path / "run.toml").write_text(tomli_w.dumps(table))
     return tmp_path / "run.toml"
 

@@ -90,7 +90,7 @@ def test_only_the_tokens_of_the_mask_are_trained_and_all_turns_count_as_if_alone
 
 
 def test_packed_is_padded(make_model):
-    config = WarmupConfig(epochs=2, batch_size=4)
+    config = WarmupConfig(steps="2 epochs", batch_size=4)
 
     def found(layout):
         losses = supervised_warmup(
@@ -118,7 +118,7 @@ def test_an_epoch_has_every_example_once_and_none_that_is_held_out(model, monkey
 
     whole = learner.collate
     monkeypatch.setattr(learner, "collate", collate)
-    config = WarmupConfig(epochs=3, batch_size=4)
+    config = WarmupConfig(steps="3 epochs", batch_size=4)
     losses, (before, after) = supervised_warmup(
         model, CONVERSATIONS[:9], config, held_out=CONVERSATIONS[9:], pad_token_id=0
     )
@@ -130,7 +130,7 @@ def test_an_epoch_has_every_example_once_and_none_that_is_held_out(model, monkey
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_warm_up_is_as_long_as_its_steps_or_its_epochs():
-    for length in ({}, {"steps": 1, "epochs": 1}):
-        with pytest.raises(ValidationError, match="set one of steps and epochs"):
-            WarmupConfig(**length)
+@pytest.mark.parametrize("steps", [0, "0 epochs", "epochs", 1.5])
+def test_a_warm_up_is_as_long_as_its_steps_or_its_epochs(steps):
+    with pytest.raises(ValidationError, match=r"steps"):
+        WarmupConfig(steps=steps)

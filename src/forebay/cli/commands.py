@@ -110,7 +110,7 @@ def warmup(
         from forebay.runs.config import RunConfig
 
         if load_config(RunConfig, run_file, overrides or []).warmup is None:
-            raise ConfigError(f"{run_file} has no [warmup]: add one, with steps or epochs")
+            raise ConfigError(f"{run_file} has no [warmup]: add one, with steps")
         _train(run_file, [*(overrides or []), "steps=0"], False, None, overwrite)
 
 

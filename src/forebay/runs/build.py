@@ -412,7 +412,7 @@ def _examples(
     """The examples of the warm-up, and those held out, of conversations only."""
     settings, shown, budget = config.warmup, Demonstrations(tokenizer), config.train.token_budget
     assert settings is not None
-    most = None if settings.steps is None else settings.steps * settings.batch_size
+    most = settings.steps * settings.batch_size if isinstance(settings.steps, int) else None
     if settings.data is None:
         parts = zip(config.tasks, data or load_data(config), strict=True)
         prompts = [(part.training, prompt_tools(task.agent)) for task, part in parts]

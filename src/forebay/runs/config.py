@@ -446,7 +446,6 @@ FIXED = {
     "train.lora_targets": _ADAPTERS,
     **{f"warmup.data.{name}": _WARMED_UP for name in DataConfig.model_fields},
     "warmup.steps": _WARMED_UP,
-    "warmup.epochs": _WARMED_UP,
     "warmup.lr": _WARMED_UP,
     "warmup.batch_size": _WARMED_UP,
 }

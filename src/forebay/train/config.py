@@ -42,35 +42,6 @@ Weight = Annotated[float, Field(ge=0, le=1)]
 Schedule = Literal["constant", "linear", "cosine"]
 
 
-class WarmupConfig(BaseModel):
-    """Supervised training before reinforcement learning, for a model that does not know the format yet.
-
-    >>> WarmupConfig(epochs=3).num_steps(100)
-    6
-    """
-
-    model_config = StrictModel.model_config
-
-    steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps; either these or `epochs`."""
-    epochs: int | None = Field(default=None, ge=1)
-    """Passes over all examples, each in an order of its own."""
-    lr: float = Field(default=1e-3, gt=0)
-    """Peak learning rate; it falls linearly to 0."""
-    batch_size: int = Field(default=64, ge=1)
-    """Examples per step: conversations of ``data``, else single turns."""
-
-    @model_validator(mode="after")
-    def _one_length(self) -> WarmupConfig:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError(f"set one of steps and epochs, got {self.steps} and {self.epochs}")
-        return self
-
-    def num_steps(self, num_examples: int) -> int:
-        """Optimizer steps with so many examples."""
-        return self.steps or (self.epochs or 0) * math.ceil(num_examples / self.batch_size)
-
-
 class TrainConfig(StrictModel):
     """Everything about the loss, the optimizer and the precision.
 
@@ -421,3 +392,26 @@ def check_staleness_rule(rule: str, config: TrainConfig) -> None:
             "the staleness rule 'correct' keeps stale tokens, but train.correction = 'none' trains them as "
             "if they were fresh; set train.correction to 'token_tis', for example, or choose another rule"
         )
+
+
+class WarmupConfig(BaseModel):
+    """Supervised training before reinforcement learning, for a model that does not know the format yet.
+
+    >>> WarmupConfig(steps="3 epochs").num_steps(100)
+    6
+    """
+
+    model_config = StrictModel.model_config
+
+    steps: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern=r"^[1-9]\d* epochs?$")]
+    """Optimizer steps, or passes over all examples as ``3 epochs``, each in an order of its own."""
+    lr: float = Field(default=1e-3, gt=0)
+    """Peak learning rate; it falls linearly to 0."""
+    batch_size: int = Field(default=64, ge=1)
+    """Examples per step: conversations of ``data``, else single turns."""
+
+    def num_steps(self, num_examples: int) -> int:
+        """Optimizer steps with so many examples."""
+        if isinstance(self.steps, int):
+            return self.steps
+        return int(self.steps.split()[0]) * math.ceil(num_examples / self.batch_size)

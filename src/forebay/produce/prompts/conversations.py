@@ -28,35 +28,6 @@ HELD_OUT, MOST_HELD_OUT = 0.05, 256
 ROLES = ("system", "user", "assistant", "tool")
 
 
-def load_conversations(data: DataConfig, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """The conversations to train on, in an order by `seed`, and those held out, which none of them equals.
-
-    A row has the whole conversation in its column ``messages``. Its prompt is what comes before the first
-    turn of the assistant.
-
-    Raises:
-        ConfigError: the source cannot be opened, or a row is no such conversation.
-    """
-    columns = {"prompt": "messages", "answer": "", **data.columns}
-    whole = load_prompts(data.model_copy(update={"columns": columns}))
-    whole = shuffled(whole, f"warm-up/{seed}")
-    count = min(int(len(whole) * HELD_OUT), MOST_HELD_OUT)
-    apart, training = whole[:count], hold_out(whole[count:], whole[:count])
-    return [_as_demonstration(prompt) for prompt in training], [_as_demonstration(prompt) for prompt in apart]
-
-
-def _as_demonstration(prompt: Prompt) -> Prompt:
-    with errors_about(prompt.place, ConfigError, RequestError):
-        messages = with_names([plain_message(message) for message in prompt.message])
-        roles = [message["role"] for message in messages]
-        if not set(roles) <= set(ROLES) or "assistant" not in roles[1:] or roles[0] == "assistant":
-            said = f"a conversation has messages of {', '.join(ROLES)}, and an assistant's after another's"
-            raise ConfigError(f"{said}; got {', '.join(roles)}")
-        first = roles.index("assistant")
-        shown = {**prompt.extra, "demonstration": messages[first:]}
-        return replace(prompt, message=messages[:first], extra=shown)
-
-
 class Demonstrations:
     """The examples of a warm-up: prompts and turns as rollouts have them.
 
@@ -99,7 +70,7 @@ class Demonstrations:
     def conversation(self, prompt: Prompt) -> tuple[list[int], list[int], list[int]]:
         """(prompt ids, response ids, mask) with all turns of `prompt`: 1 on what the model should write.
 
-        What it reads at the last turn holds all turns before it, so one pass trains them all.
+        The last turn is read after all turns before it, so one pass trains them all.
         """
         turns = list(self.examples(prompt))
         start, ids = len(turns[0][0]), [*turns[-1][0], *turns[-1][1]]
@@ -121,6 +92,35 @@ class Demonstrations:
             said = f"the chat template writes calls of tools as {whole!r}, not between {before!r} and {end!r}"
             raise ConfigError(f"{said}: give such turns a text as content instead of tool_calls")
         return str(text)
+
+
+def load_conversations(data: DataConfig, seed: int) -> tuple[list[Prompt], list[Prompt]]:
+    """The conversations to train on, in an order by `seed`, and those held out, which none of them equals.
+
+    A row has the whole conversation in its column ``messages``. Its prompt is what comes before the first
+    turn of the assistant.
+
+    Raises:
+        ConfigError: the source cannot be opened, or a row is no such conversation.
+    """
+    columns = {"prompt": "messages", "answer": "", **data.columns}
+    whole = load_prompts(data.model_copy(update={"columns": columns}))
+    whole = shuffled(whole, f"warm-up/{seed}")
+    count = min(int(len(whole) * HELD_OUT), MOST_HELD_OUT)
+    apart, training = whole[:count], hold_out(whole[count:], whole[:count])
+    return [_as_demonstration(prompt) for prompt in training], [_as_demonstration(prompt) for prompt in apart]
+
+
+def _as_demonstration(prompt: Prompt) -> Prompt:
+    with errors_about(prompt.place, ConfigError, RequestError):
+        messages = with_names([plain_message(message) for message in prompt.message])
+        roles = [message["role"] for message in messages]
+        if not set(roles) <= set(ROLES) or "assistant" not in roles[1:] or roles[0] == "assistant":
+            said = f"a conversation has messages of {', '.join(ROLES)}, and an assistant's after another's"
+            raise ConfigError(f"{said}; got {', '.join(roles)}")
+        first = roles.index("assistant")
+        shown = {**prompt.extra, "demonstration": messages[first:]}
+        return replace(prompt, message=messages[:first], extra=shown)
 
 
 def _turns(prompt: Prompt) -> Iterator[tuple[list[Message], Message]]:

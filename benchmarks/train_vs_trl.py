@@ -45,6 +45,7 @@ from forebay.produce import DataConfig, Sampler, load_prompts
 from forebay.replay import SyncReplayBufferConfig
 from forebay.runs.build import warm_up
 from forebay.runs.config import RunConfig, TaskConfig, WarmupTable
+from forebay.runs.rollouts import load_data
 from forebay.runs.show.display import RunDisplay
 from forebay.train.config import ADAM
 
@@ -190,7 +191,7 @@ def warmed_up_model(size: Size, data: DataConfig, folder: Path) -> Path:
     )
     fresh = resolve_model(config.model, cache_dir=folder / "cache", seed=MODEL_SEED)
     with RunDisplay() as display:
-        return warm_up(config, fresh, folder / "model", display)
+        return warm_up(config, fresh, folder / "model", display, load_data(config))
 
 
 async def drawn_prompts(bench: Bench, seed: int, num_prompts: int) -> list[tuple[str, str]]:

@@ -2,13 +2,17 @@
 
 import json
 import re
+import string
 
+import numpy as np
 import pytest
 from chat_families import SMOLLM2, make_tokenizer
 
 from forebay.config import ConfigError
+from forebay.models.tiny import character_tokenizer
 from forebay.produce import DataConfig
-from forebay.produce.prompts.conversations import Demonstrations, load_conversations
+from forebay.produce.prompts.conversations import Demonstrations
+from forebay.produce.prompts.dataset import load_conversations
 
 CHAT = [
     {"role": "system", "content": "Be short."},
@@ -26,22 +30,54 @@ def conversations(tmp_path, *chats, **changes):
     return load_conversations(DataConfig(source=str(rows), **changes), seed=0)
 
 
-@pytest.mark.parametrize(
-    "family",
-    ["chatml", pytest.param("smollm2", marks=pytest.mark.skipif(not SMOLLM2.exists(), reason="not here"))],
+GENERATION = (
+    "{% for m in messages %}{{ '[' + m.role + ']' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content + eos_token }}{% endgeneration %}"
+    "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]' }}{% endif %}"
 )
-def test_the_mask_is_on_what_the_assistant_says_and_nothing_else(tmp_path, family):
-    tokenizer = make_tokenizer(family)
+"""A template that says by itself which text the assistant writes."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: character_tokenizer(string.printable),
+        pytest.param(
+            lambda: make_tokenizer("smollm2"),
+            marks=pytest.mark.skipif(not SMOLLM2.exists(), reason="the tokenizer is not here"),
+        ),
+    ],
+    ids=["characters", "smollm2"],
+)
+def test_the_mask_is_that_of_a_template_that_marks_the_assistants_text(tmp_path, make):
+    tokenizer = make()
+    tokenizer.chat_template = GENERATION
     ((prompt,), held_out) = conversations(tmp_path, CHAT)
-    assert held_out == []
-    prompt_ids, response_ids, mask = Demonstrations(tokenizer).conversation(prompt)
-    ids = [*prompt_ids, *response_ids]
-    # By hand: in the template's text a turn is what stands between these two signs, the latter included.
-    text = tokenizer.apply_chat_template(CHAT[:-1], tokenize=False)
-    turns = list(re.finditer(r"(?<=<\|im_start\|>assistant\n).*?<\|im_end\|>", text, re.DOTALL))
-    assert tokenizer.decode(ids) == text[: turns[-1].end()]
-    trained = [tokenizer.decode([one]) for one, kept in zip(response_ids, mask, strict=True) if kept]
-    assert "".join(trained) == "".join(turn[0] for turn in turns)
+    assert len(held_out) == 0
+    prompt_ids, response_ids, mask = Demonstrations(tokenizer).example(prompt)
+    found = tokenizer.apply_chat_template(
+        CHAT[:-1], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert [*prompt_ids, *response_ids] == found["input_ids"]
+    assert [0] * len(prompt_ids) + mask.tolist() == found["assistant_masks"]
+    assert 0 < mask.sum() < len(mask)
+
+
+@pytest.mark.parametrize("family", ["chatml", "qwen", "llama3"])
+def test_the_mask_is_on_what_each_turn_adds(tmp_path, family):
+    """Of templates without such marks: a turn is what follows the text that asks for it, up to its end."""
+    tokenizer = make_tokenizer(family)
+    chat = CHAT[1:]
+    ((prompt,), _) = conversations(tmp_path, chat)
+    prompt_ids, response_ids, mask = Demonstrations(tokenizer).example(prompt)
+    ids, kept = np.concatenate([prompt_ids, response_ids]), np.pad(mask, (len(prompt_ids), 0))
+    borders = np.flatnonzero(np.diff(kept)) + 1
+    assert len(borders) == 3
+    for place, start, end in ((1, borders[0], borders[1]), (3, borders[2], len(ids))):
+        asked = tokenizer.apply_chat_template(chat[:place], tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(ids[:start]) == asked
+        assert tokenizer.decode(ids[start:end]) == chat[place]["content"] + tokenizer.eos_token
 
 
 def test_calls_of_tools_are_trained_as_the_template_writes_them(tmp_path):
@@ -54,14 +90,15 @@ def test_calls_of_tools_are_trained_as_the_template_writes_them(tmp_path):
     ]
     tokenizer = make_tokenizer("qwen")
     ((prompt,), _) = conversations(tmp_path, chat)
-    (asked, called), (seen, answer) = Demonstrations(tokenizer).examples(prompt)
-    assert json.loads(re.search(r"<tool_call>(.*)</tool_call>", tokenizer.decode(called), re.DOTALL)[1]) == {
+    _, ids, mask = Demonstrations(tokenizer).example(prompt)
+    borders = np.flatnonzero(np.diff(mask)) + 1
+    called, result, answer = map(tokenizer.decode, np.split(ids, borders))
+    assert json.loads(re.search(r"<tool_call>(.*)</tool_call>", called, re.DOTALL)[1]) == {
         "name": "add",
         "arguments": {"a": 1},
     }
-    assert seen[: len(asked) + len(called)] == [*asked, *called]
-    assert "one" in tokenizer.decode(seen[len(asked) + len(called) :])
-    assert tokenizer.decode(answer) == "One." + tokenizer.eos_token
+    assert "one" in result
+    assert answer == "One." + tokenizer.eos_token
 
 
 def test_a_twentieth_is_held_out_and_no_copy_of_it_is_trained_on(tmp_path):
@@ -79,19 +116,15 @@ def test_a_twentieth_is_held_out_and_no_copy_of_it_is_trained_on(tmp_path):
     [
         (CHAT[:2], "line 2: a conversation has messages of .*got system, user"),
         (CHAT[2:], "line 2: a conversation has .*got assistant, user, assistant"),
+        ([*CHAT[:3], CHAT[2]], "line 2: a conversation has .*got system, user, assistant, assistant"),
         ([*CHAT, {"role": "judge", "content": "1"}], "line 2: a conversation has .*judge"),
         ("hello", "line 2: a conversation has .*got user"),
         (None, "line 2: column 'messages' must hold"),
-        ([*CHAT[:2], {"role": "assistant", "content": [{"type": "image"}]}], "line 2: "),
+        ([*CHAT[:2], {"role": "assistant", "content": [{"type": "image"}]}], "line 2: content of type"),
     ],
 )
 def test_a_row_that_is_no_conversation_is_one_sentence(tmp_path, chat, said):
+    shown = Demonstrations(make_tokenizer("chatml"))
     with pytest.raises(ConfigError, match=said) as caught:
-        conversations(tmp_path, CHAT, chat)
+        [*map(shown.example, conversations(tmp_path, CHAT, chat)[0])]
     assert "\n" not in str(caught.value)
-
-
-def test_two_turns_on_end_are_named_with_their_row(tmp_path):
-    ((prompt,), _) = conversations(tmp_path, [*CHAT[:3], CHAT[2]])
-    with pytest.raises(ConfigError, match=r"line 1: the assistant's messages .* replies between them"):
-        Demonstrations(make_tokenizer("chatml")).conversation(prompt)

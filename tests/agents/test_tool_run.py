@@ -162,10 +162,11 @@ async def test_a_warm_up_shows_what_rollouts_see() -> None:
     ]
     plain = Prompt(message=asked, extra={"demonstration": shown})
     tools = prompt_tools(Component(name="tools", arguments={"tools": ["calculator"]}))
-    *_, (seen, turn) = Demonstrations(tokenizer).examples(plain, tools)
-    assert seen + turn == state.tokens.tolist()
-    with pytest.raises(ConfigError, match="replies between them"):
-        list(Demonstrations(tokenizer).examples(replace(plain, extra={"demonstration": shown[::2]})))
+    prompt_ids, ids, mask = Demonstrations(tokenizer).example(plain, tools)
+    assert [*prompt_ids, *ids] == state.tokens.tolist()
+    assert mask.tolist() == state.response_mask.tolist()
+    with pytest.raises(ConfigError, match="one of the assistant after one that is not"):
+        Demonstrations(tokenizer).example(replace(plain, extra={"demonstration": shown[::2]}))
 
 
 def test_problems_are_distinct_and_their_demonstrations_right() -> None:
@@ -194,21 +195,19 @@ async def test_the_small_calculator_answers_in_its_alphabet() -> None:
         assert await TASK["small_calculator"](expression) == answer
 
 
-def test_every_turn_of_a_demonstration_is_an_example() -> None:
+def test_every_turn_of_a_demonstration_is_learned() -> None:
     config = recipe(Path("unused"))
     tokenizer = character_tokenizer(config.model.tiny.alphabet)
     data = config.tasks[0].data.model_copy(update={"arguments": {"giving_up": 0.0}})
     prompt = load_prompts(data)[0]
-    pairs = Demonstrations(tokenizer).examples(prompt)
-    examples = [tuple(tokenizer.decode(ids) for ids in pair) for pair in pairs]
+    prompt_ids, ids, mask = Demonstrations(tokenizer).example(prompt)
     asked = prompt.message[0]["content"]
     called, result, again, told, answer = (part["content"] for part in prompt.extra["demonstration"])
     end = "<eos>"
-    assert examples == [
-        (f"<bos>{asked}", called + end),
-        (f"<bos>{asked}{called}{end}{result}", again + end),
-        (f"<bos>{asked}{called}{end}{result}{again}{end}{told}", answer + end),
-    ]
+    assert tokenizer.decode(prompt_ids) == f"<bos>{asked}"
+    parts = np.split(ids, np.flatnonzero(np.diff(mask)) + 1)
+    assert [*map(tokenizer.decode, parts)] == [called + end, result, again + end, told, answer + end]
+    assert mask[0] == 1
 
 
 def rows() -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import string
 import sys
 from pathlib import Path
 
@@ -18,12 +19,14 @@ from forebay.environments.config import FragmentRunConfig
 from forebay.ledger import Ledger
 from forebay.metrics import read_jsonl
 from forebay.models import resolve_model
+from forebay.models.tiny import character_tokenizer
 from forebay.produce import Prompt
 from forebay.runs import steps
-from forebay.runs.build import _drawn
+from forebay.runs.build import _examples
 from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.folder import list_checkpoints, new_folder, saved_config
 from forebay.runs.launch import launch, launch_evaluation
+from forebay.runs.rollouts import TaskData
 from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.surroundings import logs_shown
 from forebay.train import TrainController
@@ -414,14 +417,23 @@ def rollout_state(status):
     return RolloutState(message=[{"role": "user", "content": "?"}], status=status)
 
 
-def test_the_warm_up_renders_only_what_it_uses():
-    prompts = [Prompt(message=[{"role": "user", "content": str(number)}]) for number in range(50)]
-    tasks = [(prompts[:20], None), (prompts[20:], [])]
-    drawn = _drawn(tasks, 12, seed=1)
-    assert len(drawn) == len({prompt.message[0]["content"] for prompt, _ in drawn}) == 12
-    assert all((int(prompt.message[0]["content"]) < 20) == (tools is None) for prompt, tools in drawn)
-    assert drawn == _drawn(tasks, 12, seed=1)
-    assert len(_drawn([(prompts[:5], None)], 12, seed=1)) == 5
+def test_the_warm_up_renders_only_what_it_uses(tmp_path):
+    prompts = [
+        Prompt(message=[{"role": "user", "content": chr(65 + n)}], reward_model={"ground_truth": "1"})
+        for n in range(50)
+    ]
+    settings = config(tmp_path, warmup={"steps": 3, "batch_size": 4})
+
+    def drawn(prompts):
+        tokenizer = character_tokenizer(string.printable)
+        data = [TaskData(prompts, ())]
+        examples, held_out = _examples(settings, settings.warmup, tokenizer, data)
+        assert held_out == []
+        return [tokenizer.decode(prompt_ids) for prompt_ids, *_ in examples]
+
+    assert len(set(drawn(prompts))) == len(drawn(prompts)) == 12
+    assert drawn(prompts) == drawn(prompts)
+    assert len(drawn(prompts[:5])) == 5
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)

@@ -10,6 +10,7 @@ from test_colocated_run import losses, run_table
 from typer.testing import CliRunner
 
 from forebay.cli import app
+from forebay.metrics import read_jsonl
 
 
 def chat(number):
@@ -35,15 +36,17 @@ def run_file(tmp_path):
 def test_a_run_goes_on_from_the_command_as_if_it_had_never_stopped(run_file, tmp_path):
     code, said = forebay("warmup", run_file, "train.layout=packed")
     assert code == 0, said
-    assert "1 conversations of the warm-up are longer than train.token_budget = 512, and left out" in said
+    assert "1 conversations are left out, longer than 512 tokens" in said
     assert "warm-up: 8 supervised steps" in said
     assert "of 3 held-out conversations" in said
     folder = tmp_path / "run"
     found = json.loads((folder / "warmup" / "losses.json").read_bytes())
-    assert found["examples"] == 57
-    assert len(found["steps"]) == 8
-    before, after = found["held_out"]
+    assert len(found["loss"]) == 8
+    before, _, after = found["held_out_loss"]
     assert after < before
+    (row,) = read_jsonl(folder / "metrics.jsonl")
+    assert row["warmup/held_out_loss"] == after
+    assert row["eval/score"] >= 0
     warm, kept = (load_file(folder / name / "model.safetensors") for name in ("warmup", "model"))
     assert warm.keys() <= kept.keys()
     assert all(torch.equal(weight, kept[name]) for name, weight in warm.items())

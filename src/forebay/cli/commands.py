@@ -67,6 +67,9 @@ def _root(
         raise typer.Exit
 
 
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the run's folder.")]
+
+
 @app.command()
 def train(
     run_file: Annotated[
@@ -82,9 +85,7 @@ def train(
     resume: Annotated[
         Path | None, typer.Option(help="Go on with the run in this folder, from its last checkpoint.")
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier run in the run's folder.")
-    ] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Train a model as a run file says, or go on with an interrupted run."""
     if resume is not None and run_file is not None:
@@ -101,15 +102,11 @@ def train(
 def warmup(
     run_file: Annotated[Path, typer.Argument(help="A TOML run file with a [warmup] table.")],
     overrides: Overrides = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier run in the run's folder.")
-    ] = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Do the supervised phase of a run alone, and try its held-out prompts; train --resume goes on."""
     with one_message():
-        from forebay.runs.config import RunConfig
-
-        if load_config(RunConfig, run_file, overrides or []).warmup is None:
+        if getattr(load_config(_kind_of(run_file), run_file, overrides or []), "warmup", None) is None:
             raise ConfigError(f"{run_file} has no [warmup]: add one, with steps")
         _train(run_file, [*(overrides or []), "steps=0"], False, None, overwrite)
 

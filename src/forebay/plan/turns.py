@@ -22,7 +22,6 @@ from forebay.plan.hardware import MIB, Device
 from forebay.plan.memory import StepMemory, step_memory
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import shares_gpu
-from forebay.train import TrainConfig
 from forebay.train.batch import TrainBatch
 
 CONTEXT_BYTES = 600 * MIB
@@ -115,7 +114,7 @@ def engines_by_place(config: RunConfig, device: Device) -> tuple[int, int]:
 def _warmup(config: RunConfig, hugging_face: Any) -> Mapping[str, int]:
     """Of a supervised step on examples as long as a micro-batch allows: all weights, float32 moments."""
     assert config.warmup is not None
-    train = TrainConfig(token_budget=config.train.token_budget, dtype=config.train.dtype)
+    train = config.warmup.trained_as(config.train)
     examples = config.warmup.batch_size
     length = max(2, config.train.token_budget // examples)
     batch = TrainBatch.from_examples(([0], [0] * (length - 1)) for _ in range(examples))

@@ -29,16 +29,17 @@ import torch
 from forebay.agents import prompt_tools
 from forebay.config import ConfigError, errors_about
 from forebay.evaluate import Evaluator
-from forebay.io.durable import DamagedError, check, publish, unfinished
+from forebay.io.durable import DamagedError, check, publish, unfinished, write_text
 from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
-from forebay.models import find_device, load_model, load_tokenizer, precision_on, resolve_model
+from forebay.models import context_of, find_device, load_model, load_tokenizer, precision_on, resolve_model
 from forebay.models.loading import save_tokenizer
 from forebay.produce import Prompt
-from forebay.produce.prompts.conversations import Demonstrations, load_conversations
+from forebay.produce.prompts.conversations import Demonstrations
+from forebay.produce.prompts.dataset import load_conversations
 from forebay.produce.strategies.rules import name_group
 from forebay.replay import StorageBackend
-from forebay.runs.config import RunConfig, to_toml
+from forebay.runs.config import RunConfig, WarmupTable, to_toml
 from forebay.runs.placement import Cluster, Trainer, base_precision, device_fact, takes_turns
 from forebay.runs.record.events import observe_buffer
 from forebay.runs.record.history import History
@@ -62,9 +63,7 @@ from forebay.runs.store import open_storage
 from forebay.runs.turns import DeviceTurns
 from forebay.runs.verify import WeightCheck
 from forebay.train import OffPolicyGuard, TrainBatch, TrainController, supervised_warmup
-from forebay.train.batch import Example, Layout
-from forebay.train.learner import autocast
-from forebay.train.model.trial import settle_attention
+from forebay.train.batch import Example
 from forebay.train.parallel.learner import ModelFolder
 from forebay.train.parallel.ranks import Ranks
 from forebay.types import RolloutState
@@ -177,7 +176,8 @@ async def open_run(
     return build(resume_step=resume_step, storage=storage)
 
 
-Tools = list[dict[str, Any]] | None
+LOSSES = "losses.json"
+"""In the folder of the warm-up: the loss of each step, and of what is held out before each pass and after."""
 Start = tuple[Path, list[TaskData]]
 """The folder of the model and the data that a run starts from."""
 
@@ -238,6 +238,9 @@ def build_run(
         storage.close()
         raise
     metrics = config.metrics.build(folder, resume_step=resume_step, report=display.warning)
+    if config.warmup is not None and resume_step is None:
+        losses = json.loads((folder / "warmup" / LOSSES).read_text(encoding="utf-8"))
+        metrics.log(0, {f"warmup/{name}": values[-1] for name, values in losses.items() if values})
     ledger = rollouts.manager.ledger = Ledger(folder / "ledger.jsonl")
     run = Run(
         **vars(rollouts),
@@ -351,7 +354,7 @@ def _trainer_device(config: RunConfig) -> str:
 
 
 def warm_up(
-    config: RunConfig, source: Path, target: Path, display: RunDisplay, data: Sequence[TaskData] | None = None
+    config: RunConfig, source: Path, target: Path, display: RunDisplay, data: Sequence[TaskData]
 ) -> Path:
     """Train the model in `source` as ``[warmup]`` says; the folder it is saved in, `target`.
 
@@ -361,84 +364,56 @@ def warm_up(
     settings = config.warmup
     assert settings is not None
     if target.exists():
-        try:
+        with errors_about(f"delete {str(target)!r} to have the warm-up made again", DamagedError):
             check(target)
-        except DamagedError as error:
-            raise ConfigError(f"{error}; delete {str(target)!r} to have the warm-up made again") from None
         return target
     display.phase("warm-up")
     model, tokenizer = load_model(source), load_tokenizer(source)
-    device = find_device(config.device if config.cluster is None else "cpu")
-    model.to(device)
-    dtype = precision_on(device, config.train.dtype)
-    layout: Layout = "packed" if config.train.layout == "packed" else "padded"
+    model.to(find_device(config.device if config.cluster is None else "cpu"))
+    budget = config.train.token_budget
+    limit = min(budget, config.model.max_context or context_of(source) or budget)
     with errors_about("[warmup] cannot be done", ConfigError, ValueError):
-        examples, held_out = _examples(config, tokenizer, data, display)
-        if layout == "packed":
-            # A model that this layout is wrong for is refused here, as by its trainer.
-            with autocast(device, dtype):
-                settle_attention(model, config.train, device, dtype)
+        whole = _examples(config, settings, tokenizer, data)
+        examples, held_out = ([each for each in part if sum(map(len, each[:2])) <= limit] for part in whole)
+        if left_out := sum(map(len, whole)) - len(examples) - len(held_out):
+            said = f"{left_out} conversations are left out, longer than {limit} tokens"
+            display.warning(f"warm-up: {said} (the model's context, or train.token_budget)")
         num_steps = settings.num_steps(len(examples))
-        losses = supervised_warmup(
+        losses, unseen = supervised_warmup(
             model,
             examples,
             settings,
             held_out=held_out,
             pad_token_id=tokenizer.pad_token_id,
             seed=config.seed,
-            # A demonstration may be longer than what a rollout of the run can be.
-            token_budget=max(config.train.token_budget, *map(_length, examples)),
-            layout=layout,
-            dtype=dtype,
+            train=config.train,
             on_step=lambda step, loss: display.progress(step, num_steps, f"loss {loss:.3f}"),
         )
-    facts = {"examples": len(examples), **losses._asdict()}
     with unfinished(target) as temporary:
         model.save_pretrained(temporary)
         save_tokenizer(tokenizer, temporary)
-        (temporary / "losses.json").write_text(json.dumps(facts), encoding="utf-8")
+        write_text(temporary / LOSSES, json.dumps({"loss": losses, "held_out_loss": unseen}))
         publish(temporary, target)
-    said = f"{num_steps} supervised steps, loss {losses.steps[0]:.3f} -> {losses.steps[-1]:.3f}"
-    if held_out:
-        before, after = losses.held_out
-        said += f", that of {len(held_out)} held-out conversations {before:.3f} -> {after:.3f}"
+    said = f"{num_steps} supervised steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}"
+    if unseen:
+        said += f", that of {len(held_out)} held-out conversations {unseen[0]:.3f} -> {unseen[-1]:.3f}"
     display.message(f"warm-up: {said}")
     return target
 
 
 def _examples(
-    config: RunConfig, tokenizer: Any, data: Sequence[TaskData] | None, display: RunDisplay
+    config: RunConfig, settings: WarmupTable, tokenizer: Any, data: Sequence[TaskData]
 ) -> tuple[list[Example], list[Example]]:
-    """The examples of the warm-up, and those held out, of conversations only."""
-    settings, shown, budget = config.warmup, Demonstrations(tokenizer), config.train.token_budget
-    assert settings is not None
+    """As many examples as the warm-up can use, drawn from all; of conversations also those held out."""
+    held_out: Sequence[Prompt] = ()
+    tasks = zip(config.tasks, data, strict=True)
+    parts = [(part.training, prompt_tools(task.agent)) for task, part in tasks]
+    if settings.data is not None:
+        training, held_out = load_conversations(settings.data, config.seed)
+        parts = [(training, None)]
+    places = [(prompts, index, tools) for prompts, tools in parts for index in range(len(prompts))]
     most = settings.steps * settings.batch_size if isinstance(settings.steps, int) else None
-    if settings.data is None:
-        parts = zip(config.tasks, data or load_data(config), strict=True)
-        prompts = [(part.training, prompt_tools(task.agent)) for task, part in parts]
-        drawn = _drawn(prompts, most, config.seed)
-        return [example for prompt, tools in drawn for example in shown.examples(prompt, tools)], []
-    training, held_out = load_conversations(settings.data, config.seed)
-    whole = [[*map(shown.conversation, part)] for part in (training[:most], held_out)]
-    fitting: list[list[Example]] = [
-        [example for example in part if _length(example) <= budget] for part in whole
-    ]
-    if left_out := sum(map(len, whole)) - sum(map(len, fitting)):
-        said = f"{left_out} conversations of the warm-up are longer than train.token_budget = {budget}"
-        if not fitting[0]:
-            raise ConfigError(f"{said}, and none is left: raise it")
-        display.warning(f"{said}, and left out")
-    return fitting[0], fitting[1]
-
-
-def _length(example: Example) -> int:
-    return len(example[0]) + len(example[1])
-
-
-def _drawn(
-    data: Sequence[tuple[Sequence[Prompt], Tools]], most: int | None, seed: int
-) -> list[tuple[Prompt, Tools]]:
-    """At most so many prompts, drawn from those of all tasks, with their tools; making each costs time."""
-    places = [(prompts, index, tools) for prompts, tools in data for index in range(len(prompts))]
-    order = np.random.default_rng(seed).permutation(len(places))
-    return [(prompts[index], tools) for prompts, index, tools in (places[i] for i in order[:most])]
+    order = np.random.default_rng(config.seed).permutation(len(places))
+    shown, drawn = Demonstrations(tokenizer), [places[place] for place in order[:most]]
+    examples: list[Example] = [shown.example(prompts[index], tools) for prompts, index, tools in drawn]
+    return examples, [*map(shown.example, held_out)]

@@ -444,10 +444,8 @@ FIXED = {
     "train.lora_rank": _ADAPTERS,
     "train.lora_alpha": _ADAPTERS,
     "train.lora_targets": _ADAPTERS,
+    **{f"warmup.{name}": _WARMED_UP for name in WarmupConfig.model_fields},
     **{f"warmup.data.{name}": _WARMED_UP for name in DataConfig.model_fields},
-    "warmup.steps": _WARMED_UP,
-    "warmup.lr": _WARMED_UP,
-    "warmup.batch_size": _WARMED_UP,
 }
 """Why each of these cannot change; ``*`` is any task's place. Every start reads the others anew, and the part
 that reads one refuses a value that does not fit the checkpoint."""

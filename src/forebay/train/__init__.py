@@ -20,7 +20,6 @@ from forebay.train.packing import Packer as Packer
 
 if TYPE_CHECKING:
     from forebay.train.controller import TrainController as TrainController
-    from forebay.train.learner import supervised_warmup as supervised_warmup
     from forebay.train.model.critic import Critic as Critic
     from forebay.train.objective.losses import PolicyInputs as PolicyInputs
     from forebay.train.objective.losses import PolicyLoss as PolicyLoss
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from forebay.train.parallel.ranks import RankError as RankError
     from forebay.train.parallel.ranks import Ranks as Ranks
     from forebay.train.parallel.worker import RankWorker as RankWorker
+    from forebay.train.supervised import supervised_warmup as supervised_warmup
     from forebay.train.weight_sync import AdapterReceiver as AdapterReceiver
     from forebay.train.weight_sync import WeightReceiver as WeightReceiver
 

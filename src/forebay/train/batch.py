@@ -39,7 +39,7 @@ Layout = Literal["padded", "packed", "shared_prompt"]
 """How a micro-batch lies in tensors; `collate` explains them."""
 Pack = NDArray[np.int64]
 """The sequence numbers of one micro-batch."""
-Example = tuple[Sequence[int], ...]
+Example = tuple[Sequence[int] | IntArray, ...]
 """Prompt ids, response ids and perhaps a mask, 1 on the response tokens to train; without it all are."""
 
 

@@ -408,10 +408,23 @@ class WarmupConfig(BaseModel):
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate; it falls linearly to 0."""
     batch_size: int = Field(default=64, ge=1)
-    """Examples per step: conversations of ``data``, else single turns."""
+    """Conversations per step; a task's prompt and answer are one, too."""
 
     def num_steps(self, num_examples: int) -> int:
         """Optimizer steps with so many examples."""
         if isinstance(self.steps, int):
             return self.steps
-        return int(self.steps.split()[0]) * math.ceil(num_examples / self.batch_size)
+        return int(self.steps.split()[0]) * math.ceil(max(1, num_examples) / self.batch_size)
+
+    def trained_as(self, run: TrainConfig) -> TrainConfig:
+        """The trainer's settings: the memory and the precision of the `run`, all weights, cross-entropy."""
+        # Conversations begin alike only by chance.
+        kept: dict[str, Any] = {"layout": "packed" if run.layout == "packed" else "padded"}
+        kept |= {name: getattr(run, name) for name in _OF_THE_RUN}
+        loss = "forebay.train.supervised:cross_entropy"
+        return TrainConfig(**kept, lr=self.lr, schedule="linear", loss=loss)
+
+
+_MEMORY = ("token_budget", "gradient_checkpointing", "offload_activations", "moments")
+_OF_THE_RUN = (*_MEMORY, "dtype", "attention")
+"""Keys of ``[train]`` that a warm-up takes over, besides a packed layout."""

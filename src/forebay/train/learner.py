@@ -6,7 +6,6 @@ It knows packs and token weights: `TrainController` works out what needs the who
 
     token_values("old_logprobs" | "ref_logprobs" | "values", batch) --> array by response token
     update(batch): epochs x mini-batches x (micro-batches, optimizer step) --> Update(columns, norms)
-    supervised_warmup(model, examples): shuffled mini-batches --> cross-entropy --> optimizer step
 
 On several ranks each has one with slices of weights; all get the whole batch and make equally many passes.
 Shapes: R response tokens of the batch, N trained tokens of one micro-batch.
@@ -15,8 +14,7 @@ Shapes: R response tokens of the batch, N trained tokens of one micro-batch.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -33,9 +31,9 @@ from forebay.models import Precision, attention, precision_on, routing
 from forebay.models.live_weights import cast
 from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
 from forebay.train import checkpoint
-from forebay.train.batch import Example, Layout, Pack, TrainBatch
+from forebay.train.batch import Pack, TrainBatch
 from forebay.train.collate import MicroBatch, collate
-from forebay.train.config import TrainConfig, WarmupConfig
+from forebay.train.config import TrainConfig
 from forebay.train.measures import Columns, TokenRecords
 from forebay.train.model import lora
 from forebay.train.model.critic import Critic
@@ -46,7 +44,6 @@ from forebay.train.objective import losses
 from forebay.train.objective.corrections import Corrector
 from forebay.train.offload import Place
 from forebay.train.optimization import Optimizer
-from forebay.train.packing import CUTS
 from forebay.train.parallel.context import Context
 from forebay.train.parallel.sharding import is_sharded
 from forebay.types import FloatArray
@@ -139,7 +136,7 @@ class Learner:
         # A plan has settled it.
         kernel: Any = self.config.attention
         # On several ranks passes are as exact as with it.
-        with autocast(self.device, self._precision):
+        with _autocast(self.device, self._precision):
             if has_content:
                 kernel = settle_attention(self.model, self.config, self.device, self._precision, context)
             for part in (policy, self.ref_model, self.critic and self.critic.body):
@@ -207,7 +204,7 @@ class Learner:
         return results_R
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return autocast(self.device, self._precision if self._casts else "float32")
+        return _autocast(self.device, self._precision if self._casts else "float32")
 
     # With gradient
 
@@ -409,8 +406,7 @@ def _place(model: nn.Module, device: torch.device, mesh: DeviceMesh | None) -> N
             tensor.data = tensor.data.to(device)
 
 
-def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
-    """In which passes on `device` compute with `precision`."""
+def _autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
     return nullcontext() if precision == "float32" else torch.autocast(device.type, torch.bfloat16)
 
 
@@ -424,73 +420,3 @@ class Update(NamedTuple):
     critic_norms: list[float]
     lr: float
     """The policy's learning rate in this step."""
-
-
-class WarmupLosses(NamedTuple):
-    """Nats per trained token."""
-
-    steps: list[float]
-    held_out: list[float]
-    """Before and after; empty without examples held out."""
-
-
-def supervised_warmup(
-    model: nn.Module,
-    examples: Sequence[Example],
-    config: WarmupConfig,
-    *,
-    held_out: Sequence[Example] = (),
-    pad_token_id: int,
-    seed: int = 0,
-    token_budget: int = 16384,
-    layout: Layout = "padded",
-    dtype: Precision = "float32",
-    on_step: Callable[[int, float], None] | None = None,
-) -> WarmupLosses:
-    """Train `model` in place on `examples`, and measure its loss on those `held_out` before and after.
-
-    A response should end with the end-of-sequence token. Forward passes are in `dtype`, as `layout` says.
-    `on_step(step, loss)` is called after each step, which count from 1. The same model, examples, config and
-    seed give the same weights.
-
-    Raises:
-        ValueError: there are no examples, one has an empty prompt, or one is longer than `token_budget`.
-    """
-    batch = TrainBatch.from_examples([*examples, *held_out])
-    longest, batch.layout = int(batch.lengths.max()), layout
-    if longest > token_budget:
-        raise ValueError(f"an example has {longest} tokens, more than the token budget of {token_budget}")
-    num_steps = config.num_steps(len(examples))
-    optimizer = Optimizer(model, TrainConfig(lr=config.lr, schedule="linear"), total_steps=num_steps)
-    device = next(model.parameters()).device
-    borders = layout == "packed" and attention.attention_of(model).startswith(attention.VARIABLE_LENGTH)
-    tensors = partial(collate, batch, pad_token_id=pad_token_id, device=device, with_borders=borders)
-
-    def passes(chosen: Pack) -> float:
-        num_tokens = max(1, int(batch.generated_lengths[chosen].sum()))
-        loss = torch.zeros((), device=device)
-        for pack in CUTS[layout](batch, chosen, token_budget, 1, math.inf):
-            with autocast(device, dtype):
-                part = -response_logprobs(model, tensors(pack)).logprobs.sum() / num_tokens
-            if torch.is_grad_enabled():
-                part.backward()  # type: ignore[no-untyped-call]
-            loss += part.detach()
-        return float(loss)
-
-    def measured() -> list[float]:
-        with torch.no_grad():
-            return [passes(np.arange(len(examples), batch.num_sequences))] if held_out else []
-
-    model.eval()
-    generator, losses, before = np.random.default_rng(seed), [], measured()
-    left: list[Pack] = []
-    for step in range(num_steps):
-        if not left:
-            # A pass over the examples ends with a smaller mini-batch if it must.
-            order = generator.permutation(len(examples))
-            left = np.split(order, range(config.batch_size, len(order), config.batch_size))
-        losses.append(passes(left.pop(0)))
-        optimizer.step(step)
-        if on_step is not None:
-            on_step(step + 1, losses[-1])
-    return WarmupLosses(losses, before + measured())

@@ -1,9 +1,8 @@
-"""Conversations to learn from: their turns as tokens, and what the model reads before each.
+"""Conversations to learn from: each is one sequence of tokens, with a mask on those that the model writes.
 
 ::
 
-    rows with ``messages`` --load_conversations--> Prompt: message up to the first turn, ``demonstration``
-    Prompt --Demonstrations--> examples: (read, written) of each turn; conversation: one sequence, its mask
+    rows --load_conversations, load_prompts--> prompts --Demonstrations--> prompt ids, response ids, mask
 
 Tokens are those that a rollout with the same turns would have: what the assistant says and its end are the
 model's own tokens, and everything between two turns is an increment (`forebay.agents.chat.rendering`).
@@ -11,29 +10,28 @@ model's own tokens, and everything between two turns is an increment (`forebay.a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any
+
+import numpy as np
 
 from forebay.agents.chat.conversation import RequestError, plain_message, with_names
 from forebay.agents.chat.rendering import IncrementRenderer, offered_tools, render_prompt
 from forebay.config import ConfigError, errors_about
-from forebay.produce.prompts.dataset import DataConfig, Prompt, hold_out, known_characters, load_prompts
-from forebay.produce.prompts.sequences import shuffled
-from forebay.types import Message
+from forebay.produce.prompts.dataset import Prompt, known_characters
+from forebay.types import IntArray, Message
 
-HELD_OUT, MOST_HELD_OUT = 0.05, 256
-"""Share of the conversations that is held out, and their number at most."""
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Demonstrations:
     """The examples of a warm-up: prompts and turns as rollouts have them.
 
-    The row's column ``demonstration`` holds the messages after the prompt; without it the answer is the turn.
+    The turns are the row's column ``demonstration``, the messages after the prompt; without it the answer;
+    without that all turns of the chat itself.
 
-    >>> [(prompt_ids, turn_ids)] = Demonstrations(tokenizer).examples(Prompt(message=..., reward_model=...))
+    >>> prompt_ids, response_ids, mask = Demonstrations(tokenizer).example(Prompt(message=..., ...))
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -43,41 +41,32 @@ class Demonstrations:
     def _increments(self) -> IncrementRenderer:
         return IncrementRenderer(self._tokenizer, roles=())
 
-    def examples(
+    def example(
         self, prompt: Prompt, tools: list[dict[str, Any]] | None = None
-    ) -> Iterator[tuple[list[int], list[int]]]:
-        """(what the model reads, what it should write, the end-of-sequence token too), for each of its turns.
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """(prompt ids, response ids, mask), int32: 1 on the turns, each with its end-of-sequence token.
 
-        `tools` are told to it where the prompt has none of its own.
+        `tools` are told to the model where the prompt has none of its own.
 
         Raises:
-            ConfigError: there is no answer, or the demonstration is not one.
+            ConfigError: there is no turn of the assistant, or the messages are no conversation.
             ValueError: the chat template cannot render its replies.
         """
         offered = offered_tools(tools if prompt.tools is None else prompt.tools, prompt.tool_choice)
-        seen: list[int] = []
-        turn_ids: list[int] = []
+        asked, shown = _conversation(prompt)
+        ids, mask = list[int](), list[int]()
         with known_characters(prompt, self._tokenizer):
-            for before, message in _turns(prompt):
-                if turn_ids:
-                    seen = [*seen, *turn_ids, *self._increments.render(turn_ids, before).tolist()]
+            prompt_ids = render_prompt(self._tokenizer, asked, offered)
+            for is_turn, messages in groupby(shown, _is_turn):
+                if is_turn:
+                    text = self._written(next(messages))
+                    new = self._tokenizer.encode(text, add_special_tokens=False)
+                    new = [*new, self._tokenizer.eos_token_id]
                 else:
-                    seen = render_prompt(self._tokenizer, [*prompt.message, *before], offered).tolist()
-                text_ids = self._tokenizer.encode(self._written(message), add_special_tokens=False)
-                turn_ids = [*text_ids, self._tokenizer.eos_token_id]
-                yield seen, turn_ids
-
-    def conversation(self, prompt: Prompt) -> tuple[list[int], list[int], list[int]]:
-        """(prompt ids, response ids, mask) with all turns of `prompt`: 1 on what the model should write.
-
-        The last turn is read after all turns before it, so one pass trains them all.
-        """
-        turns = list(self.examples(prompt))
-        start, ids = len(turns[0][0]), [*turns[-1][0], *turns[-1][1]]
-        mask = [0] * len(ids)
-        for seen, written in turns:
-            mask[len(seen) : len(seen) + len(written)] = [1] * len(written)
-        return ids[:start], ids[start:], mask[start:]
+                    new = self._increments.render(ids, list(messages)).tolist()
+                ids += new
+                mask += [int(is_turn)] * len(new)
+        return prompt_ids, np.asarray(ids, np.int32), np.asarray(mask, np.int32)
 
     def _written(self, message: Message) -> str:
         """The model's text in `message`: its content; with calls of tools, what the chat template writes."""
@@ -94,54 +83,25 @@ class Demonstrations:
         return str(text)
 
 
-def load_conversations(data: DataConfig, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """The conversations to train on, in an order by `seed`, and those held out, which none of them equals.
-
-    A row has the whole conversation in its column ``messages``. Its prompt is what comes before the first
-    turn of the assistant.
-
-    Raises:
-        ConfigError: the source cannot be opened, or a row is no such conversation.
-    """
-    columns = {"prompt": "messages", "answer": "", **data.columns}
-    whole = load_prompts(data.model_copy(update={"columns": columns}))
-    whole = shuffled(whole, f"warm-up/{seed}")
-    count = min(int(len(whole) * HELD_OUT), MOST_HELD_OUT)
-    apart, training = whole[:count], hold_out(whole[count:], whole[:count])
-    return [_as_demonstration(prompt) for prompt in training], [_as_demonstration(prompt) for prompt in apart]
-
-
-def _as_demonstration(prompt: Prompt) -> Prompt:
-    with errors_about(prompt.place, ConfigError, RequestError):
-        messages = with_names([plain_message(message) for message in prompt.message])
-        roles = [message["role"] for message in messages]
-        if not set(roles) <= set(ROLES) or "assistant" not in roles[1:] or roles[0] == "assistant":
-            said = f"a conversation has messages of {', '.join(ROLES)}, and an assistant's after another's"
-            raise ConfigError(f"{said}; got {', '.join(roles)}")
-        first = roles.index("assistant")
-        shown = {**prompt.extra, "demonstration": messages[first:]}
-        return replace(prompt, message=messages[:first], extra=shown)
-
-
-def _turns(prompt: Prompt) -> Iterator[tuple[list[Message], Message]]:
-    """The turns that `prompt` comes with, each with the messages before it and after the turn before that."""
+def _conversation(prompt: Prompt) -> tuple[list[Message], list[Message]]:
+    """The messages before the first turn that `prompt` comes with, and those from there to the last turn."""
     answer = (prompt.reward_model or {}).get("ground_truth")
-    shown = prompt.extra.get("demonstration")
-    if shown is None and answer is None:
-        raise ConfigError(
-            "[warmup] needs an answer for every prompt: set data.columns.answer, or give the rows a column "
-            "'demonstration' with the messages after the prompt"
-        )
-    before: list[Message] = []
-    for place, message in enumerate(shown or [{"role": "assistant", "content": str(answer)}]):
-        if message["role"] != "assistant":
-            before.append(message)
-            continue
-        if (place and not before) or not isinstance(message.get("content"), str):
-            at = f"{prompt.place}: " if prompt.place else ""
+    answers = [] if answer is None else [{"role": "assistant", "content": str(answer)}]
+    shown = prompt.extra.get("demonstration") or answers
+    messages = [*prompt.message, *shown]
+    # Turns in the prompt of a task are given to the model, not asked of it.
+    given = len(prompt.message) if shown else 0
+    turns = [place for place, message in enumerate(messages) if _is_turn(message) and place >= given]
+    roles = [message["role"] for message in messages]
+    with errors_about(prompt.place or "a prompt", ConfigError, RequestError):
+        if not turns or turns[0] == 0 or 1 in np.diff(turns) or not {*roles} <= {*ROLES}:
             raise ConfigError(
-                f"{at}the assistant's messages of a demonstration need a text, and replies between them; got "
-                f"{str(message)[:200]}"
+                f"a conversation has messages of {', '.join(ROLES)}, and one of the assistant after one that "
+                f"is not; got {', '.join(roles)} (a task needs data.columns.answer or a column demonstration)"
             )
-        yield before, message
-        before = []
+        learned = [plain_message(message) for message in messages[turns[0] : turns[-1] + 1]]
+        return messages[: turns[0]], with_names(learned)
+
+
+def _is_turn(message: Message) -> bool:
+    return bool(message["role"] == "assistant")

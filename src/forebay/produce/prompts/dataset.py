@@ -165,6 +165,24 @@ def hold_out(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Sequence[
     return _subset(prompts, kept, logging.INFO, "their text is among the evaluation's, too")
 
 
+HELD_OUT, MOST_HELD_OUT = 0.05, 256
+"""Share of the conversations that is held out, and their number at most."""
+
+
+def load_conversations(data: DataConfig, seed: int) -> tuple[Sequence[Prompt], Sequence[Prompt]]:
+    """The conversations to train on, in an order by `seed`, and those held out, which none of them equals.
+
+    A row has the whole conversation in its column ``messages``.
+
+    Raises:
+        ConfigError: the source cannot be opened.
+    """
+    named = {"columns": {"prompt": "messages", "answer": "", **data.columns}}
+    rows = shuffled(load_prompts(data.model_copy(update=named)), f"warm-up/{seed}")
+    count = min(int(len(rows) * HELD_OUT), MOST_HELD_OUT)
+    return hold_out(rows[count:], rows[:count]), rows[:count]
+
+
 def check_prompt_lengths(
     prompts: Sequence[Prompt],
     tokenizer: ChatTokenizer,

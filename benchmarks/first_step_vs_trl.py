@@ -20,21 +20,12 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
+from trl_side import METHODS
 
 from forebay.train import TrainBatch, TrainConfig, TrainController
 from forebay.types import RolloutState, Status
 
 VOCABULARY, NOISE = 23, {"dapo": 0.3, "gspo": 1e-3}
-SETTINGS: dict[str, dict[str, Any]] = {
-    "dapo": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},
-    "gspo": {
-        "loss_type": "grpo",
-        "importance_sampling_level": "sequence",
-        "epsilon": 3e-4,
-        "epsilon_high": 4e-4,
-    },
-}
-"""What TRL's documentation gives for the two papers."""
 
 
 def build_model() -> LlamaForCausalLM:
@@ -86,7 +77,7 @@ def trl_loss(preset: str, model: LlamaForCausalLM, batch: TrainBatch) -> torch.T
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder, beta=0.0, use_cpu=True, bf16=False, report_to="none",
-            per_device_train_batch_size=4, num_generations=4, **SETTINGS[preset],
+            per_device_train_batch_size=4, num_generations=4, **METHODS[preset],
         )  # fmt: skip
         trainer = GRPOTrainer(
             model=model, processing_class=tokenizer, reward_funcs=lambda completions, **_: [0.0],
@@ -122,7 +113,7 @@ def rows(parts: list[np.ndarray], *, right: bool = True) -> torch.Tensor:
 def main() -> None:
     print("| preset | loss | TRL's | difference | of a gradient | largest gradient | tokens clipped |")
     print("|---|---|---|---|---|---|---|")
-    for preset in SETTINGS:
+    for preset in NOISE:
         ours = build_model()
         theirs = copy.deepcopy(ours)
         batch, gradient = forebay_step(preset, ours)

@@ -22,7 +22,7 @@ from forebay.judges import JudgeConfig
 from forebay.models import ModelConfig
 from forebay.produce import DataConfig
 from forebay.runs.build import Run, build_run
-from forebay.runs.config import RunConfig, TaskConfig
+from forebay.runs.config import ProduceConfig, RunConfig, TaskConfig
 from forebay.runs.folder import new_folder
 from forebay.runs.show.display import RunDisplay
 from forebay.train import TrainConfig
@@ -35,6 +35,15 @@ Groups = list[list[RolloutState]]
 def run_config(job: Job) -> RunConfig:
     # What a run file cannot choose must be what the other side was told.
     assert (*job.betas, job.eps) == ADAM, (job.betas, job.eps)
+    method = {"clip": job.clip} if job.preset is None else {"preset": job.preset}
+    train = TrainConfig(
+        lr=job.lr,
+        max_grad_norm=job.max_grad_norm,
+        token_budget=job.micro_batch,
+        layout="shared_prompt",
+        **method,
+    )
+    assert train.optimizer_steps == job.optimizer_steps, (train.optimizer_steps, job.optimizer_steps)
     return RunConfig(
         name="run",
         seed=job.seed,
@@ -52,13 +61,9 @@ def run_config(job: Job) -> RunConfig:
                 sample=SampleParams(max_tokens=job.max_tokens),
             )
         ],
-        train=TrainConfig(
-            lr=job.lr,
-            max_grad_norm=job.max_grad_norm,
-            clip=job.clip,
-            token_budget=job.micro_batch,
-            layout="shared_prompt",
-        ),
+        train=train,
+        # Presets may bring dynamic sampling, which the other side cannot do.
+        produce=ProduceConfig(filter="reward_variance" if job.dynamic_sampling else "none"),
     )
 
 
@@ -109,6 +114,7 @@ async def main(job: Job) -> None:
     )
     if job.recording is not None:
         record(run, trained, Path(job.recording))
+    if job.saves:
         run.trainer.model.save_pretrained(job.trained_model)
     await verbs.close(run)
 

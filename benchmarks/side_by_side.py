@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 SIDES = ("forebay", "trl")
+OPTIMIZER_STEPS: dict[str | None, int] = {"dapo": 16, "gspo": 4}
+"""Optimizer steps per batch, by preset, as in the papers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +43,33 @@ class Job:
     """The probability ratio counts from ``1 - clip`` to ``1 + clip``."""
     micro_batch: int
     """Of one forward pass in training: tokens (forebay) or sequences (TRL); changes no result."""
+    preset: str | None = None
+    """A method of `OPTIMIZER_STEPS` with its paper's settings, `clip` among them; None: GRPO, one optimizer
+    step per batch."""
+    dynamic_sampling: bool = False
+    """Forebay only, TRL has none: groups whose scores are all equal are replaced by others."""
     continuous_batching: bool = False
     """TRL only: generate with transformers' continuous batching instead of `generate`."""
     recording: str | None = None
-    """A file of rollouts: forebay writes its own there, TRL trains on them instead of sampling. Both save
-    their weights then."""
+    """A file of rollouts: forebay writes its own there, TRL trains on them instead of sampling."""
 
     @property
     def samples_per_step(self) -> int:
         return self.prompts_per_step * self.group_size
 
     @property
+    def optimizer_steps(self) -> int:
+        """Per batch."""
+        return OPTIMIZER_STEPS.get(self.preset, 1)
+
+    @property
+    def saves(self) -> bool:
+        """Whether the trained weights are kept."""
+        return self.preset is not None or self.recording is not None
+
+    @property
     def trained_model(self) -> Path:
-        """Where the weights go if `recording` is given."""
+        """Where the weights go if they are kept."""
         return Path(self.folder) / "trained"
 
     @property

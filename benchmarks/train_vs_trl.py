@@ -15,6 +15,7 @@ Usage: python benchmarks/train_vs_trl.py [--size 1m,5m] [--seeds 3] [--trl-pytho
 Every run is a process of its own, one at a time, the sides in turn. TRL's environment (benchmarks/.envs/trl,
 1.5 GB) is made when it is missing, unless --trl-python names one. --sweep only times the micro-batch sizes
 that both sides can choose; --render only writes the page and the picture again from the JSON file.
+``presets_vs_trl.py`` compares the final scores of whole methods with the same two sides.
 """
 
 from __future__ import annotations
@@ -145,6 +146,13 @@ def prepare(size: Size, letters: tuple[int, int], options: argparse.Namespace, f
 
 def write_problems(letters: tuple[int, int], path: Path) -> DataConfig:
     """Sorting problems, equally many of every length from the first to the second of `letters`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_jsonl(path, problems(letters))
+    return DataConfig(source=str(path))
+
+
+def problems(letters: tuple[int, int], more: int = 0) -> list[tuple[str, str]]:
+    """Prompt and answer of those problems, with `more` of each length."""
     lengths = range(letters[0], letters[1] + 1)
     prompts = [
         prompt
@@ -153,13 +161,11 @@ def write_problems(letters: tuple[int, int], path: Path) -> DataConfig:
             DataConfig(
                 source="sorting",
                 arguments={"length": length, "letters": NUM_LETTERS},
-                size=min(NUM_PROMPTS // len(lengths), NUM_LETTERS**length),
+                size=min(NUM_PROMPTS // len(lengths) + more, NUM_LETTERS**length),
             )
         )
     ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_jsonl(path, [(prompt.message[-1]["content"], answer_of(prompt)) for prompt in prompts])
-    return DataConfig(source=str(path))
+    return [(prompt.message[-1]["content"], answer_of(prompt)) for prompt in prompts]
 
 
 def answer_of(prompt: Any) -> str:
@@ -219,7 +225,9 @@ def run_side(bench: Bench, side: str, label: str, *, seed: int = 0, steps: int, 
     job = replace(job, **changes)
     folder = Path(job.folder)
     job.save(folder / "job.json")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = dict(os.environ)
+    if side == "trl":
+        environment.pop("PYTHONPATH", None)
     environment |= ONE_THREAD | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     command = [bench.python[side], str(HERE / f"{side}_side.py"), str(folder / "job.json")]
     with (folder / "log.txt").open("w") as log:
@@ -254,11 +262,11 @@ def make_job(bench: Bench, side: str, folder: Path, *, seed: int, steps: int) ->
     )
 
 
-def run_both(bench: Bench, label: str, *, seed: int, steps: int) -> dict[str, Any]:
-    """Both sides with one seed, by side; every other seed TRL goes first."""
+def run_both(bench: Bench, label: str, *, seed: int, steps: int, **changes: Any) -> dict[str, Any]:
+    """Both sides with one seed, by side; every other seed TRL goes first. `changes` are of the `Job`."""
     results = {}
     for side in SIDES if seed % 2 == 0 else reversed(SIDES):
-        results[side] = run_side(bench, side, label, seed=seed, steps=steps)
+        results[side] = run_side(bench, side, label, seed=seed, steps=steps, **changes)
         rate = bench.prompts_per_step * bench.group_size / mean_step(results[side])
         print(f"  {label}, seed {seed}, {side}: {rate:.0f} samples per CPU second", flush=True)
     prompts = [results[side].pop("prompt_ids") for side in SIDES]
@@ -276,13 +284,16 @@ def mean_step(result: dict[str, Any]) -> float:
 # Checks and measurements
 
 
-def replay(bench: Bench) -> dict[str, Any]:
-    """Let TRL train on Forebay's own rollouts: the same losses must move the same weights the same way."""
+def replay(bench: Bench, **changes: Any) -> dict[str, Any]:
+    """Let TRL train on Forebay's own rollouts: the same losses must move the same weights the same way.
+
+    `changes` are fields of the `Job`.
+    """
     recording = str(bench.folder / "recording.json")
     results, moved = {}, {}
     start = load_file(bench.model / "model.safetensors")
     for side in SIDES:
-        results[side] = run_side(bench, side, "replay", steps=REPLAYED_STEPS, recording=recording)
+        results[side] = run_side(bench, side, "replay", steps=REPLAYED_STEPS, recording=recording, **changes)
         end = load_file(bench.folder / f"replay-{side}-0" / "trained" / "model.safetensors")
         moved[side] = torch.cat([(end[name] - start[name]).flatten().double() for name in sorted(start)])
     ours, theirs = (results[side] for side in SIDES)

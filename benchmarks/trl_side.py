@@ -3,12 +3,13 @@
 Usage: python trl_side.py JOB.json
 
 Nothing of forebay is imported here. `MeasuredTrainer` adds two time stamps per step and keeps references to
-what the trainer made; it changes nothing.
+what the trainer made; it changes nothing but the schedule of the rate in a run of DAPO.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from datasets import Dataset
 from side_by_side import Job, StepClock, cpu_seconds, write_result
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import get_soft_overlong_punishment
 
 
 def share_of_places(completions: list[str], answer: list[str], **_: Any) -> list[float]:
@@ -29,43 +31,78 @@ def share_of_places(completions: list[str], answer: list[str], **_: Any) -> list
     ]
 
 
+METHODS: dict[str | None, dict[str, Any]] = {
+    "dapo": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},
+    "gspo": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon": 3e-4,
+        "epsilon_high": 4e-4,
+    },
+}
+"""By preset, what TRL's documentation gives for the two papers."""
+OVERLONG = 0.2
+"""The share of the response budget over whose end DAPO's soft penalty rises."""
+RISE = {"dapo": 20}
+"""Batches over which the learning rate rises."""
+
+
 class MeasuredTrainer(GRPOTrainer):  # type: ignore[misc]
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, job: Job, **arguments: Any) -> None:
         super().__init__(**arguments)
+        self._job = job
         self.made: list[dict[str, torch.Tensor]] = []
         self.rewards: list[float] = []
         self.generate_cpu_s: list[float] = []
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """A rise by batches, as in the paper; TRL's own would go by optimizer steps."""
+        rise = RISE.get(str(self._job.preset), 1)
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer if optimizer is None else optimizer,
+            lambda step: min(1.0, (step // self._job.optimizer_steps + 1) / rise),
+        )
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         started = cpu_seconds()
         output = super()._generate_and_score_completions(inputs)
         self.generate_cpu_s.append(cpu_seconds() - started)
-        self.rewards.append(self._metrics["train"]["reward"][-1])
+        # The first reward function's, without a penalty of the length.
+        self.rewards.append(self._metrics["train"]["rewards/share_of_places/mean"][-1])
         names = ("prompt_ids", "prompt_mask", "completion_mask")
         self.made.append({name: output[name] for name in names})
         return output
 
 
 class MarkSteps(TrainerCallback):  # type: ignore[misc]
-    def __init__(self, clock: StepClock) -> None:
+    def __init__(self, clock: StepClock, optimizer_steps: int) -> None:
         self._clock = clock
+        self._optimizer_steps = optimizer_steps
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         self._clock.mark()
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._clock.mark()
+    def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        if state.global_step % self._optimizer_steps == 0:
+            self._clock.mark()
 
 
 def trainer_config(job: Job) -> GRPOConfig:
-    assert job.samples_per_step % job.micro_batch == 0, (job.samples_per_step, job.micro_batch)
+    mini_batch = job.samples_per_step // job.optimizer_steps
+    micro_batch = min(job.micro_batch, mini_batch)
+    assert job.samples_per_step % job.optimizer_steps == mini_batch % micro_batch == 0, job
+    method = {"loss_type": "dapo", "epsilon": job.clip, "epsilon_high": job.clip}
     return GRPOConfig(
         output_dir=job.folder,
         seed=job.seed,
-        # One generation and one optimizer step per batch; micro-batches only split the forward passes.
-        max_steps=job.steps,
-        per_device_train_batch_size=job.micro_batch,
-        gradient_accumulation_steps=job.samples_per_step // job.micro_batch,
+        # One generation per batch and one optimizer step per mini-batch; micro-batches only split the forward
+        # passes.
+        max_steps=job.steps * job.optimizer_steps,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=mini_batch // micro_batch,
+        steps_per_generation=job.samples_per_step // micro_batch,
         num_generations=job.group_size,
         num_iterations=1,
         shuffle_dataset=False,
@@ -82,10 +119,8 @@ def trainer_config(job: Job) -> GRPOConfig:
         adam_epsilon=job.eps,
         weight_decay=0.0,
         max_grad_norm=job.max_grad_norm,
-        epsilon=job.clip,
-        epsilon_high=job.clip,
-        # The sum of the token losses over the number of tokens in the whole batch.
-        loss_type="dapo",
+        # Without a preset: the sum of the token losses over the number of tokens in the whole batch.
+        **METHODS.get(job.preset, method),
         scale_rewards="group",
         beta=0.0,
         use_cpu=True,
@@ -103,13 +138,17 @@ def trainer_config(job: Job) -> GRPOConfig:
 
 
 def build_trainer(job: Job, clock: StepClock) -> MeasuredTrainer:
+    rewards: list[Any] = [share_of_places]
+    if job.preset == "dapo":
+        rewards.append(get_soft_overlong_punishment(job.max_tokens, OVERLONG * job.max_tokens))
     return MeasuredTrainer(
+        job,
         model=job.model,
         processing_class=AutoTokenizer.from_pretrained(job.model),
-        reward_funcs=share_of_places,
+        reward_funcs=rewards,
         args=trainer_config(job),
         train_dataset=Dataset.from_json(job.prompts),
-        callbacks=[MarkSteps(clock)],
+        callbacks=[MarkSteps(clock, job.optimizer_steps)],
         rollout_func=None if job.recording is None else replay(Path(job.recording)),
     )
 
@@ -140,17 +179,18 @@ def main(job: Job) -> None:
     clock = StepClock()
     trainer = build_trainer(job, clock)
     trainer.train()
-    log = [row for row in trainer.state.log_history if "grad_norm" in row]
+    norms = [float(row["grad_norm"]) for row in trainer.state.log_history if "grad_norm" in row]
+    every = job.optimizer_steps
     write_result(
         job,
         clock,
         reward=trainer.rewards,
         generate_cpu_s=trainer.generate_cpu_s,
         response_tokens=[float(made["completion_mask"].sum(1).float().mean()) for made in trainer.made],
-        grad_norm=[row["grad_norm"] for row in log],
+        grad_norm=[statistics.mean(norms[at : at + every]) for at in range(0, len(norms), every)],
         prompt_ids=[prompts_of(made) for made in trainer.made],
     )
-    if job.recording is not None:
+    if job.saves:
         trainer.save_model(str(job.trained_model))
 
 

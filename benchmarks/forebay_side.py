@@ -62,33 +62,44 @@ def run_config(job: Job) -> RunConfig:
             )
         ],
         train=train,
-        # Presets may bring dynamic sampling, which the other side cannot do.
-        produce=ProduceConfig(filter="reward_variance" if job.dynamic_sampling else "none"),
+        # Presets may bring dynamic sampling, which TRL does not have.
+        produce=ProduceConfig(filter="none"),
     )
 
 
-async def train(run: Run, clock: StepClock) -> list[Groups]:
-    """The run; returns the groups of every step."""
-    trained = []
+async def train(run: Run, job: Job, clock: StepClock) -> list[Groups]:
+    """The run; returns the groups of every step. What `Job.recording` names is written."""
+    trained, recorded = [], []
     await verbs.sync_weights(run)
     clock.mark()
     for train_step in range(1, run.config.steps + 1):
         batch = await verbs.produce(run, train_step)
+        if job.recording is not None:
+            recorded.append(recording(run, batch.rollout_states))
         metrics = await verbs.fit(run, batch.rollout_states)
         await verbs.sync_weights(run)
         verbs.report(run, train_step, batch, metrics)
         clock.mark()
         trained.append(batch.rollout_states)
+    if job.recording is not None:
+        Path(job.recording).write_text(json.dumps(recorded), encoding="utf-8")
     return trained
 
 
-def record(run: Run, trained: list[Groups], path: Path) -> None:
-    """What TRL needs to train on the same rollouts: the responses by prompt text, step by step."""
-    steps = [
-        {prompt_text(run.tokenizer, group[0]): [s.response_ids.tolist() for s in group] for group in groups}
-        for groups in trained
-    ]
-    path.write_text(json.dumps(steps), encoding="utf-8")
+def recording(run: Run, groups: Groups) -> dict[str, list[tuple[int, list[int]]]]:
+    """What TRL needs to train on the same rollouts: by prompt text the responses, with their mini-batches."""
+    packed = run.trainer.pack(groups)
+    parts = {
+        packed.rollout_ids[sequence]: number
+        for number, sequences in enumerate(packed.mini_batches)
+        for sequence in sequences
+    }
+    return {
+        prompt_text(run.tokenizer, group[0]): [
+            (parts[state.rollout_id], state.response_ids.tolist()) for state in group
+        ]
+        for group in groups
+    }
 
 
 def prompt_text(tokenizer: Any, state: RolloutState) -> str:
@@ -102,7 +113,7 @@ async def main(job: Job) -> None:
     with RunDisplay(Console(file=io.StringIO())) as display:
         with new_folder(config, overwrite=True) as folder:
             run = build_run(config, folder, display)
-        trained = await train(run, clock)
+        trained = await train(run, job, clock)
     write_result(
         job,
         clock,
@@ -112,8 +123,6 @@ async def main(job: Job) -> None:
         grad_norm=[row["train/grad_norm"] for row in run.history],
         prompt_ids=[sorted(group[0].prompt_ids.tolist() for group in groups) for groups in trained],
     )
-    if job.recording is not None:
-        record(run, trained, Path(job.recording))
     if job.saves:
         run.trainer.model.save_pretrained(job.trained_model)
     await verbs.close(run)

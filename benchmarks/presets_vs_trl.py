@@ -6,11 +6,15 @@ The model, the prompts and the two sides are those of ``train_vs_trl.py``::
 
     the same start --forebay_side.py, trl_side.py--> weights of each side and seed
         --transformers' generate--> responses to held-out problems --exact_match--> scores
-        --over seeds--> mean, 95% interval (Student's t), do the sides' intervals overlap?
+        --over seeds, over problems--> mean, 95% intervals, do the sides' intervals overlap?
 
-TRL has no dynamic sampling: it is off on both sides, and where the preset has it a third arm shows Forebay's
-runs with it. Both sides' weights are sampled and judged by the same code. --render only prints the table of
-the JSON file again.
+Over seeds the interval is the mean +- t s / sqrt(n), n the seeds, s the deviation of their scores, t the
+0.975 quantile of Student's t with n - 1 degrees of freedom. Over problems it is the mean +- 1.96 s / sqrt(N),
+N the problems, s the deviation of their scores, each the mean over the seeds.
+
+TRL has no dynamic sampling: it is off on both sides. Both sides' weights are sampled and judged by the same
+code. A check goes before: on equal rollouts and mini-batches both sides must move the weights the same way.
+--render only prints the table of the JSON file again.
 """
 
 from __future__ import annotations
@@ -32,11 +36,10 @@ from typing import Any
 
 import torch
 import train_vs_trl as base
-from side_by_side import OPTIMIZER_STEPS
+from side_by_side import OPTIMIZER_STEPS, SIDES
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from forebay.judges import ExactMatchJudge
-from forebay.train.presets import DYNAMIC_SAMPLING
 from forebay.types import RolloutState
 
 HELD_OUT = 56
@@ -45,48 +48,53 @@ SPARE_TOKENS = 7
 """Room in a response behind the longest right answer: DAPO's penalty begins there."""
 SAMPLES = 4
 """Responses at temperature 1 to each problem; one more is greedy."""
-MEASURES = ("greedy_score", "greedy_exact", "sampled_score", "sampled_exact")
-"""Share of right places and share of right answers."""
+MEASURES = ("greedy_exact", "greedy_score", "sampled_exact", "sampled_score")
+"""Of greedy and of sampled responses: the share of right answers and that of right places, the reward."""
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """By the number of seeds: the 0.975 quantile of Student's t with one degree of freedom less."""
 
 Problem = tuple[str, str]
 """A prompt and its answer."""
+Scores = dict[str, torch.Tensor]
+"""By measure, a value for each problem."""
 
 
 def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """The scores before training, and by arm (``forebay``, ``trl``, ``dynamic``) the runs with theirs."""
-    size = replace(base.SIZES[options.size], steps=options.steps, lr=options.lr)
+    """The scores before training and of each side by seed, and the runs."""
+    size = replace(base.SIZES[options.size], steps=options.steps, lr=options.lr, warmup_steps=options.warmup)
     bench = base.prepare(size, base.MIXED_LENGTHS, options, work)
     bench = replace(bench, max_tokens=base.MIXED_LENGTHS[1] + 1 + SPARE_TOKENS)
-    if options.replay:
-        return {"preset": options.preset, "replay": base.replay(bench, preset=options.preset)}
+    replayed = base.replay(bench, preset=options.preset)
     problems = held_out(bench.model)
     start = score(bench, bench.model, problems)
-    print(f"{options.preset}, before training: {start}", flush=True)
-    job = {"steps": size.steps, "preset": options.preset}
-    arms: dict[str, list[dict[str, Any]]] = {}
-
-    def keep(arm: str, label: str, result: dict[str, Any]) -> None:
-        scores = score(bench, bench.folder / label / "trained", problems)
-        print(f"  {label}: {scores}", flush=True)
-        arms.setdefault(arm, []).append(base.per_step(result) | {"scores": scores})
-
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+    scores: dict[str, list[Scores]] = {side: [] for side in SIDES}
     for seed in range(options.seeds):
-        for side, result in base.run_both(bench, "run", seed=seed, **job).items():
-            keep(side, f"run-{side}-{seed}", result)
-    for seed in range(options.seeds if options.preset in DYNAMIC_SAMPLING else 0):
-        result = base.run_side(bench, "forebay", "dynamic", seed=seed, dynamic_sampling=True, **job)
-        keep("dynamic", f"dynamic-forebay-{seed}", {"seed": seed} | result)
+        results = base.run_both(bench, "run", seed=seed, steps=size.steps, preset=options.preset)
+        for side, result in results.items():
+            runs[side].append(base.per_step(result))
+            scores[side].append(score(bench, bench.folder / f"run-{side}-{seed}" / "trained", problems))
     return {
         "preset": options.preset,
         "steps": size.steps,
         "lr": size.lr,
+        "warmup_steps": size.warmup_steps,
         "max_tokens": bench.max_tokens,
         "problems": len(problems),
-        "start": start,
-        "arms": arms,
+        "replay": replayed,
+        "start": {name: float(start[name].mean()) for name in MEASURES},
+        "scores": {side: {name: summary(scores[side], name) for name in MEASURES} for side in SIDES},
+        "runs": runs,
     }
+
+
+def summary(scores: Sequence[Scores], name: str) -> dict[str, Any]:
+    """One measure by seed, and its interval's halves over seeds and over problems."""
+    by_seed = [float(found[name].mean()) for found in scores]
+    problems = torch.stack([found[name] for found in scores]).mean(0)
+    over_problems = 1.96 * float(problems.std()) / math.sqrt(len(problems))
+    over_seeds = T_95[len(by_seed)] * statistics.stdev(by_seed) / math.sqrt(len(by_seed))
+    return {"by_seed": by_seed, "over_seeds": over_seeds, "over_problems": over_problems}
 
 
 # Scores
@@ -105,17 +113,16 @@ def held_out(model: Path) -> list[Problem]:
     return [(text, answer) for text, (_, answer) in zip(texts, ordered, strict=True)]
 
 
-def score(bench: base.Bench, model: Path, problems: Sequence[Problem]) -> dict[str, float]:
-    """The means of `MEASURES`, and their standard errors over problems as ``NAME_error``."""
+def score(bench: base.Bench, model: Path, problems: Sequence[Problem]) -> Scores:
     torch.manual_seed(0)
-    scores: dict[str, float] = {}
+    scores = {}
     for way, samples in (("greedy", 1), ("sampled", SAMPLES)):
         texts = respond(bench, model, [prompt for prompt, _ in problems], samples)
         verdicts = asyncio.run(judge(texts, [answer for _, answer in problems for _ in range(samples)]))
-        for name in ("score", "exact"):
-            values = torch.tensor([verdict[name] for verdict in verdicts]).view(-1, samples).mean(1)
-            scores[f"{way}_{name}"] = float(values.mean())
-            scores[f"{way}_{name}_error"] = float(values.std()) / math.sqrt(len(values))
+        for name in ("exact", "score"):
+            values = torch.tensor([float(verdict[name]) for verdict in verdicts])
+            scores[f"{way}_{name}"] = values.view(-1, samples).mean(1)
+    print(f"  {model}: " + ", ".join(f"{name} {scores[name].mean():.3f}" for name in MEASURES), flush=True)
     return scores
 
 
@@ -149,36 +156,29 @@ async def judge(texts: Sequence[str], answers: Sequence[str]) -> list[Any]:
     return [await exact_match.score(state) for state in states]
 
 
-# Over the seeds
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """The mean and half the width of its 95% interval."""
-    return statistics.mean(values), T_95[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+# The table
 
 
 def table(found: dict[str, Any]) -> str:
-    """For each measure the mean and the interval of each arm, and the difference to TRL's."""
+    """For each measure and side the scores by seed with their intervals, and whether the sides' overlap."""
     lines = [
-        "| preset | measure | arm | by seed | 95% interval | minus TRL, seed by seed | overlap |",
-        "|---|---|---|---|---|---|---|",
+        "| preset | measure | start | side | seeds 0, 1, ... | mean | over seeds | over problems | overlap |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for measure in MEASURES:
-        values = {arm: [run["scores"][measure] for run in runs] for arm, runs in found["arms"].items()}
-        for arm, own in values.items():
-            cells = ["", ""] if arm == "trl" else compare(own, values["trl"])
-            mean, half = interval(own)
-            seeds = ", ".join(f"{value:.3f}" for value in own)
-            row = [f"`{found['preset']}`", measure.replace("_", " "), arm, seeds, f"{mean:.3f} +- {half:.3f}"]
-            lines.append(f"| {' | '.join(row + cells)} |")
+    for name in MEASURES:
+        both = [found["scores"][side][name] for side in SIDES]
+        first, second = (statistics.mean(one["by_seed"]) for one in both)
+        overlaps = [
+            "yes" if abs(first - second) <= sum(one[over] for one in both) else "no"
+            for over in ("over_seeds", "over_problems")
+        ]
+        for side, one in zip(SIDES, both, strict=True):
+            cells = [f"`{found['preset']}`", name.replace("_", " "), f"{found['start'][name]:.3f}", side]
+            cells.append(", ".join(f"{value:.3f}" for value in one["by_seed"]))
+            cells.append(f"{statistics.mean(one['by_seed']):.3f}")
+            cells += [f"+- {one[over]:.3f}" for over in ("over_seeds", "over_problems")]
+            lines.append(f"| {' | '.join([*cells, ', '.join(overlaps)])} |")
     return "\n".join(lines)
-
-
-def compare(own: Sequence[float], other: Sequence[float]) -> list[str]:
-    """The difference by seed with its interval, and whether the means' intervals have a common value."""
-    (mean, half), (other_mean, other_half) = interval(own), interval(other)
-    gap, gap_half = interval([a - b for a, b in zip(own, other, strict=True)])
-    return [f"{gap:+.3f} +- {gap_half:.3f}", "yes" if abs(mean - other_mean) <= half + other_half else "no"]
 
 
 # The command
@@ -192,13 +192,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", choices=list(base.SIZES), default="1m")
     parser.add_argument("--seeds", type=int, choices=list(T_95), default=3)
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--warmup", type=int, default=120, help="supervised steps before")
     parser.add_argument("--prompts", type=int, default=16, help="per step")
     parser.add_argument("--group", type=int, default=16, help="samples per prompt")
     parser.add_argument("--trl-python", type=Path, help=f"a Python with TRL {base.TRL_VERSION}")
     parser.add_argument("--results", type=Path, help="JSON file")
     parser.add_argument("--work", type=Path, help="keep models, jobs and logs in this new folder")
-    parser.add_argument("--replay", action="store_true", help="only train both sides on the same rollouts")
     parser.add_argument("--render", action="store_true", help="only print the table again")
     options = parser.parse_args(arguments)
     options.results = options.results or base.RESULTS.with_name(f"{options.preset}_vs_trl.json")
@@ -226,8 +226,7 @@ def main() -> None:
             if options.work is None:
                 shutil.rmtree(work, ignore_errors=True)
         options.results.write_text(json.dumps(found) + "\n", encoding="utf-8")
-    if not options.replay:
-        print(table(json.loads(options.results.read_text(encoding="utf-8"))))
+    print(table(json.loads(options.results.read_text(encoding="utf-8"))))
 
 
 if __name__ == "__main__":

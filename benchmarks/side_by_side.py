@@ -46,8 +46,6 @@ class Job:
     preset: str | None = None
     """A method of `OPTIMIZER_STEPS` with its paper's settings, `clip` among them; None: GRPO, one optimizer
     step per batch."""
-    dynamic_sampling: bool = False
-    """Forebay only, TRL has none: groups whose scores are all equal are replaced by others."""
     continuous_batching: bool = False
     """TRL only: generate with transformers' continuous batching instead of `generate`."""
     recording: str | None = None

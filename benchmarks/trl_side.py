@@ -20,6 +20,7 @@ from side_by_side import Job, StepClock, cpu_seconds, write_result
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.rewards import get_soft_overlong_punishment
+from trl.trainer import grpo_trainer
 
 
 def share_of_places(completions: list[str], answer: list[str], **_: Any) -> list[float]:
@@ -154,17 +155,30 @@ def build_trainer(job: Job, clock: StepClock) -> MeasuredTrainer:
 
 
 def replay(path: Path) -> Any:
-    """A rollout function that gives back the recorded responses, the next step's at every call."""
+    """A rollout function that gives back the recorded responses, the next step's at every call.
+
+    The mini-batches become the recorded ones, too: TRL would draw them.
+    """
     steps = iter(json.loads(path.read_text(encoding="utf-8")))
+    parts: list[int] = []
 
     def rollouts(prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
-        responses = {prompt: iter(ids) for prompt, ids in next(steps).items()}
+        responses = {prompt: iter(rows) for prompt, rows in next(steps).items()}
+        parts[:], completions = zip(*(next(responses[prompt]) for prompt in prompts), strict=True)
         return {
             "prompt_ids": trainer.processing_class(text=prompts)["input_ids"],
-            "completion_ids": [next(responses[prompt]) for prompt in prompts],
+            "completion_ids": list(completions),
             "logprobs": None,
         }
 
+    def arrange(columns: dict[str, Any]) -> dict[str, Any]:
+        order = torch.tensor(parts).argsort(stable=True)
+        return {
+            name: rows[order] if isinstance(rows, torch.Tensor) and rows.ndim else rows
+            for name, rows in columns.items()
+        }
+
+    grpo_trainer.shuffle_sequence_dict = arrange
     return rollouts
 
 

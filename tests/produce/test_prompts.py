@@ -267,6 +267,16 @@ def test_neighboring_reasoning_gym_seeds_share_problems_so_hold_out_is_needed() 
     assert not set(texts(hold_out(train, other_seed))) & set(texts(other_seed))
 
 
+def test_a_problem_that_is_held_out_twice_is_not_trained_on_either() -> None:
+    def problems(*numbers: int) -> list[Prompt]:
+        # A generator of few problems makes some twice, each with its own number.
+        truths = [{"ground_truth": "4", "reasoning_gym": {"index": number}} for number in numbers]
+        return [Prompt(message=chats("2 + 2 =")[0].message, reward_model=truth) for truth in truths]
+
+    kept = hold_out([*problems(0, 1, 2), *chats("3 + 3 =")], problems(7, 9))
+    assert texts(kept) == ["3 + 3 ="]
+
+
 def test_reasoning_gym_errors_name_the_generator_and_its_arguments() -> None:
     with pytest.raises(ConfigError, match=r"no generator 'countdwon'; did you mean 'countdown'\?"):
         load_prompts(DataConfig(source="reasoning_gym:countdwon"))

@@ -150,11 +150,11 @@ def hold_out(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Sequence[
     """
     answers = defaultdict[str, set[str]](set)
     for prompt in held_out:
-        answers[_message_key(prompt)].add(str(prompt.reward_model))
+        answers[_message_key(prompt)].add(_truth(prompt))
 
     def is_hidden(prompt: Prompt) -> bool:
         known = answers.get(_message_key(prompt), ())
-        return len(known) == 1 or str(prompt.reward_model) in known
+        return len(known) == 1 or _truth(prompt) in known
 
     kept = [index for index in range(len(prompts)) if not is_hidden(prompts[index])]
     if not kept:
@@ -163,6 +163,11 @@ def hold_out(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Sequence[
             f"give them different parts of the data with start and size"
         )
     return _subset(prompts, kept, logging.INFO, "their text is among the evaluation's, too")
+
+
+def _truth(prompt: Prompt) -> str:
+    # A generator's problem also carries its number, which is another one where the same problem comes again.
+    return str((prompt.reward_model or {}).get("ground_truth", prompt.reward_model))
 
 
 HELD_OUT, MOST_HELD_OUT = 0.05, 256

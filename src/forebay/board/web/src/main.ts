@@ -47,13 +47,19 @@ async function draw(isAgain = false): Promise<void> {
   if (!isAgain) {
     leave();
     leave = () => undefined;
+    main.setAttribute("aria-busy", "true");
   }
-  let runs: RunSummary[] = [];
   try {
-    runs = await ask("runs");
+    await drawView(mine, isAgain);
   } catch (error) {
-    return show(main, failure(error));
+    // A view that waits goes on waiting.
+    if (mine === turn && !isAgain) show(main, failure(error));
   }
+  if (mine === turn) main.removeAttribute("aria-busy");
+}
+
+async function drawView(mine: number, isAgain: boolean): Promise<void> {
+  const runs = await ask("runs");
   if (mine !== turn) return;
   const place = here();
   const run = place.run || runs[0]?.id || "";
@@ -62,22 +68,16 @@ async function draw(isAgain = false): Promise<void> {
   if (!run) return show(main, h("p", { class: "empty awaited" }, "There is no run here yet. Start one with forebay train, or name a folder: forebay board runs/"));
   document.title = `${run} - ${view} - Forebay`;
   const root = h("div", { class: `view ${view}` });
-  if (!isAgain) main.setAttribute("aria-busy", "true");
-  try {
-    const done = await VIEWS[view](root, run, place.given, runs);
-    if (mine !== turn || (isAgain && root.querySelector(".awaited"))) return done();
-    leave();
-    leave = done;
-    const focused = document.activeElement?.id;
-    if (isAgain) drawHeader(runs, run, view);
-    // Only now: the old view stays until the new one is there, so that nothing jumps.
-    show(main, root);
-    window.dispatchEvent(new Event("resize"));
-    if (isAgain && focused) document.getElementById(focused)?.focus();
-  } catch (error) {
-    if (mine === turn) show(main, failure(error));
-  }
-  main.removeAttribute("aria-busy");
+  const done = await VIEWS[view](root, run, place.given, runs);
+  if (mine !== turn || (isAgain && root.querySelector(".awaited"))) return done();
+  leave();
+  leave = done;
+  const focused = document.activeElement?.id;
+  if (isAgain) drawHeader(runs, run, view);
+  // Only now: the old view stays until the new one is there, so that nothing jumps.
+  show(main, root);
+  window.dispatchEvent(new Event("resize"));
+  if (isAgain && focused) document.getElementById(focused)?.focus();
 }
 
 function drawHeader(runs: RunSummary[], run: string, view: string): void {
@@ -102,7 +102,8 @@ function drawHeader(runs: RunSummary[], run: string, view: string): void {
 /** A view of a run that has just begun fills by itself. What somebody types is not taken away. */
 function lookAgain(): void {
   const field = document.activeElement as HTMLInputElement | null;
-  if (main.querySelector(".awaited") && !field?.value) void draw(true);
+  // Not while another view is on its way: what is shown is no longer what the address says.
+  if (main.querySelector(".awaited") && !main.hasAttribute("aria-busy") && !field?.value) void draw(true);
 }
 
 const prefersDark = matchMedia("(prefers-color-scheme: dark)");

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,7 +131,7 @@ def test_a_resumed_run_goes_back_to_its_checkpoint(tmp_path):
     ledger.record("c", "math", "produced")
     ledger.close()
     resumed = Ledger(path)
-    resumed.load_state_dict(state)
+    resumed.restore(state, Path())
     assert resumed.balance({"math": 1}) == ledger_of_checkpoint().balance({"math": 1})
     assert resumed.life("a", "math").place == "trained"
     assert resumed.life(2, "math").place != "trained"
@@ -170,7 +171,7 @@ def test_every_group_is_in_one_place(events, cut):
     for number, (group_id, task, event, reason) in enumerate(events):
         if number == cut:
             state, ledger = json.loads(json.dumps(ledger.state_dict())), Ledger()
-            ledger.load_state_dict(state)
+            ledger.restore(state, Path())
         ledger.record(group_id, task, event, reason=reason)
         places[task, group_id] = place_after(event, reason, places.get((task, group_id)))
         live = Counter(task for (task, _), place in places.items() if place == "live")
@@ -272,7 +273,7 @@ def test_a_reader_of_the_file_rebuilds_the_ledger(tmp_path_factory, steps):
             if step == "crash":
                 ledger.close()
                 ledger = Ledger(path, clock=lambda: next(times) / 7)
-            ledger.load_state_dict(saved)
+            ledger.restore(saved, Path())
         else:
             group_id, task, event, reason = step
             details = {"num_tokens": 5, "latency_s": 0.1, "score": 1 / 3} if event == "produced" else {}
@@ -291,7 +292,7 @@ def test_a_line_that_was_cut_off_stands_for_nothing(tmp_path):
     path.write_bytes(path.read_bytes()[:-20])
     assert Ledger.read(path).balance({"math": 1}).ok
     resumed = Ledger(path)
-    resumed.load_state_dict(state)
+    resumed.restore(state, Path())
     resumed.record("c", "math", "produced")
     resumed.close()
     read = Ledger.read(path)
@@ -349,13 +350,13 @@ def test_a_state_of_another_version_or_shape_is_refused():
     ledger.record("a", "math", "produced")
     state = ledger.state_dict()
     with pytest.raises(ValueError, match="version"):
-        ledger.load_state_dict({**state, "version": 0})
+        ledger.restore({**state, "version": 0}, Path())
     shorter = {**state["tasks"]["math"], "groups": []}
     with pytest.raises(ValueError, match="0 groups"):
-        ledger.load_state_dict({**state, "tasks": {"math": shorter}})
+        ledger.restore({**state, "tasks": {"math": shorter}}, Path())
     for wrong in ([], {**state, "num_events": None}, {**state, "tasks": {"math": {}}}, {"version": 1}):
         with pytest.raises(ValueError, match="state"):
-            ledger.load_state_dict(wrong)
+            ledger.restore(wrong, Path())
     assert ledger.state_dict() == state
     assert ledger.balance({"math": 1}).ok
 
@@ -365,7 +366,7 @@ def test_rollouts_that_left_are_counted_beside_the_place_of_their_group():
     for event in ("admitted", "left", "left", "produced"):
         ledger.record("a", "math", event, reason="failed" if event == "left" else None)
     assert (ledger.life("a", "math").place, ledger.life("a", "math").num_left) == ("live", 2)
-    ledger.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+    ledger.restore(json.loads(json.dumps(ledger.state_dict())), Path())
     assert ledger.life("a", "math").num_left == ledger.balance({}).left == 2
     assert ledger.balance({"math": 1}).ok
 
@@ -421,7 +422,7 @@ def test_a_restart_stands_whatever_is_rewound_and_counts_for_no_group(tmp_path):
     state = ledger.state_dict()
     ledger.record("a", "math", "trained", train_step=1)
     ledger.note_part("engine 0", "its process has ended")
-    ledger.load_state_dict(state)
+    ledger.restore(state, Path())
     ledger.record("a", "math", "trained", train_step=1)
     ledger.close()
     assert [event["event"] for event in read_events(path)] == ["produced", "rewound", "trained"]
@@ -513,7 +514,7 @@ def test_a_file_of_version_0_1_has_no_checksums(tmp_path):
     path.write_text("".join(json.dumps(line) + "\n" for line in old))
     assert Ledger.read(path).balance({"t": 3}).ok
     ledger = Ledger(path)
-    ledger.load_state_dict({**Ledger.read(path).state_dict()})
+    ledger.restore({**Ledger.read(path).state_dict()}, Path())
     ledger.record(4, "t", "produced")
     ledger.close()
     assert Ledger.read(path).balance({"t": 4}).ok
@@ -605,4 +606,4 @@ def test_uses_are_counted_beside_the_place_and_taken_back():
         balance = ledger.balance({})
         assert balance.ok
         assert (balance.generated, balance.trained, balance.reused) == (1, 1, 1)
-        ledger.load_state_dict(json.loads(json.dumps(ledger.state_dict())))
+        ledger.restore(json.loads(json.dumps(ledger.state_dict())), Path())

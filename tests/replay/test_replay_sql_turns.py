@@ -22,7 +22,6 @@ with write_turn(sa.make_url(sys.argv[1])):
 """
 
 
-@pytest.mark.skipif(connections.fcntl is None, reason="no queue without POSIX locks")
 async def test_a_stopped_process_that_has_the_turn_is_named_and_its_end_lets_others_go_on(
     tmp_path, monkeypatch
 ):

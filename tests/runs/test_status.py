@@ -371,7 +371,7 @@ async def test_the_length_of_dropped_groups_is_looked_at_ever_more_rarely(monkey
         assert values["dropped/tokens_over_trained"] == len(looks)
     assert len(looks) < 70
     state = Ledger().state_dict()
-    manager.ledger.load_state_dict(state)
+    manager.ledger.restore(state, Path())
     manager.ledger.record("old", "math", "dropped", reason="expired")
     # The books went back: what was found before is of other groups.
     before = len(looks)

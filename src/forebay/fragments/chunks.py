@@ -34,8 +34,6 @@ class Fragment(msgspec.Struct, array_like=True, frozen=True, gc=False):
     worker_uuid: str
     fid_in_worker: int
     model_version: int
-    number: int
-    """Counts everything that arrived."""
 
 
 class Chunk(msgspec.Struct, eq=False, array_like=True):
@@ -133,9 +131,9 @@ class Sequences:
     chunk.
 
     >>> sequences = Sequences(fragments_per_chunk=2)
-    >>> sequences.add(Fragment("a", "w", 0, -1, 0), now_s=0.0)
+    >>> sequences.add(Fragment("a", "w", 0, -1), now_s=0.0)
     ([], [])
-    >>> useless, complete = sequences.add(Fragment("b", "w", 2, -1, 1), now_s=1.0)  # 1 was lost
+    >>> useless, complete = sequences.add(Fragment("b", "w", 2, -1), now_s=1.0)  # 1 was lost
     >>> [fragment.fragment_id for fragment in useless], complete
     (['a'], [])
     """

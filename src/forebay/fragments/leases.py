@@ -31,7 +31,7 @@ class References:
 
     An id whose count falls to 0 is remembered for a while: one that is announced again comes too late.
 
-    >>> references, fragment = References(), Fragment("id", "w", 0, -1, 0)
+    >>> references, fragment = References(), Fragment("id", "w", 0, -1)
     >>> references.hold([fragment])
     >>> references.let_go([fragment]), references.knows("id")
     (['id'], True)

@@ -82,10 +82,8 @@ class ReplayState:
         session_id, min_version = meta.session_id, self._min_version
         whole: list[tuple[Fragment, ...]] = []
         fragments = [
-            Fragment(
-                fragment_id, metadata.worker_uuid, metadata.fid_in_worker, metadata.model_version, number
-            )
-            for number, (fragment_id, metadata) in enumerate(new.items(), meta.num_fragments)
+            Fragment(fragment_id, metadata.worker_uuid, metadata.fid_in_worker, metadata.model_version)
+            for fragment_id, metadata in new.items()
         ]
         self.references.hold(fragments)
         for fragment, metadata in zip(fragments, new.values(), strict=True):
@@ -102,7 +100,6 @@ class ReplayState:
                 whole += [tuple(complete)] if complete else []
         meta.tallies.added += len(new)
         meta.tallies.duplicates += num_duplicates
-        meta.num_fragments += len(new)
         chunks = [
             Chunk(number, fragments, min([fragment.model_version for fragment in fragments]))
             for number, fragments in enumerate(whole, meta.num_chunks)

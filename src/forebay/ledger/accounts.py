@@ -274,10 +274,6 @@ class Ledger:
             "repeated": {task: groups.num_repeated for task, groups in self._tasks.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to `state`, of `state_dict`; as `restore`."""
-        self.restore(state, Path())
-
     def close(self) -> None:
         """Close the file; nothing can be recorded in it afterwards."""
         if self._journal is not None:

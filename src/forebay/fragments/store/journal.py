@@ -145,9 +145,8 @@ class Meta(msgspec.Struct):
 
     session_id: str = ""
     model_version: int = -1
-    num_fragments: int = 0
-    """Numbered so far."""
     num_chunks: int = 0
+    """Numbered so far."""
     num_leases: int = 0
     num_draws: int = 0
     """Batches drawn: every draw has a seed of its own, so a resumed buffer does not repeat any."""

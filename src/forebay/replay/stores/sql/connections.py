@@ -17,6 +17,7 @@ lock only orders the writers; SQLite's own lock protects the content.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import secrets
@@ -44,11 +45,6 @@ from forebay.replay.stores.sql.schema import (
     meta,
     metadata,
 )
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: SQLite's own waiting has to do
-    fcntl = None  # type: ignore[assignment]
 
 LIMIT_S = 60.0
 """A turn takes milliseconds; SQLite's own lock is waited for as long (`BUSY_S`)."""
@@ -129,7 +125,7 @@ def write_turn(url: sa.URL) -> Iterator[None]:
     Raises:
         StoreBusy: the turn does not come.
     """
-    if fcntl is None or url.get_backend_name() != "sqlite" or is_in_memory(url):
+    if url.get_backend_name() != "sqlite" or is_in_memory(url):
         yield
         return
     path = f"{url.database}-turn"

@@ -287,7 +287,8 @@ def _with_new_names(data: Mapping[str, Any], old_names: OldNames) -> dict[str, A
 
 
 def _explain(model: type[BaseModel], problem: dict[str, Any]) -> str:
-    location = [str(part) for part in problem["loc"]]
+    # Of a union pydantic names the member, too.
+    location = [str(part) for part in problem["loc"] if not str(part).startswith("constrained-")]
     where = ".".join(location)
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         # The keys accepted there, walking through lists, unions and dataclasses.

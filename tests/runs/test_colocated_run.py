@@ -385,7 +385,7 @@ def test_the_log_of_the_library_is_shown_with_one_traceback(tmp_path, capsys):
     task = {**run_table(tmp_path)["tasks"][0], "data": data, "eval_data": {**data, "size": 2}}
     train(tmp_path, tasks=[task], steps=1)
     out = " ".join(capsys.readouterr().out.split())
-    assert "prompts are left out: their text is among the evaluation's" in out
+    assert "prompts are left out: their text is held out" in out
     with RunDisplay() as display, logs_shown(display):
         for number in range(2):
             try:

@@ -68,3 +68,6 @@ def test_what_does_not_fit_is_one_sentence(run_file, tmp_path):
     code, said = forebay("warmup", plain)
     assert code == 2
     assert "has no [warmup]: add one" in said
+    code, said = forebay("warmup", run_file, "warmup.steps=epochs")
+    assert code == 2
+    assert "'warmup.steps' = 'epochs': String should match" in said

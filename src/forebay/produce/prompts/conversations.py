@@ -60,7 +60,7 @@ class Demonstrations:
             for is_turn, messages in groupby(shown, _is_turn):
                 if is_turn:
                     text = self._written(next(messages))
-                    new = self._tokenizer.encode(text, add_special_tokens=False)
+                    new = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
                     new = [*new, self._tokenizer.eos_token_id]
                 else:
                     new = self._increments.render(ids, list(messages)).tolist()

@@ -162,7 +162,7 @@ def hold_out(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Sequence[
             f"all {len(prompts)} training prompts are also among the {len(held_out)} evaluation prompts; "
             f"give them different parts of the data with start and size"
         )
-    return _subset(prompts, kept, logging.INFO, "their text is among the evaluation's, too")
+    return _subset(prompts, kept, logging.INFO, "their text is held out, too")
 
 
 def _truth(prompt: Prompt) -> str:

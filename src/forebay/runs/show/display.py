@@ -227,7 +227,7 @@ class RunDisplay:
         """How the run went: held-out scores before and after, the curve, these facts, where it is saved."""
         self.close()
         self._console.rule(Text("summary"), style="dim", characters="-")
-        if evaluations:
+        if len(evaluations) > 1:
             self._print(_before_and_after(evaluations[0], evaluations[-1]))
         curve = terminal_curve(
             history,

@@ -228,7 +228,7 @@ def test_production_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch)
 
     monkeypatch.setattr(steps, "begin_checkpoint", begun)
     monkeypatch.setattr(TrainController, "save", waiting_save)
-    run = config(tmp_path)
+    run = config(tmp_path, "replay.store=memory")
     asyncio.run(launch(run))
     assert counts[0]
     assert [path.name for path in list_checkpoints(run.folder)][-1] == f"step_{STEPS:06d}"
@@ -236,7 +236,7 @@ def test_production_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch)
 
 
 def test_a_run_may_change_to_a_durable_store_and_not_back(tmp_path):
-    asyncio.run(launch(config(tmp_path, "steps=3")))
+    asyncio.run(launch(config(tmp_path, "steps=3", "replay.store=memory")))
     folder = tmp_path / "run"
     asyncio.run(launch(saved_config(folder, [f"steps={STEPS}", "replay.store=sqlite"]), resume=folder))
     check_real_run(folder, str(folder / "buffer.db"))

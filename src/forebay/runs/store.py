@@ -47,7 +47,8 @@ def store_of(config: RunConfig) -> str:
     """The kind of store that a run has: ``memory``, ``sqlite`` or ``postgresql``."""
     if config.replay.store is not None:
         return config.replay.store
-    on_disk = config.cluster is not None and not config.record and network_mount(config.folder) is None
+    outlives = config.cluster is not None or config.produce.mode == "separate"
+    on_disk = outlives and not config.record and network_mount(config.folder) is None
     return "sqlite" if on_disk else "memory"
 
 

@@ -53,7 +53,7 @@ def test_a_run_file_alone_becomes_run_toml(tmp_path: Path) -> None:
         write_start("demo_tinny", tmp_path)
 
 
-def test_a_wheel_has_recipes_and_examples(tmp_path: Path) -> None:
+def test_a_wheel_has_recipes_examples_and_the_page_of_keys(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=100)
@@ -65,7 +65,10 @@ def test_a_wheel_has_recipes_and_examples(tmp_path: Path) -> None:
     wanted += [*(ROOT / "recipes").rglob("*.jsonl"), ROOT / "recipes" / "own_task" / "rewards.py"]
     assert {f"forebay/{path.relative_to(ROOT)}" for path in wanted} <= names
     # As installed: nothing of the checkout is in sight.
-    code = "from forebay.cli.init import find_starts; print(find_starts()['own_task'])"
+    code = (
+        "from forebay.cli.init import find_starts; from forebay.cli.keys import find_keys; "
+        "print(find_starts()['own_task'], *(key.default for key in find_keys('lora_rank')))"
+    )
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],  # with an option it is a fresh interpreter, which imports anew
         env={"PYTHONPATH": str(tmp_path / "site")},
@@ -73,7 +76,7 @@ def test_a_wheel_has_recipes_and_examples(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    assert done.stdout.strip() == str(tmp_path / "site" / "forebay" / "recipes" / "own_task")
+    assert done.stdout.strip() == f"{tmp_path / 'site' / 'forebay' / 'recipes' / 'own_task'} 0"
 
 
 def test_wrong_usage_is_one_plain_line_in_a_pipe() -> None:

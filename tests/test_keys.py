@@ -13,8 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.cli import app
-from forebay.cli.keys import find_keys, reference
+from forebay.cli.keys import find_keys
 from forebay.config import ConfigError
+from key_reference import reference
 
 PAGE = Path(__file__).parent.parent / "docs" / "keys.md"
 
@@ -60,6 +61,12 @@ def test_keys_of_components_stand_beside_those_of_the_run_file() -> None:
     }
 
 
+def test_the_command_knows_every_key_of_the_page() -> None:
+    shown = [(key.path, key.values, key.default, key.meaning) for key in find_keys("")]
+    models = [key for keys in reference().values() for key in keys]
+    assert shown == [(key.path, key.values, key.default, key.meaning) for key in models]
+
+
 def test_a_pattern_is_looked_for_in_paths_and_then_in_meanings() -> None:
     (lr, *_) = find_keys("train.lr")
     assert (lr.default, lr.values) == ("1e-06", "number > 0")
@@ -72,14 +79,14 @@ def test_a_pattern_is_looked_for_in_paths_and_then_in_meanings() -> None:
 def test_the_command_prints_one_line_a_key_into_a_pipe() -> None:
     said = CliRunner().invoke(app, ["keys", "token_budget"])
     assert said.exit_code == 0
-    assert said.stdout.splitlines()[0].startswith("train.token_budget: Most tokens")
+    assert said.stdout.splitlines()[0].startswith("train.token_budget (A run file): Most tokens")
     assert "default: 16384]" in said.stdout
     assert CliRunner().invoke(app, ["keys", "no such thing"]).exit_code == 2
 
 
 def test_the_command_and_the_board_load_no_heavy_library() -> None:
     code = (
-        "import sys; from forebay.cli.keys import reference; reference(); import forebay.board.server; "
+        "import sys; from forebay.cli.keys import find_keys; find_keys(''); import forebay.board.server; "
         "print({'torch', 'transformers', 'ray', 'gymnasium'} & set(sys.modules))"
     )
     said = subprocess.run(

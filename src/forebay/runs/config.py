@@ -26,6 +26,7 @@ from forebay.evaluate import EvalConfig, TaskEvalConfig
 from forebay.judges import JudgeConfig, build_judge
 from forebay.metrics import MetricsConfig
 from forebay.models import DEVICE_PATTERN, ModelConfig
+from forebay.models.config import TinyConfig
 from forebay.produce import STALENESS_RULES, DataConfig, default_is_valid_sample_fn, has_reward_variance
 from forebay.produce.prompts.orders import build_order
 from forebay.produce.prompts.sources import check_source
@@ -429,21 +430,13 @@ FIXED = {
     "rollouts_per_prompt": "groups that are on their way have that size",
     "record": "a record is replayed from the first train step on",
     "model.source": _WEIGHTS,
-    "model.tiny.hidden_size": _WEIGHTS,
-    "model.tiny.num_layers": _WEIGHTS,
-    "model.tiny.num_heads": _WEIGHTS,
-    "model.tiny.alphabet": _WEIGHTS,
+    **{f"model.tiny.{name}": _WEIGHTS for name in TinyConfig.model_fields},
     "tasks.*.name": "the checkpoint keeps its prompts by task",
     "tasks.*.sampler.name": _PROMPTS,
     "tasks.*.sampler.arguments": _PROMPTS,
-    "tasks.*.data.where": _PROMPTS,
-    "tasks.*.data.shuffle_seed": _PROMPTS,
-    "tasks.*.data.start": _PROMPTS,
-    "tasks.*.data.size": _PROMPTS,
+    **{f"tasks.*.data.{name}": _PROMPTS for name in ("where", "shuffle_seed", "start", "size")},
     "train.teacher": "the checkpoint was trained toward it",
-    "train.lora_rank": _ADAPTERS,
-    "train.lora_alpha": _ADAPTERS,
-    "train.lora_targets": _ADAPTERS,
+    **{f"train.lora_{name}": _ADAPTERS for name in ("rank", "alpha", "targets")},
     **{f"warmup.{name}": _WARMED_UP for name in WarmupConfig.model_fields},
     **{f"warmup.data.{name}": _WARMED_UP for name in DataConfig.model_fields},
 }

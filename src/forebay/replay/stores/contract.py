@@ -58,12 +58,10 @@ class StorageBackend(ABC):
       processes. `take` returns only the rows that are still there and still match. `take_first` ranks and
       takes in one step and passes over rows that another process is taking; no call waits longer than one
       call of another takes.
-    * **Durability**, for stores that outlive the process: a method that returned stays done. A method
-      that a death or a cancellation interrupts happened wholly or not at all; a cancelled `take` did not
-      happen.
+    * **Durability**, for stores that outlive the process: a method that returned stays done. One that a
+      death or a cancellation interrupts happened wholly or not at all; a cancelled `take` not at all.
     * **Limits.** Every store can hold the rows that `check_row` lets through in a put or an update.
-    * **Statuses** may be put as `Enum` members or as their values; a store that keeps values may return
-      values.
+    * **Statuses** may be put as `Enum` members or as their values; a store may return values.
     * **Unknown uids** are ignored by `take`, `delete` and `update`.
     * ``len(store)`` counts live rows. ARCHIVED rows are seen only by queries that ask for them (`query`).
 
@@ -183,19 +181,21 @@ class StorageBackend(ABC):
         faster, the next numbers draw instead. `random` gives numbers of [0, 1) and is called by one thread
         at a time, not necessarily that of the event loop.
 
-        Here all matching rows are read. A database overrides this: it reads ids and priorities alone into a
-        `SumTree`, locks what that draws, and draws again for what a rival has.
+        A database overrides this: it reads ids and priorities alone into a `SumTree`, locks what that draws,
+        and draws again for what a rival has.
         """
         taken: list[StorageItem] = []
         while len(taken) < count:
-            rows = await self.get(query, rows_only=True)
-            if not rows:
+            drawn = (await self._priorities(query)).draw(count - len(taken), random)
+            if not drawn:
                 break
-            ids, priorities = [row.timestamp_id for row in rows], [row.priority for row in rows]
-            tree = SumTree(ids, [row.uid for row in rows], priorities)
-            drawn = tree.draw(count - len(taken), random)
             taken += await self.take(drawn, query=query, train_step=train_step)
         return taken
+
+    async def _priorities(self, query: QueryLike) -> SumTree:
+        rows = await self.get(query, rows_only=True)
+        ids, priorities = [row.timestamp_id for row in rows], [row.priority for row in rows]
+        return SumTree(ids, [row.uid for row in rows], priorities)
 
     async def update_priorities(self, priorities: Mapping[int, float]) -> int:
         """Give the live rows with these uids these priorities; return how many there are.

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import groupby
 from operator import attrgetter, itemgetter
@@ -72,20 +72,6 @@ class IndexedStorage(RowBook, StorageBackend):
                 count += len(bucket) if left is True else sum(1 for _ in self._merge_parts([part]))
         return count
 
-    async def take_drawn(
-        self,
-        count: int,
-        query: QueryLike,
-        random: Callable[[], float],
-        *,
-        train_step: int | None = None,
-    ) -> list[StorageItem]:
-        parsed = parse_query(query)
-        taken: list[StorageItem] = []
-        while len(taken) < count and (uids := self._priorities(parsed).draw(count - len(taken), random)):
-            taken += await self.take(uids, query=parsed, train_step=train_step)
-        return taken
-
     def __len__(self) -> int:
         return len(self._rows) - self._num_archived
 
@@ -118,9 +104,8 @@ class IndexedStorage(RowBook, StorageBackend):
         self._num_archived -= row.is_archived
         self._cells[row.task_name][plain_value(row.status)].remove(row)
 
-    def _priorities(self, query: Query) -> SumTree:
-        """The priorities of the rows that match; drawing from it must be followed by taking the rows."""
-        cells = list(self._cells_for(query))
+    async def _priorities(self, query: QueryLike) -> SumTree:
+        cells = list(self._cells_for(parse_query(query)))
         cell = cells[0][0] if len(cells) == 1 and cells[0][2] is True else None
         if cell is not None and cell.priorities is not None:
             return cell.priorities

@@ -81,7 +81,7 @@ async def generate(cluster):
     return done
 
 
-async def test_an_actor_that_is_gone_is_replaced_at_once_and_parts_join_and_leave(ray, tmp_path):
+async def test_an_actor_that_is_gone_is_replaced_at_once(ray, tmp_path):
     config, told = small_config(tmp_path), []
     folder = resolve_model(config.model, seed=config.seed)
     cluster = make_cluster(config)
@@ -98,23 +98,6 @@ async def test_an_actor_that_is_gone_is_replaced_at_once_and_parts_join_and_leav
         # The rollout waits for the actor in its place.
         assert (await generate(cluster)).response_ids.tolist() == [7, 8]
         assert (first.is_up, first.actor is before, told) == (True, False, ["engine 0"])
-        assert (await controller.scale("workers", "+1")) == "2 now, 1 of them up"
-        assert (await controller.scale("engines", "+1")) == "2 now, 1 of them up"
-        _, newcomer = controller.engines
-        await until(lambda: newcomer.is_up and all(cluster.pids().values()))
-        assert cluster.pids().keys() == {"engine 0", "engine 1", "worker 0", "worker 1"}
-        # The first is away: the newcomer has the work, wherever that is.
-        first.watch()
-        ray.kill(first.actor)
-        assert (await generate(cluster)).response_ids.tolist() == [7, 8]
-        assert newcomer.is_up
-        await until(lambda: first.is_up and told == ["engine 0"] * 2)
-        assert (await controller.scale("engines", "1")) == "1 now, 1 of them up"
-        assert (await controller.scale("workers", "-1")) == "1 now, 1 of them up"
-        assert controller.engines == (first,)
-        assert (await generate(cluster)).response_ids.tolist() == [7, 8]
-        with pytest.raises(ValueError, match="see urls"):
-            await controller.scale("engines", "+http://gpu7:8000")
     finally:
         await cluster.close()
 

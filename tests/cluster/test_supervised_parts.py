@@ -191,7 +191,7 @@ def placed(number, **options):
 def test_an_engine_that_hangs_is_started_again_and_the_run_goes_on(hangs):
     async def main():
         engines = [placed(0, hangs=hangs), placed(1)]
-        controller = ClusterController(engines, Workers([]), None)
+        controller = ClusterController(engines, Workers([]))
         await controller.update_weights(Published(None, 1), 1)
         await tell(controller, "pause")
         await tell(controller, "go on")
@@ -210,7 +210,7 @@ def test_an_engine_that_hangs_is_started_again_and_the_run_goes_on(hangs):
 def test_what_is_told_of_an_engine_that_does_not_serve():
     async def main():
         engines = [placed(0), placed(1), placed(2, hangs="health")]
-        controller = ClusterController(engines, Workers([]), None)
+        controller = ClusterController(engines, Workers([]))
         engines[0].is_up = False
         assert (await engines[0].health()).detail == "starting again"
         assert list(controller.engines_up) == [1, 2]

@@ -45,13 +45,6 @@ class Room:
     bundle: int
     cpus: float
     gpus: float
-    group: Any = None
-    """The placement group, of a part that joined a run; None: that of the run's first parts."""
-
-    @property
-    def asked(self) -> Bundle:
-        """As much as the part takes."""
-        return {"CPU": self.cpus, "GPU": self.gpus} if self.gpus else {"CPU": self.cpus}
 
     @property
     def device(self) -> str:
@@ -59,10 +52,10 @@ class Room:
         return "cuda" if self.gpus else "cpu"
 
     def options(self, group: Any) -> dict[str, Any]:
-        """Where an actor goes, as Ray's `options` take it; `group` is that of the run's first parts."""
+        """Where an actor goes, as Ray's `options` take it; `group` is the placement group of the bundles."""
         strategies = import_module("ray.util.scheduling_strategies")
         strategy = strategies.PlacementGroupSchedulingStrategy
-        place = strategy(self.group or group, placement_group_bundle_index=self.bundle)
+        place = strategy(group, placement_group_bundle_index=self.bundle)
         return {"num_cpus": self.cpus, "num_gpus": self.gpus, "scheduling_strategy": place}
 
 
@@ -97,9 +90,8 @@ def plan_parts(asked: RayArguments, *, cpus: float, shares_gpu: bool, num_ranks:
     bundles: list[Bundle] = []
 
     def room(gpus: float) -> Room:
-        made = Room(len(bundles), cpus, gpus)
-        bundles.append(made.asked)
-        return made
+        bundles.append({"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus})
+        return Room(len(bundles) - 1, cpus, gpus)
 
     trainer, ranks, engines = None, [], []
     if shares_gpu:

@@ -15,12 +15,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
 import sys
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,7 +32,7 @@ from forebay.cluster.engines import EngineActor, EngineSpec, PlacedEngine
 from forebay.cluster.library import Given, connect, import_ray, why
 from forebay.cluster.placement import Plan, Room, plan_parts, reserve
 from forebay.cluster.ranks import RankActor
-from forebay.cluster.supervisor import START_LIMIT_S, Restarts, Supervised, all_started
+from forebay.cluster.supervisor import Restarts, Supervised, all_started
 from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
 from forebay.cluster.workers import (
     ClusterController,
@@ -45,7 +43,6 @@ from forebay.cluster.workers import (
     WorkerSpec,
 )
 from forebay.config import ConfigError, parse_config
-from forebay.engines.members import scale
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import SERVERS, Listener, PartLost, RetryListener
 from forebay.watching.activity import Activities
@@ -106,8 +103,6 @@ class RayCluster:
         self._engines: list[PlacedEngine] = []
         self._workers = Workers([])
         self._lost_trainer_because = ""
-        self._free: defaultdict[type, list[Room]] = defaultdict(list)
-        """Rooms of parts that have left, by the parts' type."""
 
     def listen(self, on_retry: RetryListener | None = None, on_restart: Listener | None = None) -> None:
         """As `Cluster.listen`."""
@@ -298,66 +293,9 @@ class RayCluster:
         )
         return {"trainer": self._trainer_actor.start.remote(spec)}
 
-    async def scale(self, parts: str, change: str) -> str:
-        """Have ``engines`` or ``workers`` join or leave; see `forebay.engines.members.scale`.
-
-        One that joins has room of its own, for which the cluster may grow, and is waited for by nobody. The
-        requests of an engine that leaves go on elsewhere; a worker leaves once its groups have ended.
-
-        Raises:
-            ValueError: it is something else, or so many cannot leave.
-            ConfigError: there is no room.
-        """
-        known: dict[str, list[Any]] = {"engines": self._engines, "workers": self._workers.all}
-        if parts not in known:
-            raise ValueError(f"write engines=+2 or workers=+2, got {parts!r}")
-        if "://" in change or (parts == "engines" and "urls" in self._config.engine.arguments):
-            raise ValueError("on a cluster one engine drives all servers that run already: see urls")
-        return await scale(known[parts], change, lambda _: self._join(known[parts]), self._leave)
-
-    async def _join(self, them: list[Any]) -> None:
-        first = them[0]
-        free = self._free[type(first)]
-        if not free:
-            gpus = self._settings.gpus_per_engine if isinstance(first, PlacedEngine) else 0
-            room = Room(0, self._plan.workers[0].cpus, gpus)
-            timeout_s, may_grow = self._settings.placement_timeout_s, self._given is not None
-            ray, bundles = import_ray(), [room.asked]
-            group = await asyncio.to_thread(reserve, ray, bundles, timeout_s=timeout_s, may_grow=may_grow)
-            free.append(replace(room, group=group))
-        number = 1 + max(int(part.name.split()[1]) for part in them)
-        spec = replace(first.spec, name=f"{first.name.split()[0]} {number}")
-        part = type(first)(spec, self._restarts.note)
-        part.is_paused = first.is_paused
-        if isinstance(part, PlacedEngine):
-            part.spec = replace(spec, number=number, device=free[-1].device)
-            part.weights, part.max_context_tokens = first.weights, first.max_context_tokens
-        self._settle(part, free.pop())
-        them.append(part)
-        part.use(self._new_actor(part))
-        part.watch()
-        self._have_workers_follow()
-
-    async def _leave(self, part: Any) -> None:
-        await part.stop()
-        if isinstance(part, PlacedEngine):
-            self._engines.remove(part)
-            following = asyncio.gather(*self._have_workers_follow().values(), return_exceptions=True)
-            await answered(following, f"workers were asked to do without {part.name}", START_LIMIT_S)
-        else:
-            await self._workers.leave(part)
-        with contextlib.suppress(import_ray().exceptions.RayError, StallError):
-            await answered(part.close(), f"{part.name} was asked to leave", CLOSE_LIMIT_S)
-        self._kill(part.actor)
-        if part.room.group is None:
-            # It stays a part of the first placement group.
-            self._free[type(part)].append(part.room)
-        else:
-            import_module("ray.util.placement_group").remove_placement_group(part.room.group)
-
     def controller(self) -> ClusterController:
         """The controller that pauses and continues the engines and gives them weights."""
-        return ClusterController(self._engines, self._workers, self.scale)
+        return ClusterController(self._engines, self._workers)
 
     def agent_loop(self, task_name: str, *, held_out: bool, activities: Activities) -> RayAgentLoop:
         """The agent loop of a task, whose groups the workers generate and judge."""
@@ -400,9 +338,8 @@ class RayCluster:
     def _end(self) -> None:
         for actor in self._actors:
             import_ray().kill(actor)
-        for group in (self._room, *(part.room.group for part in (*self._engines, *self._workers.all))):
-            if group is not None:
-                import_module("ray.util.placement_group").remove_placement_group(group)
+        if self._room is not None:
+            import_module("ray.util.placement_group").remove_placement_group(self._room)
         if self._is_ours:
             import_ray().shutdown()
         self._room, self._is_ours = None, False

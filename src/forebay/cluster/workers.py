@@ -24,7 +24,7 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -235,7 +235,7 @@ class Workers:
         self._last_tries = asyncio.Lock()
         self._is_paused = False
         self._changed = asyncio.Event()
-        """Set when a worker is up again, or a group has ended, and when a pause begins."""
+        """Set when a worker is up again, and when a pause begins."""
 
     async def generate(
         self, loop: LoopName, states: list[RolloutState], *, enable_partial_rollout: bool
@@ -298,13 +298,6 @@ class Workers:
             await asyncio.gather(self._looking, return_exceptions=True)
         await asyncio.gather(*(worker.close() for worker in self.all), return_exceptions=True)
 
-    async def leave(self, worker: PlacedWorker) -> None:
-        """Give it no more groups; return once those that it has are done."""
-        self.all.remove(worker)
-        while worker.num_in_flight:
-            self._changed.clear()
-            await self._changed.wait()
-
     async def _least_busy(self) -> PlacedWorker:
         while True:
             for worker in self.all:
@@ -363,7 +356,6 @@ class PlacedWorker(Supervised):
             raise
         finally:
             self.num_in_flight -= 1
-            self.on_change()
 
     async def look(self) -> None:
         """Bring `report` up to date, as far as the worker answers."""
@@ -448,20 +440,9 @@ class ClusterController(EnginePool):
     >>> await trainer.sync_weights(controller)
     """
 
-    def __init__(
-        self,
-        engines: Sequence[PlacedEngine],
-        workers: Workers,
-        scale: Callable[[str, str], Awaitable[str]],
-    ) -> None:
+    def __init__(self, engines: Sequence[PlacedEngine], workers: Workers) -> None:
         super().__init__(engines)  # type: ignore[arg-type]  # they take weights as `Published`
-        self._placed, self._workers, self._scale = engines, workers, scale
-
-    async def scale(self, parts: str, change: str) -> str:
-        """As `RayCluster.scale`, whose list of engines is this controller's."""
-        said = await self._scale(parts, change)
-        self.engines = self._placed  # type: ignore[assignment]
-        return said
+        self._placed, self._workers = engines, workers
 
     @property
     def engines_up(self) -> dict[int, Engine]:

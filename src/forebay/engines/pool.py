@@ -374,13 +374,13 @@ class EnginePool:
             del self._engine_of_session[next(iter(self._engine_of_session))]
         return member
 
-    async def scale(self, parts: str, change: str) -> str:
-        """Have ``engines`` or other parts join or leave, as ``+2`` or ``-1``; how many there are then.
+    async def scale(self, change: str) -> str:
+        """Have engines join or leave, as ``+2`` or ``-1``; how many there are then.
 
         Raises:
             ValueError: they cannot, as here.
         """
-        raise ValueError(f"{parts}={change}: these engines neither join nor leave a run")
+        raise ValueError(f"{change}: the engines of a cluster neither join nor leave a run")
 
     # Engines that are lost, and come back
 

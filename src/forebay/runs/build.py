@@ -134,7 +134,9 @@ class Run(Rollouts):
             ValueError: it cannot be done.
         """
         parts, _, how = change.partition("=")
-        said = await self.controller.scale(parts, how)
+        if parts != "engines":
+            raise ValueError(f"write engines=+2, got {change!r}")
+        said = await self.controller.scale(how)
         self.display.message(f"scaled, {change}: {said}")
         self.manager.ledger.note_part(parts, f"{how}: {said}", "scaled")
         return said

@@ -82,6 +82,7 @@ def test_every_library_of_an_extra_is_known() -> None:
         "psycopg[binary]": "psycopg",
         "reasoning-gym": "reasoning_gym",
         "math-verify[antlr4_13_2]": "math_verify",
+        "pillow": "PIL",
     }
     listed = {module for names in EXTRAS.values() for module in names}
     for extra in EXTRAS:

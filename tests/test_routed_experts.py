@@ -280,15 +280,22 @@ def passed_on(value: Any) -> Any:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(value))
 
 
-async def test_experts_travel_from_an_engine_in_another_process() -> None:
+async def test_experts_travel_from_an_engine_in_another_process_and_images_to_it() -> None:
     experts = np.arange(12, dtype=np.int16).reshape(3, 2, 2)
     request = GenerateRequest(
-        request_id="a", input_ids=np.array([1, 2]), params=SampleParams(), max_tokens=2, seed=0
+        request_id="a",
+        input_ids=np.array([1, 2]),
+        params=SampleParams(),
+        max_tokens=2,
+        images=(b"one", b"two"),
+        seed=0,
     )
     for sent in (experts, None):
         answer = Completion(response_ids=np.array([7, 8]), routed_experts=sent, finish_reason="stop")
         session = object.__new__(HostSession)
-        session._pool, session._timer = EnginePool([ScriptedEngine({(1, 2): answer})]), None
+        engine = ScriptedEngine({(1, 2): answer})
+        session._pool, session._timer = EnginePool([engine]), None
         session._report = lambda: None
         found = (await Asked(session).generate(request)).routed_experts
         assert found is None if sent is None else (np.array_equal(found, sent) and found.dtype == np.int16)
+        assert [asked.images for asked in engine.requests] == [request.images]

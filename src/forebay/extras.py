@@ -10,6 +10,7 @@ from forebay.config import ConfigError
 
 EXTRAS = {
     "train": ("torch", "transformers", "tokenizers", "peft", "datasets", "plotext", "gguf"),
+    "images": ("PIL",),
     "8bit": ("bitsandbytes",),
     "pandas": ("pandas",),
     "sql": ("sqlalchemy", "psycopg"),

@@ -55,7 +55,7 @@ def test_the_mask_is_that_of_a_template_that_marks_the_assistants_text(tmp_path,
     tokenizer.chat_template = GENERATION
     ((prompt,), held_out) = conversations(tmp_path, CHAT)
     assert len(held_out) == 0
-    prompt_ids, response_ids, mask = Demonstrations(tokenizer).example(prompt)
+    prompt_ids, response_ids, mask, _ = Demonstrations(tokenizer).example(prompt)
     found = tokenizer.apply_chat_template(
         CHAT[:-1], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -70,7 +70,7 @@ def test_the_mask_is_on_what_each_turn_adds(tmp_path, family):
     tokenizer = make_tokenizer(family)
     chat = CHAT[1:]
     ((prompt,), _) = conversations(tmp_path, chat)
-    prompt_ids, response_ids, mask = Demonstrations(tokenizer).example(prompt)
+    prompt_ids, response_ids, mask, _ = Demonstrations(tokenizer).example(prompt)
     ids, kept = np.concatenate([prompt_ids, response_ids]), np.pad(mask, (len(prompt_ids), 0))
     borders = np.flatnonzero(np.diff(kept)) + 1
     assert len(borders) == 3
@@ -90,7 +90,7 @@ def test_calls_of_tools_are_trained_as_the_template_writes_them(tmp_path):
     ]
     tokenizer = make_tokenizer("qwen")
     ((prompt,), _) = conversations(tmp_path, chat)
-    _, ids, mask = Demonstrations(tokenizer).example(prompt)
+    _, ids, mask, _ = Demonstrations(tokenizer).example(prompt)
     borders = np.flatnonzero(np.diff(mask)) + 1
     called, result, answer = map(tokenizer.decode, np.split(ids, borders))
     assert json.loads(re.search(r"<tool_call>(.*)</tool_call>", called, re.DOTALL)[1]) == {
@@ -120,7 +120,7 @@ def test_a_twentieth_is_held_out_and_no_copy_of_it_is_trained_on(tmp_path):
         ([*CHAT, {"role": "judge", "content": "1"}], "line 2: a conversation has .*judge"),
         ("hello", "line 2: a conversation has .*got user"),
         (None, "line 2: column 'messages' must hold"),
-        ([*CHAT[:2], {"role": "assistant", "content": [{"type": "image"}]}], "line 2: content of type"),
+        ([*CHAT[:2], {"role": "assistant", "content": [{"type": "image"}]}], "line 2: an image is bytes"),
     ],
 )
 def test_a_row_that_is_no_conversation_is_one_sentence(tmp_path, chat, said):

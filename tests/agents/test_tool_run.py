@@ -162,7 +162,7 @@ async def test_a_warm_up_shows_what_rollouts_see() -> None:
     ]
     plain = Prompt(message=asked, extra={"demonstration": shown})
     tools = prompt_tools(Component(name="tools", arguments={"tools": ["calculator"]}))
-    prompt_ids, ids, mask = Demonstrations(tokenizer).example(plain, tools)
+    prompt_ids, ids, mask, _ = Demonstrations(tokenizer).example(plain, tools)
     assert [*prompt_ids, *ids] == state.tokens.tolist()
     assert mask.tolist() == state.response_mask.tolist()
     with pytest.raises(ConfigError, match="one of the assistant after one that is not"):
@@ -200,7 +200,7 @@ def test_every_turn_of_a_demonstration_is_learned() -> None:
     tokenizer = character_tokenizer(config.model.tiny.alphabet)
     data = config.tasks[0].data.model_copy(update={"arguments": {"giving_up": 0.0}})
     prompt = load_prompts(data)[0]
-    prompt_ids, ids, mask = Demonstrations(tokenizer).example(prompt)
+    prompt_ids, ids, mask, _ = Demonstrations(tokenizer).example(prompt)
     asked = prompt.message[0]["content"]
     called, result, again, told, answer = (part["content"] for part in prompt.extra["demonstration"])
     end = "<eos>"

@@ -1,6 +1,7 @@
 """A run folder as a run leaves it, made without a run."""
 
 import asyncio
+import base64
 import json
 import time
 from functools import cache
@@ -16,6 +17,9 @@ from forebay.runs.record.history import History
 from forebay.train import TrainBatch
 from forebay.types import RolloutState, Status
 
+DOT = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="
+)
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)> </script> \u202e ${1} {{7*7}} '\";--"
 
 ANSWERS = Path(__file__).parents[2] / "src/forebay/board/web/answers.json"
@@ -58,6 +62,7 @@ def make_group(number, *, score=1.0, text=None, size=2, task="math"):
             group_id=f"{task}/{number}",
             task_name=task,
             prompt_ids=[1],
+            mm_info=None if text else {"images": [DOT]},
             response=f"answer {member} to {number}" if text is None else text,
             response_ids=[5, 6, 7],
             logprobs=[-0.1, -0.5, -2.0],

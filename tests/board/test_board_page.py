@@ -196,6 +196,8 @@ def test_every_view_of_a_finished_run(address, open_page, scheme):
         text = page.inner_text("main")
         assert "undefined" not in text
         assert "NaN" not in text
+        if view in ("group", "rollout"):
+            assert page.locator(".pictures img").evaluate("image => image.decode().then(() => 1)") == 1
         if scheme == "light":
             # Its address shows the same to somebody else.
             other.goto("about:blank")

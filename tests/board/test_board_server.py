@@ -1,6 +1,7 @@
 """The board's answers against what was written; requests that it refuses; folders that are damaged."""
 
 import asyncio
+import base64
 import json
 import math
 import socket
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from urllib.parse import urlencode
 
+import numpy as np
 import pytest
 from board_run import ANSWERS as SCHEMA
 from board_run import HOSTILE, CheckedBoard, conforms, make_group, write_run
@@ -297,6 +299,28 @@ def test_one_rollout_comes_with_tokens_numbers_and_life(client):
     assert [event["event"] for event in found["life"]] == ["produced", "trained"]
     group = ask(client, "group", group_id="math/8")
     assert [row["member"] for row in group["members"]] == [0, 1]
+
+
+async def test_images_are_beside_the_conversation_and_once_a_group_in_the_file(tmp_path):
+    pictures = np.random.default_rng(0).bytes(200_000), b"small"
+    group = make_group(1, size=8)
+    for state in group:
+        state.mm_info = {"images": list(pictures)}
+    history = History(tmp_path, limit_bytes=10**9)
+    history.left([group, make_group(2, text="no image")], "trained", train_step=1)
+    history.close()
+    rollouts = Rollouts(tmp_path)
+    (whole,), members = rollouts.rollout(group[5].rollout_id), rollouts.group(group[0].group_id)
+    for row in (whole, *members):
+        urls = [url.removeprefix("data:image/png;base64,") for url in row["images"].split(" ")]
+        assert tuple(base64.b64decode(url) for url in urls) == pictures
+    assert len(members) == 8
+    assert len(whole["token_ids"]) == 3
+    assert "token_ids" not in members[0]
+    assert [row["images"] for row in rollouts.group("math/2")] == ["", ""]
+    rollouts.close()
+    (part,) = list_parts(tmp_path, "rollouts")
+    assert part.path.stat().st_size < 300_000
 
 
 def test_prompts_bias_timeline_and_comparison(client):

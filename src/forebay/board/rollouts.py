@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forebay.extras import needed_by
-from forebay.runs.record.columns import DOCUMENTS, NUMBERS, TEXTS, TOKENS
+from forebay.runs.record.columns import NUMBERS, TEXTS, TOKENS
 from forebay.runs.record.grams import SEARCHED, rows_with
 from forebay.runs.record.history import ROLLOUTS, SPANS, Part, list_parts
 
@@ -48,6 +48,8 @@ NUM_BINS = 24
 # A browser's numbers have 53 bits.
 LISTED = (*TEXTS, *(name for name in NUMBERS if name != "prompt_hash"), "prompt_hash::VARCHAR AS prompt_hash")
 _CUT = ", ".join(f"left({name}, {PREVIEW}) AS {name}" for name in ("prompt", "response", "truth", "error"))
+# Of any version: an older file has no images.
+_WHOLE = "* EXCLUDE (file_row_number, {}) REPLACE (prompt_hash::VARCHAR AS prompt_hash)"
 SPAN = "start_s, end_s, stage, name, task, group_id, note"
 
 
@@ -160,11 +162,12 @@ class Rollouts:
 
     def group(self, group_id: str) -> list[Row]:
         """Every rollout of a group with its texts, without tokens; each time that the group left the run."""
-        return self._lines((*LISTED, *DOCUMENTS), "group_id = ? ORDER BY time_s, member", group_id)
+        columns = _WHOLE.format(", ".join(("filename", *TOKENS)))
+        return self._lines([columns], "group_id = ? ORDER BY time_s, member", group_id)
 
     def rollout(self, rollout_id: str) -> list[Row]:
         """Everything of a rollout, tokens too; a line for each time that its group left the run."""
-        return self._lines((*LISTED, *DOCUMENTS, *TOKENS), "rollout_id = ? ORDER BY time_s", rollout_id)
+        return self._lines([_WHOLE.format("filename")], "rollout_id = ? ORDER BY time_s", rollout_id)
 
     def prompts(self, *, order: str = "hardest", limit: int = 50, offset: int = 0) -> list[Row]:
         """Prompts by how they were answered: tries, scores at first and at last.

@@ -46,15 +46,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.models import AttentionKey, ModelConfig, Precision
+from forebay.models.images import Images
 from forebay.models.starting_weights import Weights
 from forebay.types import FloatArray, IntArray, SampleParams
 
 DEFAULT_MAX_BATCH = 256
 """Requests that decode together: more gain nothing on a CPU, and caches of as many fit a GPU."""
-
-
-class EngineLost(RuntimeError):
-    """An engine cannot be reached, or has ended; it may come back, and others can do its work."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,6 +64,8 @@ class GenerateRequest:
     params: SampleParams
     max_tokens: int
     """Tokens this call may add: what is left of ``params.max_tokens``."""
+    images: Images = ()
+    """The files' bytes, in the order of their placeholders in `input_ids`."""
     seed: int
     """The rollout's: all calls for one try of it have the same."""
     session_id: str | None = None
@@ -113,6 +112,10 @@ def request_seed(*parts: str | int) -> int:
     """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+class EngineLost(RuntimeError):
+    """An engine cannot be reached, or has ended; it may come back, and others can do its work."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

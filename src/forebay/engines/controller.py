@@ -25,6 +25,7 @@ from forebay.engines.base import (
 )
 from forebay.engines.members import scale
 from forebay.engines.pool import LOAD_LIMIT_S, EnginePool
+from forebay.models.images import images_of
 from forebay.types import RolloutState, SampleParams, fill_token_fields, status_from_finish_reason
 from forebay.watching.activity import Activity
 from forebay.watching.stalls import StallError, answered
@@ -199,6 +200,7 @@ class RolloutController(EnginePool):
             input_ids=state.tokens,
             params=params,
             max_tokens=budget,
+            images=images_of(state),
             # The name is mixed into a user's seed too, or a group would be k equal rollouts.
             seed=request_seed(self._seed if params.seed is None else params.seed, name, state.num_tries, 0),
             session_id=None if state.session_id is None else str(state.session_id),

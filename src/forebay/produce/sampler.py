@@ -279,6 +279,8 @@ class Sampler:
                 sample_params=self.sample_params,
                 data_source=prompt.data_source,
                 reward_model=prompt.reward_model,
+                # One object for the group, which stores and messages then hold once.
+                mm_info=prompt.mm_info,
                 extra_fields=dict(prompt.extra),
             )
             for member in range(self.prompt_repeat_k)

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.models.images import Images, images_of
 from forebay.types import (
     EPISODE_KEY,
     TRAJECTORY_OF_KEY,
@@ -39,8 +40,9 @@ Layout = Literal["padded", "packed", "shared_prompt"]
 """How a micro-batch lies in tensors; `collate` explains them."""
 Pack = NDArray[np.int64]
 """The sequence numbers of one micro-batch."""
-Example = tuple[Sequence[int] | IntArray, ...]
-"""Prompt ids, response ids and perhaps a mask, 1 on the response tokens to train; without it all are."""
+Example = tuple[Any, ...]
+"""Prompt ids and response ids; perhaps a mask, 1 on the response tokens to train, without which all are; and
+perhaps the prompt's ``mm_info``."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -88,6 +90,8 @@ class TrainBatch:
     routed_experts: NDArray[Any] | None = None
     """int8 or int16, T x layers x k: those that the engine sent each token to; -1 where that is unknown.
     None: it is for all."""
+    images: list[Images] = field(default_factory=list)
+    """S: the bytes of the files of each prompt's images; empty where no prompt has any."""
     mini_batches: list[Pack] = field(default_factory=list)
     """The sequences of each optimizer step; empty until packed."""
     packs: list[list[list[Pack]]] = field(default_factory=list)
@@ -164,6 +168,7 @@ class TrainBatch:
             temperatures=np.array(temperatures, np.float32),
             token_rewards=np.concatenate(list(map(_token_rewards, states, masks, scores))),
             routed_experts=_routed_experts(states),
+            images=list(map(images_of, states)) if any(map(images_of, states)) else [],
         )
         if not isinstance(overlong, str):
             batch.metrics["train/overlong_penalty"] = float(penalties.mean())
@@ -183,16 +188,23 @@ class TrainBatch:
                 rollout_id=position,
                 prompt_ids=np.asarray(prompt),
                 response_ids=np.asarray(response),
-                response_mask=np.asarray(mask[0] if mask else (), np.uint8),
+                response_mask=np.asarray(more[0] if more else (), np.uint8),
+                mm_info=more[1] if len(more) > 1 else None,
                 status=Status.COMPLETED,
                 reward={"score": 0.0},
             )
-            for position, (prompt, response, *mask) in enumerate(examples)
+            for position, (prompt, response, *more) in enumerate(examples)
         ]
         return cls.from_groups([states] if states else [])
 
     def to_plain(self) -> dict[str, Any]:
-        """Its fields by name, for another process: arrays and plain values, which make the same batch."""
+        """Its fields by name, for another process: arrays and plain values, which make the same batch.
+
+        Raises:
+            ValueError: it has images.
+        """
+        if self.images:
+            raise ValueError("images need train.ranks = 1: a rank without any would not keep step")
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
     @property
@@ -237,13 +249,15 @@ class TrainBatch:
 
     @cached_property
     def prompt_index(self) -> NDArray[np.int64]:
-        """S: number of the prompt; sequences with equal prompt tokens have equal numbers."""
-        numbers: dict[bytes, int] = {}
+        """S: number of the prompt; sequences with equal prompt tokens and images have equal numbers."""
+        numbers: dict[tuple[bytes, Images], int] = {}
         ends = (self.token_starts + self.prompt_lengths).tolist()
+        images = self.images or [()] * self.num_sequences
         prompts = (
             self.input_ids[a:b].tobytes() for a, b in zip(self.token_starts.tolist(), ends, strict=True)
         )
-        return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], np.int64)
+        both = zip(prompts, images, strict=True)
+        return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in both], np.int64)
 
     @property
     def in_loss(self) -> NDArray[np.bool_]:

@@ -28,17 +28,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from forebay.models.images import Sight
 from forebay.models.routing import OWN_CHOICE
 from forebay.train.batch import Pack, TrainBatch
 from forebay.train.parallel.context import Context, Share, even_columns
 
 Ints = NDArray[np.int64]
-
-
-def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A tensor with the content of `array`; a copy to a GPU does not wait for the work queued there."""
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -51,6 +46,8 @@ class SharedPrompts:
     """int64, N1: the cell of Q x P whose output predicts each trained first token of a response."""
     rows: torch.Tensor
     """int64, B: the prompt of each row of the second pass."""
+    position_ids: torch.Tensor | None
+    """As of `MicroBatch`."""
     routed_experts: torch.Tensor | None
     """int8 or int16, Q P x layers x k, as of `MicroBatch`."""
 
@@ -66,7 +63,10 @@ class MicroBatch:
     input_ids: torch.Tensor
     """int64, B x L: whole sequences, or the responses if there are `prompts`."""
     position_ids: torch.Tensor | None
-    """int64, B x L; None where every row counts 0, 1, 2, ..."""
+    """int64, B x L, 0 for a pad; None where every row counts 0, 1, 2, ...; 4 x B x L where images have
+    positions of their own, in time, height and width (`forebay.models.images.Sight`), behind the count."""
+    images: Mapping[str, torch.Tensor]
+    """Arguments of the pass that reads the prompts: pixels, as the model's processor names them."""
     positions: torch.Tensor
     """int64, N (or N - N1): the cell, counted through B x L, whose output predicts each trained token."""
     prompts: SharedPrompts | None
@@ -97,6 +97,12 @@ class MicroBatch:
         return to_device(values_R[self.token_index], self.targets.device)
 
 
+def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A tensor with the content of `array`; a copy to a GPU does not wait for the work queued there."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def collate(
     batch: TrainBatch,
     pack: Pack,
@@ -105,29 +111,30 @@ def collate(
     device: torch.device,
     with_borders: bool = False,
     context: Context | None = None,
+    sight: Sight | None = None,
 ) -> MicroBatch:
     """The tensors of the sequences in `pack`, laid out as ``batch.layout`` says.
 
     An empty pack gives one pad token by pass and nothing to train: a rank that has no work left makes as many
-    passes as the others. With a `context` it is this rank's share of them.
+    passes as the others. With a `context` it is this rank's share of them. Images need the model's `sight`.
     """
 
-    def place(array: NDArray[Any] | None) -> Any:
-        return None if array is None else to_device(array, device)
+    def place(value: Any) -> Any:
+        return to_device(value, device) if isinstance(value, np.ndarray) else value
 
-    def ids_at(tokens_BL: Ints) -> Any:
-        return place(np.where(tokens_BL < 0, pad_token_id, batch.input_ids[tokens_BL]).astype(np.int64))
-
+    numbers = _positions(batch, pack, sight if context is None else None)
+    counts, seen = numbers.ndim == 1, pack
     tokens, rows, offsets = _trained(batch, pack)
-    prompts = share = attention_mask = position_ids = None
+    starts, widths = batch.token_starts[pack], np.maximum(batch.lengths[pack] - 1, 0)
+    prompts = share = attention_mask = None
     borders: dict[str, Any] = {}
     if batch.layout == "padded":
-        tokens_BL = even_columns(_pad(batch.token_starts[pack], _input_widths(batch, pack)), -1, context)
+        tokens_BL = even_columns(_pad(starts, widths), -1, context)
         cells = rows * tokens_BL.shape[1] + offsets - 1
     elif batch.layout == "packed":
-        tokens_BL, position_ids, firsts = _concatenate(batch, pack)
-        tokens_BL = even_columns(tokens_BL, -1, context)
-        position_ids = even_columns(position_ids, 0, context)
+        firsts = np.cumsum(widths) - widths
+        joined_BL = ranges(starts, widths)[None] if widths.any() else _PAD
+        tokens_BL = even_columns(joined_BL, -1, context)
         cells = firsts[rows] + offsets - 1
         widths = np.diff(firsts, append=tokens_BL.shape[1])
         if with_borders:
@@ -139,37 +146,37 @@ def collate(
         order = np.argsort(~is_first, kind="stable")
         tokens, rows, offsets = tokens[order], rows[order], offsets[order]
         num_first = int(is_first.sum())
-        tokens_QP, prompt_rows = _distinct_prompts(batch, pack)
-        prompt_cells = prompt_rows[rows] * tokens_QP.shape[1] + offsets - 1
+        tokens_QP, prompt_rows, seen = _distinct_prompts(batch, pack)
         prompts = SharedPrompts(
-            input_ids=ids_at(tokens_QP),
-            positions=place(prompt_cells[:num_first]),
+            input_ids=place(_ids(batch, tokens_QP, pad_token_id)),
+            positions=place((prompt_rows[rows] * tokens_QP.shape[1] + offsets - 1)[:num_first]),
             rows=place(prompt_rows),
+            position_ids=None if counts else place(numbers[:, tokens_QP]),
             routed_experts=place(_experts(batch, tokens_QP)),
         )
-        tokens_BL, position_ids, attention_mask = _responses(batch, pack, tokens_QP.shape[1])
+        tokens_BL, attention_mask = _responses(batch, pack, tokens_QP.shape[1])
         cells = (rows * tokens_BL.shape[1] + offsets - ends[rows] - 1)[num_first:]
         if with_borders and attention_mask is not None:
             borders = _borders(np.full_like(ends, tokens_BL.shape[1]), ends + tokens_BL.shape[1])
             borders["key_cells"] = np.flatnonzero(attention_mask)
+    counts &= batch.layout == "padded" and context is None
+    position_ids = None if counts else place(numbers[..., tokens_BL])
     if context is not None:
-        position_ids = np.arange(tokens_BL.shape[1])[None] if position_ids is None else position_ids
         columns, own, cells = context.split(tokens_BL.shape[1], cells)
         share, tokens_BL = Share(context, columns, place(own)), tokens_BL[:, columns]
+    shown = [batch.images[row] for row in seen if batch.images]
     temperatures = batch.temperatures[pack]
-    targets = batch.input_ids[batch.token_starts[pack][rows] + offsets]
     return MicroBatch(
-        input_ids=ids_at(tokens_BL),
-        position_ids=place(position_ids),
+        input_ids=place(_ids(batch, tokens_BL, pad_token_id)),
+        position_ids=position_ids,
+        images={} if sight is None else sight.inputs(shown, device),
         positions=place(cells),
         prompts=prompts,
         share=share,
         attention_mask=place(attention_mask),
-        borders={
-            name: place(value) if isinstance(value, np.ndarray) else value for name, value in borders.items()
-        },
+        borders={name: place(value) for name, value in borders.items()},
         routed_experts=place(_experts(batch, tokens_BL)),
-        targets=place(targets.astype(np.int64)),
+        targets=place(batch.input_ids[starts[rows] + offsets].astype(np.int64)),
         inverse_temperature=None if np.all(temperatures == 1) else place(1 / temperatures[rows]),
         sequence_index=place(rows),
         num_sequences=len(pack),
@@ -188,6 +195,10 @@ def _trained(batch: TrainBatch, pack: Pack) -> tuple[Ints, Ints, Ints]:
     return tokens[kept], rows[kept], offsets[kept]
 
 
+def _ids(batch: TrainBatch, tokens_BL: Ints, pad_token_id: int) -> Ints:
+    return np.where(tokens_BL < 0, pad_token_id, batch.input_ids[tokens_BL]).astype(np.int64)
+
+
 def _experts(batch: TrainBatch, tokens_BL: Ints) -> NDArray[Any] | None:
     """B L x layers x k: the engine's choice for these tokens."""
     if batch.routed_experts is None:
@@ -196,6 +207,24 @@ def _experts(batch: TrainBatch, tokens_BL: Ints) -> NDArray[Any] | None:
     experts = batch.routed_experts[cells]
     experts[cells < 0] = OWN_CHOICE
     return experts
+
+
+def _positions(batch: TrainBatch, pack: Pack, sight: Sight | None) -> Ints:
+    """T + 1: the number of each token of these sequences, then a pad's, which is 0.
+
+    Or 4 x T + 1: behind it time, height and width. Of text alone too, where the model takes these: some know
+    where a packed row restarts by all four only.
+    """
+    lengths = batch.lengths[pack]
+    numbers_4T = np.zeros((4, batch.num_tokens + 1), np.int64)
+    numbers_4T[:, ranges(batch.token_starts[pack], lengths)] = ranges(np.zeros_like(lengths), lengths)
+    if sight is None or not sight.has_axes:
+        return np.asarray(numbers_4T[0])
+    for row in pack if batch.images else ():
+        start, end, stop = batch.token_starts[row] + [0, batch.prompt_lengths[row], batch.lengths[row]]
+        numbers_4T[1:, start:end], shift = sight.positions(batch.input_ids[start:end], batch.images[row])
+        numbers_4T[1:, end:stop] += shift
+    return numbers_4T
 
 
 def _borders(queries: Ints, keys: Ints) -> dict[str, Any]:
@@ -207,11 +236,6 @@ def _borders(queries: Ints, keys: Ints) -> dict[str, Any]:
         **{f"cu_seq_lens_{name}": np.cumsum([0, *widths], dtype=np.int32) for name, widths in given.items()},
         **{f"max_length_{name}": int(widths.max()) for name, widths in given.items()},
     }
-
-
-def _input_widths(batch: TrainBatch, pack: Pack) -> Ints:
-    """Tokens of each sequence that predict another one."""
-    return np.maximum(batch.lengths[pack] - 1, 0)
 
 
 _PAD = np.full((1, 1), -1, np.int64)
@@ -226,36 +250,27 @@ def _pad(starts: Ints, widths: Ints) -> Ints:
     return np.where(columns < widths[:, None], starts[:, None] + columns, -1)
 
 
-def _concatenate(batch: TrainBatch, pack: Pack) -> tuple[Ints, Ints, Ints]:
-    """One row with all sequences' tokens, its position ids, and the cell at which each sequence begins."""
-    widths = _input_widths(batch, pack)
-    firsts = np.cumsum(widths) - widths
-    if not widths.any():
-        return _PAD, np.zeros((1, 1), np.int64), firsts
-    return ranges(batch.token_starts[pack], widths)[None], ranges(np.zeros_like(widths), widths)[None], firsts
-
-
-def _distinct_prompts(batch: TrainBatch, pack: Pack) -> tuple[Ints, Ints]:
-    """The tokens of the distinct prompts of a pack (Q x P), and which of them each sequence has (B)."""
+def _distinct_prompts(batch: TrainBatch, pack: Pack) -> tuple[Ints, Ints, Pack]:
+    """The tokens of the distinct prompts of a pack (Q x P), which of them each sequence has (B), and a
+    sequence that has each (Q)."""
     if len(pack) == 0:
-        return _PAD, np.zeros(1, np.int64)
+        return _PAD, np.zeros(1, np.int64), pack
     _, members, rows = np.unique(batch.prompt_index[pack], return_index=True, return_inverse=True)
     chosen = pack[members]
-    return _pad(batch.token_starts[chosen], batch.prompt_lengths[chosen]), rows
+    return _pad(batch.token_starts[chosen], batch.prompt_lengths[chosen]), rows, chosen
 
 
-def _responses(batch: TrainBatch, pack: Pack, longest_prompt: int) -> tuple[Ints, Ints, Ints | None]:
-    """The tokens of responses in rows, their position ids, and the mask of prompt pads if there are any."""
+def _responses(batch: TrainBatch, pack: Pack, longest_prompt: int) -> tuple[Ints, Ints | None]:
+    """The tokens of responses in rows, and the mask of prompt pads if there are any."""
     if len(pack) == 0:
-        return _PAD, np.ones((1, 1), np.int64), None
+        return _PAD, None
     ends = batch.prompt_lengths[pack]
     widths = np.maximum(batch.response_lengths[pack] - 1, 0)
     tokens_BL = _pad(batch.token_starts[pack] + ends, widths)
-    columns = np.arange(tokens_BL.shape[1])
     if (ends == longest_prompt).all():
-        return tokens_BL, ends[:, None] + columns, None
+        return tokens_BL, None
     mask_BP = (np.arange(longest_prompt) < ends[:, None]).astype(np.int64)
-    return tokens_BL, ends[:, None] + columns, np.concatenate([mask_BP, np.ones_like(tokens_BL)], axis=1)
+    return tokens_BL, np.concatenate([mask_BP, np.ones_like(tokens_BL)], axis=1)
 
 
 def ranges(starts: Ints, lengths: Ints) -> Ints:

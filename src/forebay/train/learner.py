@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forebay.config import look_up
 from forebay.models import Precision, attention, precision_on, routing
+from forebay.models.images import Sight
 from forebay.models.live_weights import cast
 from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
 from forebay.train import checkpoint
@@ -117,7 +118,7 @@ class Learner:
         self._rank = rank
         borders = kernel.startswith(attention.VARIABLE_LENGTH)
         tensors = partial(collate, pad_token_id=pad_token_id, device=self.device, context=context)
-        self._collate = partial(tensors, with_borders=borders)
+        self._collate = partial(tensors, with_borders=borders, sight=Sight(lora.without_adapters(model)))
         self._policy_loss: losses.PolicyLossFunction = look_up("loss", config.loss, losses.POLICY_LOSSES)
         self._corrector = Corrector(config.correction, config.band)
         make_optimizer = partial(Optimizer, settings=config, total_steps=total_steps, mesh=mesh)

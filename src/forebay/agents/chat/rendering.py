@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from forebay.models.images import Images, images_of, load_processor, with_pictures
 from forebay.types import IntArray, Message, RolloutState
 
 MARKER = "MARKED"
@@ -71,9 +72,9 @@ class IncrementRenderer:
         A turn that `is_cut` by a limit has no end, whatever its last token is.
 
         Raises:
-            ValueError: the template does not render these replies.
+            ValueError: the template does not render these replies, or they have images.
         """
-        harmless = [self._harmless(reply) for reply in replies]
+        harmless = [self._harmless(reply) for reply in with_pictures(replies, ())]
         ids = self._encode(self._between(harmless))
         return np.asarray(ids[self._num_written(turn_ids, ids, is_cut) :], np.int32)
 
@@ -211,13 +212,26 @@ NO_TOOLS = "none"
 
 
 def render_prompt(
-    tokenizer: ChatTokenizer, message: list[Message], tools: list[dict[str, Any]] | None = None
+    tokenizer: ChatTokenizer,
+    message: list[Message],
+    tools: list[dict[str, Any]] | None = None,
+    images: Images = (),
 ) -> IntArray:
-    """int32, P: the chat as the model sees it, up to where its answer begins."""
-    ids: Sequence[int] = tokenizer.apply_chat_template(
-        message, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
+    """int32, P: the chat as the model sees it, up to where its answer begins.
+
+    With `images`, by the processor in the tokenizer's folder.
+
+    Raises:
+        ConfigError: there are images, and that folder has no processor, or one cannot be read.
+        ValueError: the chat has placeholders of images, and there are none.
+    """
+    chat = with_pictures(message, images)
+    renderer: ChatTokenizer = load_processor(tokenizer.name_or_path) if images else tokenizer
+    ids: Sequence[int] = renderer.apply_chat_template(
+        chat, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
     )
-    return np.asarray(ids, dtype=np.int32)
+    # A processor answers with a list of chats.
+    return np.asarray(ids, dtype=np.int32).ravel()
 
 
 def offered_tools(
@@ -251,7 +265,7 @@ class PromptRenderer:
         if len(state.prompt_ids) == 0:
             tools = offered_tools(state.tools, state.tool_choice)
             if self._latest is None or self._latest[:2] != (state.message, tools):
-                prompt_ids = render_prompt(self._tokenizer, state.message, tools)
+                prompt_ids = render_prompt(self._tokenizer, state.message, tools, images_of(state))
                 # Copies: the chat of a rollout may grow, and must not then count as the same prompt.
                 self._latest = ([dict(part) for part in state.message], tools, prompt_ids)
             state.prompt_ids = self._latest[2]

@@ -42,12 +42,15 @@ from forebay.engines.local.kv_cache import RowCache, round_up_columns
 from forebay.engines.local.rows import ROW_FIELDS, TOKEN_FIELDS, Ended, Row, grown
 from forebay.engines.local.step_graphs import Record, StepGraphs, graph_size
 from forebay.engines.local.stopping import StopTexts
+from forebay.models.images import Images, Sight
 from forebay.models.routing import Routing
 from forebay.types import IntArray
 
 logger = logging.getLogger(__name__)
 
 AnyRow = TypeVar("AnyRow", bound=Row)
+_Prompt = tuple[IntArray, Images, list[int]]
+"""Token ids, the images in them, and the places of the rows that have both."""
 
 MIN_ROWS = 4
 """Smaller matrix products take other kernels on a CPU, which round differently; spare rows fill up."""
@@ -80,6 +83,7 @@ class DecodeBatch:
         self._min_rows = MIN_ROWS if self._device.type == "cpu" else 1
         num_layers = model.config.get_text_config().num_hidden_layers
         self._cache = RowCache(num_layers, self._device, Routing(model))
+        self._sight = Sight(model)
         self._graphs = StepGraphs(self._forward, recorder)
         self._requests: list[Row] = []
         self._num_entered = 0
@@ -177,7 +181,7 @@ class DecodeBatch:
         rows, columns = next(fits, (rows, columns))
         self._graphs.clear()
         self._cache.resize(rows, columns)
-        self._fed_here = torch.zeros(rows, 3, dtype=torch.long, pin_memory=self._device.type == "cuda")
+        self._fed_here = torch.zeros(rows, 4, dtype=torch.long, pin_memory=self._device.type == "cuda")
         self._fed = self._fed_here.to(self._device)
 
     def _give_up_youngest(self) -> list[Ended]:
@@ -235,19 +239,18 @@ class DecodeBatch:
 
     def _compute(self, rows: Sequence[Row]) -> None:
         """The keys and values of all but the last token of each row."""
-        by_prompt: dict[bytes, list[int]] = {}
+        by_prompt: dict[tuple[bytes, Images], _Prompt] = {}
         for place, row in enumerate(rows, start=self.size):
-            prompt = np.asarray(row.token_ids[:-1], np.int32)
-            by_prompt.setdefault(prompt.tobytes(), []).append(place)
+            ids, images = np.asarray(row.token_ids[:-1], np.int32), row.request.images
+            by_prompt.setdefault((ids.tobytes(), images), (ids, images, []))[-1].append(place)
         longest = max(self._longest(), *(len(row.token_ids) for row in rows))
         self._make_room(self.size + len(rows), longest, reachable=longest)
-        shared = sorted(by_prompt.items(), key=lambda item: len(item[0]))
-        for chunk in self._chunks([(np.frombuffer(ids, np.int32), places) for ids, places in shared]):
+        for chunk in self._chunks(sorted(by_prompt.values(), key=lambda prompt: len(prompt[0]))):
             self._prefill(chunk)
 
-    def _chunks(self, shared: list[tuple[IntArray, list[int]]]) -> list[list[tuple[IntArray, list[int]]]]:
+    def _chunks(self, shared: list[_Prompt]) -> list[list[_Prompt]]:
         """Split prompts in order of length into passes of like length, each within the token budget."""
-        chunks: list[list[tuple[IntArray, list[int]]]] = []
+        chunks: list[list[_Prompt]] = []
         shortest = -1
         for item in shared:
             padded = round_up_columns(len(item[0]))
@@ -258,27 +261,31 @@ class DecodeBatch:
             chunks[-1].append(item)
         return chunks
 
-    def _prefill(self, chunk: list[tuple[IntArray, list[int]]]) -> None:
+    def _prefill(self, chunk: list[_Prompt]) -> None:
         """Compute P distinct prompts and copy each to the rows that share it."""
-        places = torch.tensor([place for _, places in chunk for place in places], device=self._device)
-        length = round_up_columns(max(len(ids) for ids, _ in chunk))
+        places = torch.tensor([place for *_, places in chunk for place in places], device=self._device)
+        length = round_up_columns(max(len(ids) for ids, *_ in chunk))
         if length == 0:
             self._cache.clear(places)
             return
         # Padding follows the prompt, where the causal mask hides it.
         ids_PL = np.zeros((len(chunk), length), np.int64)
-        for target, (ids, _) in zip(ids_PL, chunk, strict=True):
-            target[: len(ids)] = ids
         # The padding may reach beyond the context, where a model with learned positions has none.
-        positions_L = torch.arange(length, device=self._device).clamp(max=self.max_context_tokens - 1)
+        counted_L = np.arange(length).clip(max=self.max_context_tokens - 1)
+        positions_4PL = np.broadcast_to(counted_L, (4, *ids_PL.shape)).copy()
+        for number, (ids, images, _) in enumerate(chunk):
+            ids_PL[number, : len(ids)] = ids
+            positions_4PL[1:, number, : len(ids)], _ = self._sight.positions(ids, images)
+        positions = positions_4PL if self._sight.has_axes else positions_4PL[0]
         prefilled = DynamicCache()
         self.model.base_model(
             input_ids=torch.from_numpy(ids_PL).to(self._device),
-            position_ids=positions_L.expand(len(chunk), -1),
+            position_ids=torch.from_numpy(positions).to(self._device),
             past_key_values=prefilled,
             use_cache=True,
+            **self._sight.inputs([images for _, images, _ in chunk], self._device),
         )
-        sources = [source for source, (_, places) in enumerate(chunk) for _ in places]
+        sources = [source for source, (*_, places) in enumerate(chunk) for _ in places]
         self._cache.store(prefilled, torch.tensor(sources, device=self._device), places)
 
     def _enter(self, rows: Sequence[Row]) -> None:
@@ -294,6 +301,7 @@ class DecodeBatch:
             self._rows[place] = (
                 token_ids[-1],
                 len(token_ids) - 1,
+                self._sight.positions(token_ids, request.images)[1],
                 len(row.made),
                 min(request.max_tokens, self.max_context_tokens - len(request.input_ids)),
                 sampling.seed_state(request.seed),
@@ -350,7 +358,7 @@ class DecodeBatch:
         fed = self._fed_here.numpy()
         fed[: self.size, 0], fed[: self.size, 1] = rows["token"], rows["position"]
         uniform = sampling.uniforms(rows["stream"], rows["num_earlier"] + rows["num_made"])
-        fed[: self.size, 2] = uniform.view(np.int64)
+        fed[: self.size, 2], fed[: self.size, 3] = uniform.view(np.int64), rows["shift"]
         fed[self.size : num_rows] = 0
         self._fed.copy_(self._fed_here, non_blocking=True)
         logits_RV = self._graphs(num_rows, self._num_columns(needed), self._cache.num_rows)
@@ -370,7 +378,7 @@ class DecodeBatch:
         mask_RC.masked_fill_(hidden_RC, torch.finfo(self.model.dtype).min)
         output = self.model(
             input_ids=ids_R[:, None],
-            position_ids=positions_R[:, None],
+            position_ids=(positions_R + self._fed[:num_rows, 3])[:, None],
             attention_mask=mask_RC[:, None, None, :],
             past_key_values=self._cache,
             use_cache=True,

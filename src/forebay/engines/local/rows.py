@@ -51,6 +51,7 @@ ROW_FIELDS = np.dtype(
     [
         ("token", np.int64),  # the next to feed
         ("position", np.int64),  # its column
+        ("shift", np.int64),  # from there to the model's position
         ("num_made", np.int64),
         ("limit", np.int64),  # of num_made
         ("stream", np.uint64),  # of random numbers

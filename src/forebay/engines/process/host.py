@@ -84,7 +84,10 @@ class HostSession(Session):
 
 
 def as_plain(value: GenerateRequest | Completion) -> tuple[Any, list[bytes]]:
-    """A value for a message, in which an array is its dtype and shape, and the bytes of its arrays."""
+    """A value for a message, in which an array is its dtype and shape, and the bytes of its arrays.
+
+    Images are files of some kilobytes to megabytes and stay in the message.
+    """
     buffers: list[bytes] = []
 
     def plain(part: Any) -> Any:
@@ -93,7 +96,7 @@ def as_plain(value: GenerateRequest | Completion) -> tuple[Any, list[bytes]]:
         buffers.append(part.tobytes())
         return [part.dtype.str, part.shape]
 
-    return msgspec.to_builtins(value, enc_hook=plain), buffers
+    return msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=plain), buffers
 
 
 def from_plain(value: Any, buffers: Iterable[NDArray[Any]], kind: type[T]) -> T:

@@ -123,6 +123,8 @@ class HTTPEngine:
         """
         request.check(self.max_context_tokens)
         self._dialect.check(request)
+        if request.images:
+            raise ValueError("servers place images in a prompt anew, so they are given none")
         stream = Stream(request, self._stop_texts, self._weights.steps)
         self._streams[stream] = None
         try:

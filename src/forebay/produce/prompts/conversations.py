@@ -19,6 +19,7 @@ import numpy as np
 from forebay.agents.chat.conversation import RequestError, plain_message, with_names
 from forebay.agents.chat.rendering import IncrementRenderer, offered_tools, render_prompt
 from forebay.config import ConfigError, errors_about
+from forebay.models.images import images_of
 from forebay.produce.prompts.dataset import Prompt, known_characters
 from forebay.types import IntArray, Message
 
@@ -31,7 +32,7 @@ class Demonstrations:
     The turns are the row's column ``demonstration``, the messages after the prompt; without it the answer;
     without that all turns of the chat itself.
 
-    >>> prompt_ids, response_ids, mask = Demonstrations(tokenizer).example(Prompt(message=..., ...))
+    >>> prompt_ids, response_ids, mask, mm_info = Demonstrations(tokenizer).example(Prompt(message=..., ...))
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -43,8 +44,8 @@ class Demonstrations:
 
     def example(
         self, prompt: Prompt, tools: list[dict[str, Any]] | None = None
-    ) -> tuple[IntArray, IntArray, IntArray]:
-        """(prompt ids, response ids, mask), int32: 1 on the turns, each with its end-of-sequence token.
+    ) -> tuple[IntArray, IntArray, IntArray, dict[str, Any] | None]:
+        """(prompt ids, response ids, mask, mm_info): 1 on the turns, each with its end-of-sequence token.
 
         `tools` are told to the model where the prompt has none of its own.
 
@@ -56,7 +57,7 @@ class Demonstrations:
         asked, shown = _conversation(prompt)
         ids, mask = list[int](), list[int]()
         with known_characters(prompt, self._tokenizer):
-            prompt_ids = render_prompt(self._tokenizer, asked, offered)
+            prompt_ids = render_prompt(self._tokenizer, asked, offered, images_of(prompt))
             for is_turn, messages in groupby(shown, _is_turn):
                 if is_turn:
                     text = self._written(next(messages))
@@ -66,7 +67,7 @@ class Demonstrations:
                     new = self._increments.render(ids, list(messages)).tolist()
                 ids += new
                 mask += [int(is_turn)] * len(new)
-        return prompt_ids, np.asarray(ids, np.int32), np.asarray(mask, np.int32)
+        return prompt_ids, np.asarray(ids, np.int32), np.asarray(mask, np.int32), prompt.mm_info
 
     def _written(self, message: Message) -> str:
         """The model's text in `message`: its content; with calls of tools, what the chat template writes."""

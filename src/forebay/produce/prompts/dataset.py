@@ -6,10 +6,6 @@ Not a stream and not a cache: the rows stay where they are and a `Prompt` is mad
 
     source --open_source--> rows --where, columns--> Prompt 0..N-1 --shuffle_seed--> --start, size--> prompts
     prompts --hold_out(evaluation prompts)--> --check_prompt_lengths(tokenizer)--> Sampler
-
-Two parts of one source share no row when their ``start`` and ``size`` do not overlap (and their
-``shuffle_seed`` is the same). `hold_out` also removes equal texts. Do not split a reasoning-gym generator by
-seed: problem i of seed s is problem i - 1 of seed s + 1, so neighboring seeds share nearly everything.
 """
 
 from __future__ import annotations
@@ -26,8 +22,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from forebay.agents.chat.rendering import ChatTokenizer, offered_tools, render_prompt
-from forebay.config import ArgumentPaths, ConfigError, StrictModel
+from forebay.config import ArgumentPaths, ConfigError, StrictModel, errors_about
+from forebay.models.images import IMAGES, images_of
 from forebay.produce.prompts.expressions import compile_column, compile_expression
+from forebay.produce.prompts.images import take_images
 from forebay.produce.prompts.sequences import LazySequence, shuffled
 from forebay.produce.prompts.sources import locate_source, open_source
 from forebay.types import Message
@@ -51,6 +49,8 @@ class Prompt:
     """None: those of the agent."""
     tool_choice: str | dict[str, Any] | None = None
     """As in the chat API: ``"none"`` offers no tools."""
+    mm_info: dict[str, Any] | None = None
+    """``{"images": [...]}``: the bytes of their files, in the order of their placeholders in the chat."""
     extra: dict[str, Any] = field(default_factory=dict)
     """The row's other columns; they become the rollouts' ``extra_fields``."""
     place: str = ""
@@ -59,6 +59,10 @@ class Prompt:
 
 class DataConfig(StrictModel):
     """Which prompts: a source, the meaning of its columns, and the part of it to use.
+
+    Two parts of one source share no row when their ``start`` and ``size`` do not overlap (and their
+    ``shuffle_seed`` is the same). `hold_out` also removes equal texts. Do not split a reasoning-gym generator
+    by seed: problem i of seed s is problem i - 1 of seed s + 1, so neighboring seeds share nearly everything.
 
     >>> train = DataConfig(source="addition", arguments={"digits": 2}, size=4000)
     >>> held_out = DataConfig(source="addition", arguments={"digits": 2}, start=4000, size=200)
@@ -232,8 +236,8 @@ def num_prompt_tokens(
     """
     # Tools are part of the prompt as the model sees it, and can be longer than the question.
     offered = offered_tools(tools if prompt.tools is None else prompt.tools, prompt.tool_choice)
-    with known_characters(prompt, tokenizer):
-        return len(render_prompt(tokenizer, prompt.message, offered))
+    with known_characters(prompt, tokenizer), errors_about(prompt.place or "a prompt"):
+        return len(render_prompt(tokenizer, prompt.message, offered, images_of(prompt)))
 
 
 @contextmanager
@@ -307,7 +311,7 @@ def _make_prompt(row: Any, config: DataConfig, made: Templates, place: str) -> P
             new[name] = _find_column(row, column, name, place)
             taken.add(column)
     rest = {column: value for column, value in row.items() if column not in taken} | new
-    message = _make_message(rest.pop("prompt"), config, place)
+    message, images = take_images(rest, _make_message(rest.pop("prompt"), config, place), place)
     reward_model = rest.pop("reward_model", None) or {}
     if not isinstance(reward_model, dict):
         raise ConfigError(f"{place}: column 'reward_model' must hold a mapping, got {reward_model!r}")
@@ -321,6 +325,7 @@ def _make_prompt(row: Any, config: DataConfig, made: Templates, place: str) -> P
         # Arrow would pad tool schemas that differ with nulls, so both columns may also hold JSON text.
         tools=_read_json(rest, "tools", (list,), "a list of tool schemas", place),
         tool_choice=_read_json(rest, "tool_choice", (str, dict), "a text or an object", place),
+        mm_info={IMAGES: images} if images else None,
         extra=rest,
         place=place,
     )

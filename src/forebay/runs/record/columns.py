@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from forebay.agents.extra_fields import conversation_of, facts_of
 from forebay.ledger import GroupLife
+from forebay.models.images import IMAGES, images_of
 from forebay.produce.strategies.context import GROUP_GENERATE_TIME_KEY
 from forebay.types import RolloutState, made_by
 from forebay.watching.activity import Span
@@ -77,6 +79,8 @@ def rollouts_table(left: Sequence[Left]) -> Any:
                 rows.append(row)
     columns: dict[str, Any] = {name: pa.array([row[name] for row in rows], pa.string()) for name in TEXTS}
     columns |= {name: pa.array([row[name] for row in rows], pa.large_string()) for name in DOCUMENTS}
+    # As data URLs with blanks between; the members of a group share one text.
+    columns[IMAGES] = pa.array([row[IMAGES] for row in rows]).dictionary_encode()
     for name, kind in NUMBERS.items():
         columns[name] = pa.array(np.asarray([row[name] for row in rows], kind), from_pandas=True)
     for name, kind in TOKENS.items():
@@ -106,6 +110,7 @@ def _texts(state: RolloutState, batch: Left) -> dict[str, str]:
         "truth": truth if isinstance(truth, str) else _as_json(truth),
         "facts": _as_json(facts) if facts else "",
         "error": state.error_msg,
+        IMAGES: " ".join(f"data:image/png;base64,{b64encode(image).decode()}" for image in images_of(state)),
     }
     return {name: _writable(text) for name, text in texts.items()}
 

@@ -195,10 +195,12 @@ def run_passes(call: Callable[..., tuple[torch.Tensor, Any]], micro: MicroBatch)
                 position_ids=position_ids,
                 use_cache=False,
                 **micro.borders,
+                **micro.images,
             )
         return results if share is None else share.context.join(results, share.own, len(micro.targets))
     num_first = len(micro.prompts.positions)
-    first, cache = call(slice(num_first), micro.prompts, use_cache=True)
+    seen = {"position_ids": micro.prompts.position_ids, **micro.images}
+    first, cache = call(slice(num_first), micro.prompts, use_cache=True, **seen)
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 

@@ -26,6 +26,7 @@ from torch import nn
 
 from forebay.models.attention import VARIABLE_LENGTH, attention_choices, attention_of, use_attention
 from forebay.models.config import Attention, Precision
+from forebay.models.images import Sight
 from forebay.train.batch import Layout, TrainBatch
 from forebay.train.collate import collate
 from forebay.train.config import TrainConfig
@@ -116,7 +117,7 @@ def check_layout(
         pack = Packer(10 * NUM_TOKENS, layout=layout).pack_pad_dispatch(batch).packs[0][0][0]
         # In the order given: what comes before is what may leak.
         tensors = partial(collate, batch, np.sort(pack), pad_token_id=0, device=device, context=context)
-        micro = tensors(with_borders=kernel.startswith(VARIABLE_LENGTH))
+        micro = tensors(with_borders=kernel.startswith(VARIABLE_LENGTH), sight=Sight(plain))
         order = torch.from_numpy(np.argsort(micro.token_index)).to(device)
         return response_logprobs(model, micro).logprobs[order][prompts[-1] - NUM_TOKENS :]
 

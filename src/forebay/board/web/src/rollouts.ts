@@ -1,7 +1,7 @@
 import { ask, isOver } from "./api";
 import { absent, copyButton, duration, failure, h, number, percent, show, table, when, WITHOUT, type Child } from "./dom";
 import { address, here, keep } from "./place";
-import type { Answers, Columns, Count, Found, LifeEvent, Line, RunSummary, Span, Tried } from "./types";
+import type { Answers, Columns, Count, Found, LifeEvent, Line, Member, RunSummary, Span, Tried } from "./types";
 
 const PAGE = 40;
 /** The server counts no more of those with a text. */
@@ -232,7 +232,7 @@ export async function rollout(root: HTMLElement, run: string, given: Record<stri
     h("div", { class: "line" }, outcomeBadge(row), h("span", {}, `score ${number(row.score)}`), h("span", {}, `advantage ${number(row.advantage)}`), h("span", {}, `${number(row.num_tokens)} tokens`), h("span", {}, versions(row)), h("span", {}, `staleness ${row.staleness}`), copyButton("copy as JSON", () => JSON.stringify(row, null, 1)), h("a", { href: address("prompt", run, { hash: row.prompt_hash }) }, "the same prompt through training"), inTime(run, row, found.spans)),
     row.error ? h("pre", { class: "failure" }, row.error) : null,
     misjudged(row),
-    h("section", {}, h("h2", {}, "Prompt"), h("pre", { class: "text", tabindex: 0 }, row.prompt), row.truth ? h("p", { class: "dim" }, `expected: ${row.truth}`) : null),
+    h("section", {}, h("h2", {}, "Prompt"), pictures(row), h("pre", { class: "text", tabindex: 0 }, row.prompt), row.truth ? h("p", { class: "dim" }, `expected: ${row.truth}`) : null),
     h("section", {}, h("h2", {}, "Response"), row.token_ids.length ? [found.pieces ? null : h("pre", { class: "text", tabindex: 0 }, row.response), h("label", { for: "color" }, "color by ", pick), tokens, told] : h("p", { class: "dim" }, row.outcome === "dropped" ? "The response of an expired group is not kept." : row.response || "No tokens.")),
     row.conversation ? h("section", {}, h("h2", {}, "Conversation"), ...conversation(row.conversation)) : null,
     details("Reward", row.reward),
@@ -249,6 +249,12 @@ function inTime(run: string, row: Line, spans: Span[]): HTMLElement | null {
   const [from, to] = [Math.min(...spans.map((span) => span.start_s)), Math.max(...spans.map((span) => span.end_s))];
   const around = Math.max(0.05, 0.1 * (to - from));
   return h("a", { href: address("timeline", run, { from: (from - around).toFixed(3), to: (to + around).toFixed(3), name: row.rollout_id }) }, "on the timeline");
+}
+
+/** The images of the prompt, in their order; a history of an older version has none. */
+function pictures(row: Member): HTMLElement | null {
+  const urls: string[] = row.images ? row.images.split(" ") : [];
+  return urls.length ? h("div", { class: "pictures" }, ...urls.map((url, at) => h("img", { src: url, alt: `image ${at + 1} of the prompt` }))) : null;
 }
 
 function versions(row: Line): string {
@@ -326,6 +332,7 @@ export async function group(root: HTMLElement, run: string, given: Record<string
   show(
     root,
     h("p", {}, h("a", { href: address("rollouts", run) }, "rollouts"), ` / group ${given.id}`),
+    pictures(first),
     h("pre", { class: "text", tabindex: 0 }, first.prompt),
     first.truth ? h("p", { class: "dim" }, `expected: ${first.truth}`) : null,
     h("div", { class: "members" }, ...members.map((row) => h("article", { class: "card" }, h("header", {}, h("a", { class: "item", href: address("rollout", run, { id: row.rollout_id }) }, `${row.member}`), " ", outcomeBadge(row), " ", h("span", { class: "dim" }, `score ${number(row.score)}, advantage ${number(row.advantage)}, ${number(row.num_tokens)} tokens`)), row.conversation ? conversation(row.conversation) : h("pre", { class: "text", tabindex: 0 }, row.response || row.error)))),

@@ -167,6 +167,8 @@ export interface Member extends Found {
   conversation: string;
   reward: string;
   facts: string;
+  /** Data URLs with blanks between; not in a history of an older version. */
+  images?: string;
 }
 
 /** With its response tokens. */

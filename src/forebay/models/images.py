@@ -1,0 +1,133 @@
+"""Images: the bytes that a rollout keeps, and what the model's own processor makes of them.
+
+::
+
+    chat, images --render_prompt--> token ids, with as many placeholders as the images take    once a prompt
+    images --Sight--> pixel_values, image_grid_thw, ..., positions   an engine's prefill, a trainer's pass
+
+A rollout keeps the bytes of the files, in ``mm_info["images"]``, and no pixels: a photo is some fifty times
+smaller so, servers take files, and a processor makes the same pixels of the same bytes, bit by bit. Engine
+and trainer read a model's processor from the folder that the model was loaded from.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.config import ConfigError, errors_about
+from forebay.extras import needed_by
+from forebay.types import IntArray, Message
+
+IMAGES = "images"
+"""Key in ``mm_info``: the bytes of the files, in the order of their placeholders."""
+
+Images = tuple[bytes, ...]
+
+
+class Sight:
+    """Pixels and positions, which a model's passes over prompts with images take besides token ids.
+
+    >>> sight = Sight(model)                                                        # doctest: +SKIP
+    >>> model(ids, **sight.inputs([images_of(state)], model.device))                # doctest: +SKIP
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.has_axes = hasattr(getattr(model, "base_model", None), "get_rope_index")
+        """Whether it tells positions in time, height and width apart."""
+
+    def inputs(self, images: Sequence[Images], device: Any) -> dict[str, Any]:
+        """The tensors for a pass over prompts with these images, one after the other, by their names.
+
+        Raises:
+            ConfigError: the model has no processor; or the images differ in size, and it cannot have such
+                ones in one pass.
+        """
+        import torch
+
+        made = [_inputs(self._model.name_or_path, image) for prompt in images for image in prompt]
+        with errors_about("the model takes images of one size in a pass; scale them", RuntimeError):
+            joined = {name: torch.cat([one[name] for one in made]) for name in (made or [{}])[0]}
+        return {name: values.to(device) for name, values in joined.items()}
+
+    def positions(self, ids: IntArray, images: Images) -> tuple[NDArray[np.int64], int]:
+        """int64, 3 x L: time, height and width of each token, which are its number where there is no image.
+
+        Tokens after `ids`, all text, count on from the largest: by so much, the second result, they are off
+        their numbers. Multimodal RoPE (Wang et al. 2024, "Qwen2-VL", section 2.1).
+        """
+        if not (images and self.has_axes):
+            return np.tile(np.arange(len(ids)), (3, 1)), 0
+        import torch
+
+        ids_1L = torch.from_numpy(ids.astype(np.int64))[None]
+        grids = torch.cat([_inputs(self._model.name_or_path, image)["image_grid_thw"] for image in images])
+        is_image_1L = ids_1L.eq(self._model.config.image_token_id).int()
+        index = self._model.base_model.get_rope_index
+        positions_31L, shift = index(ids_1L, mm_token_type_ids=is_image_1L, image_grid_thw=grids)
+        return np.asarray(positions_31L[:, 0]), int(shift)
+
+
+def images_of(rollout: Any) -> Images:
+    """Those of the prompt of a rollout, or of a `Prompt`, in their order."""
+    return tuple((rollout.mm_info or {}).get(IMAGES, ()))
+
+
+def holders_in(message: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    """The parts of a chat that stand for images, in their order."""
+    for part in message:
+        if isinstance(part.get("content"), list):
+            yield from (piece for piece in part["content"] if piece.get("type") in ("image", "image_url"))
+
+
+@cache
+def load_processor(folder: str) -> Any:
+    """The processor of the model in `folder`.
+
+    Raises:
+        ConfigError: it has none, or it cannot be loaded.
+    """
+    from transformers import AutoProcessor
+
+    with errors_about(f"cannot load the processor in {folder!r}", OSError, ValueError, ImportError):
+        processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+    if not hasattr(processor, "image_processor"):
+        raise ConfigError(f"the data has images, and the model in {folder!r} takes none: it has no processor")
+    return processor
+
+
+def with_pictures(message: Sequence[Message], images: Images) -> list[Message]:
+    """A copy of the chat, with decoded images at their placeholders.
+
+    Raises:
+        ConfigError: one cannot be read.
+        ValueError: there are more placeholders, or fewer.
+    """
+    chat = copy.deepcopy(list(message))
+    holders = list(holders_in(chat))
+    if len(holders) != len(images):
+        raise ValueError("images come with the prompts of the data, not with replies or an agent's chats")
+    for holder, image in zip(holders, images, strict=True):
+        holder["image"] = _picture(image)
+    return chat
+
+
+@lru_cache(maxsize=64)
+def _inputs(folder: str, image: bytes) -> dict[str, Any]:
+    # Once for several passes over an image, and for the members of a group. A photo's pixels take some 10 MB.
+    return dict(load_processor(folder).image_processor(images=[_picture(image)], return_tensors="pt"))
+
+
+def _picture(image: bytes) -> Any:
+    with needed_by("a prompt with images"):
+        from PIL import Image
+    # A file that is cut off is a syntax error to some of its readers.
+    with errors_about("cannot read an image", OSError, SyntaxError, ValueError, Image.DecompressionBombError):
+        return Image.open(io.BytesIO(image)).convert("RGB")

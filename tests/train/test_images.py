@@ -1,0 +1,212 @@
+"""Images: engine and trainer give the same tokens the same log probabilities, wherever these stand."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    AutoProcessor,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLImageProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+from forebay.agents import SingleTurnAgentLoop
+from forebay.config import ConfigError, load_config
+from forebay.engines import RolloutController
+from forebay.engines.local.transformers import TransformersEngine
+from forebay.metrics import read_jsonl
+from forebay.models import load_model, load_tokenizer
+from forebay.models.images import IMAGES, Sight, load_processor
+from forebay.models.tiny import character_tokenizer
+from forebay.runs.config import RunConfig
+from forebay.runs.launch import launch
+from forebay.runs.rollouts import check_lengths, load_data
+from forebay.train.batch import Layout, TrainBatch
+from forebay.train.collate import collate
+from forebay.train.model.forward import response_logprobs
+from forebay.train.model.trial import check_layout
+from forebay.train.packing import Packer
+from forebay.types import RolloutState, SampleParams
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "shapes"
+SHAPES = runpy.run_path(str(RECIPE / "shapes.py"))
+PLACEHOLDERS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llava")
+    SHAPES["write_model"](folder)
+    return folder
+
+
+def qwen(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model with random weights. Its own processor needs torchvision, so the test's own renders."""
+    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz ?")
+    tokenizer.add_special_tokens({"additional_special_tokens": PLACEHOLDERS})
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids = dict(zip(names, tokenizer.convert_tokens_to_ids(PLACEHOLDERS), strict=True))
+    text = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    text |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "head_dim": 16,
+    }
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 7}
+    tower |= {"spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64}
+    torch.manual_seed(0)
+    if kind == "qwen2_5_vl":
+        tower |= {"window_size": 28, "fullatt_block_indexes": [1]}
+        config = Qwen2_5_VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=tower, **ids)
+        Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    else:
+        tower |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+        rope["mrope_interleaved"] = True
+        wide = Qwen3VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=tower, **ids)
+        Qwen3VLForConditionalGeneration(wide).save_pretrained(folder)
+    tokenizer.chat_template = SHAPES["CHAT_TEMPLATE"]
+    tokenizer.save_pretrained(folder)
+    pixels = Qwen2VLImageProcessor(patch_size=7, merge_size=2, min_pixels=14 * 14, max_pixels=56 * 56)
+
+    def render(chat: list[Any], **_: Any) -> list[list[int]]:
+        said = tokenizer.bos_token
+        for piece in chat[0]["content"]:
+            if piece["type"] == "text":
+                said += piece["text"]
+                continue
+            grid = pixels(images=[piece["image"]], return_tensors="pt")["image_grid_thw"]
+            said += f"<|vision_start|>{'<|image_pad|>' * (int(grid.prod()) // 4)}<|vision_end|>"
+        return [tokenizer.encode(said, add_special_tokens=False)]
+
+    processor = SimpleNamespace(image_processor=pixels, apply_chat_template=render)
+    monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda folder, **_: processor)
+
+
+def picture(width: int, height: int, color: tuple[int, int, int]) -> bytes:
+    Image.new("RGB", (width, height), color).save(file := io.BytesIO(), "PNG")
+    return file.getvalue()
+
+
+def group(name: str, text: str, *pictures: bytes) -> list[RolloutState]:
+    content = [{"type": "image"} for _ in pictures] + [{"type": "text", "text": text}]
+    info = {IMAGES: list(pictures)}
+    return [
+        RolloutState(
+            [{"role": "user", "content": content}], rollout_id=f"{name}/{i}", group_id=name, mm_info=info
+        )
+        for i in range(3)
+    ]
+
+
+def generated(folder: Path, groups: list[list[RolloutState]], **options: Any) -> Any:
+    """The model; each rollout has its tokens, some of them from before an interruption."""
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
+
+    async def generate() -> None:
+        controller = RolloutController(TransformersEngine(model, tokenizer, **options))
+        loop = SingleTurnAgentLoop(controller, None, tokenizer, sample_params=SampleParams(max_tokens=7))
+        await asyncio.gather(*(loop.generate_group(states) for states in groups))
+
+    asyncio.run(generate())
+    for state in (state for states in groups for state in states):
+        assert state.error_msg is None, state.error_msg
+        state.reward = {"score": 0.0}
+    return model
+
+
+def worst_difference(model: Any, groups: list[list[RolloutState]], layout: Layout) -> float:
+    """Between the log probabilities of the engine and those of the trainer's passes."""
+    batch = Packer(100, layout=layout).pack_pad_dispatch(TrainBatch.from_groups(groups))
+    differences = []
+    for pack in batch.packs[0][0]:
+        micro = collate(batch, pack, pad_token_id=0, device=torch.device("cpu"), sight=Sight(model))
+        with torch.no_grad():
+            logprobs = response_logprobs(model, micro).logprobs.numpy()
+        differences.append(np.abs(logprobs - batch.rollout_logprobs[micro.token_index]).max())
+    assert len(differences) > 1
+    return float(max(differences))
+
+
+LAYOUTS: tuple[Layout, ...] = ("padded", "packed", "shared_prompt")
+
+
+def test_engine_and_trainer_see_the_same(llava):
+    # One question about two pictures: only their pixels tell these prompts from each other.
+    first, second = (row["image"] for row in SHAPES["questions"](size=2))
+    groups = [group("a", "shape?", first), group("b", "shape?", second), group("c", "color?", first, second)]
+    groups.append(group("d", "color? shape?"))
+    model = generated(llava, groups, max_batch=5)
+    distances = {layout: worst_difference(model, groups, layout) for layout in LAYOUTS}
+    assert max(distances.values()) < 1e-5, distances
+    for states in groups[:2]:
+        for state in states:
+            state.mm_info = {IMAGES: [second if state.group_id == "a" else first]}
+    assert worst_difference(model, groups, "shared_prompt") > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_of_images_in_time_height_and_width(kind, tmp_path, monkeypatch):
+    qwen(kind, tmp_path, monkeypatch)
+    small, wide = picture(28, 28, (200, 10, 10)), picture(56, 28, (10, 200, 90))
+    groups = [group("a", "what?", wide), group("b", "and these?", small, wide), group("c", "none?")]
+    model = generated(tmp_path, groups)
+    assert (
+        Sight(model).positions(groups[0][0].prompt_ids, (wide,))[0].max() < len(groups[0][0].prompt_ids) - 1
+    )
+    distances = {layout: worst_difference(model, groups, layout) for layout in LAYOUTS}
+    assert max(distances.values()) < 1e-5, distances
+    # A run's own trial, on text alone.
+    for layout in LAYOUTS:
+        check_layout(model, layout, torch.device("cpu"))
+    # As transformers' own code places them: a pass without cache over one whole rollout.
+    state = groups[1][0]
+    # No pass reads its last token: these weights may have drawn a placeholder there, which ends a response.
+    ids = torch.from_numpy(np.concatenate([state.prompt_ids, state.response_ids[:-1]]).astype(np.int64))[None]
+    seen = Sight(model).inputs([(small, wide)], torch.device("cpu"))
+    is_image = (ids == model.config.image_token_id).int()
+    with torch.no_grad():
+        logits = model(ids, mm_token_type_ids=is_image, **seen).logits[0, len(state.prompt_ids) - 1 :]
+    own = logits.log_softmax(-1).gather(1, torch.from_numpy(state.response_ids.astype(np.int64))[:, None])
+    np.testing.assert_allclose(own[:, 0].numpy(), state.logprobs, atol=1e-5)
+
+
+def test_the_recipe_runs_and_its_model_goes_on(llava, tmp_path):
+    overrides = [
+        f"output={tmp_path}",
+        f"model.source={llava}",
+        "steps=2",
+        "batch_size=2",
+        "rollouts_per_prompt=4",
+        "warmup.steps=3",
+        "tasks.0.data.size=40",
+        "tasks.0.eval_data.size=6",
+        "evaluate.every=2",
+        "checkpoint_every=2",
+        "train.kl_coef=0.01",
+    ]
+    config = load_config(RunConfig, RECIPE / "run.toml", overrides)
+    run = asyncio.run(launch(config))
+    assert run is not None
+    rows = list(read_jsonl(tmp_path / "shapes" / "metrics.jsonl"))
+    (mismatch,) = {round(row["train/mismatch_kl"], 4) for row in rows if "train/mismatch_kl" in row}
+    assert mismatch == 0
+    for folder in (tmp_path / "shapes" / "model", tmp_path / "shapes" / "warmup"):
+        assert load_processor(str(folder)).image_token_id == 13
+    for wrong in ("engine={name='vllm', arguments={servers=1}}", "train.ranks=2"):
+        broken = load_config(RunConfig, RECIPE / "run.toml", [*overrides, wrong])
+        with pytest.raises(ConfigError, match="the data has images"):
+            check_lengths(broken, llava, load_data(broken))

@@ -3,6 +3,7 @@
 import json
 import re
 import string
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -78,6 +79,38 @@ def test_the_mask_is_on_what_each_turn_adds(tmp_path, family):
         asked = tokenizer.apply_chat_template(chat[:place], tokenize=False, add_generation_prompt=True)
         assert tokenizer.decode(ids[:start]) == asked
         assert tokenizer.decode(ids[start:end]) == chat[place]["content"] + tokenizer.eos_token
+
+
+@pytest.mark.parametrize(
+    ("family", "turn", "said"),
+    [
+        (
+            "chatml",
+            {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]},
+            "tools",
+        ),
+        ("qwen", {"content": ""}, "neither text nor tool_calls"),
+    ],
+)
+def test_a_turn_of_which_the_template_writes_nothing_is_refused(tmp_path, family, turn, said):
+    chat = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": None, **turn}]
+    ((prompt,), _) = conversations(tmp_path, chat)
+    with pytest.raises(ConfigError, match=said):
+        Demonstrations(make_tokenizer(family)).example(prompt)
+
+
+def test_parts_of_text_are_read_and_a_chat_that_has_its_turn_needs_no_answer(tmp_path):
+    chat = [
+        {"role": "user", "content": [{"type": "text", "text": "1?"}]},
+        {"role": "assistant", "content": "one"},
+    ]
+    ((prompt,), _) = conversations(tmp_path, chat)
+    prompt = replace(prompt, reward_model={"ground_truth": "two"})
+    tokenizer = make_tokenizer("chatml")
+    prompt_ids, ids, _, _ = Demonstrations(tokenizer).example(prompt)
+    assert "1?" in tokenizer.decode(prompt_ids)
+    assert "type" not in tokenizer.decode(prompt_ids)
+    assert tokenizer.decode(ids) == "one" + tokenizer.eos_token
 
 
 def test_calls_of_tools_are_trained_as_the_template_writes_them(tmp_path):

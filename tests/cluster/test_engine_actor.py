@@ -138,6 +138,27 @@ async def test_a_request_that_can_never_run_fails_alone(tmp_path):
     await actor.close()
 
 
+class Faulty(ScriptedEngine):
+    async def generate(self, request):
+        if request.request_id == "bad":
+            raise KeyError("no such adapter")
+        return await super().generate(request)
+
+
+def faulty_engines(surroundings):
+    return [Faulty(lambda request: [7])]
+
+
+async def test_a_request_that_raises_takes_no_other_along(tmp_path):
+    actor = EngineActor()
+    await actor.start(spec_of(run_config(tmp_path, engine=f"{__name__}:faulty_engines"), serves_at_once=True))
+    good, bad, other = await answers(actor, ask("good"), ask("bad"), ask("other"))
+    assert [good.response_ids.tolist(), other.response_ids.tolist()] == [[7], [7]]
+    assert (bad.finish_reason, bad.lost) == ("error", False)
+    assert "no such adapter" in bad.error_msg
+    await actor.close()
+
+
 async def test_a_running_server_in_the_process(tmp_path, start_fake):
     server = await start_fake()
     config = run_config(tmp_path, engine={"name": "vllm", "arguments": {"urls": [server.url]}})

@@ -84,9 +84,9 @@ class BatchedCalls(Generic[ItemT, ResultT]):
 
     async def _send(self) -> None:
         await settle(lambda: len(self._waiting), at_most=MAX_TURNS)
-        waiting, self._waiting = self._waiting, []
         # Those whose caller has gone meanwhile are not sent.
-        batch = [pair for pair in waiting if not pair[1].done()]
+        batch = dict(enumerate(pair for pair in self._waiting if not pair[1].done()))
+        self._waiting = []
         error: Exception = ActorLost("the actor ended the stream before its time")
         try:
             if batch:
@@ -95,15 +95,17 @@ class BatchedCalls(Generic[ItemT, ResultT]):
         except Exception as raised:
             error = raised
         finally:
-            for _, answer in batch:
+            for _, answer in batch.values():
                 if not answer.done():
                     answer.set_exception(error)
 
-    async def _receive(self, batch: Sequence[tuple[ItemT, asyncio.Future[ResultT]]]) -> None:
-        async for ref in self._stream([item for item, _ in batch]):
+    async def _receive(self, batch: dict[int, tuple[ItemT, asyncio.Future[ResultT]]]) -> None:
+        async for ref in self._stream([item for item, _ in batch.values()]):
             for number, result in await ref:
-                if not batch[number][1].done():
-                    batch[number][1].set_result(result)
+                # Let go of here: the slowest may take hours.
+                _, answer = batch.pop(number)
+                if not answer.done():
+                    answer.set_result(result)
 
 
 async def as_they_end(
@@ -117,15 +119,13 @@ async def as_they_end(
     numbers = {asyncio.create_task(call): number for number, call in enumerate(calls)}
     for task in numbers:
         task.add_done_callback(ended.put_nowait)
-    left = len(numbers)
     try:
-        while left:
+        while numbers:
             together = [await ended.get()]
             # Not a wait: items that end in the same turn go along.
             await asyncio.sleep(0)
             together += [ended.get_nowait() for _ in range(ended.qsize())]
-            left -= len(together)
-            yield [(numbers[task], task.result()) for task in together]
+            yield [(numbers.pop(task), task.result()) for task in together]
     finally:
         for task in numbers:
             task.cancel()

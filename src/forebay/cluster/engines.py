@@ -113,6 +113,9 @@ class EngineActor:
         except EngineLost as error:
             self._lose(error)
             return Completion(finish_reason="error", error_msg=str(error), lost=True)
+        # A fault of this request; the others that came with it go on.
+        except Exception as error:
+            return Completion(finish_reason="error", error_msg=why(error))
 
     async def pause(self) -> None:
         """End every request and take no new one."""

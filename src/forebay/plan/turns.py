@@ -112,7 +112,7 @@ def engines_by_place(config: RunConfig, device: Device) -> tuple[int, int]:
 
 
 def _warmup(config: RunConfig, hugging_face: Any) -> Mapping[str, int]:
-    """Of a supervised step on examples as long as a micro-batch allows: all weights, float32 moments."""
+    """Of a supervised step on examples as long as a micro-batch allows: all weights."""
     assert config.warmup is not None
     train = config.warmup.trained_as(config.train)
     examples = config.warmup.batch_size

@@ -58,7 +58,8 @@ class ReplayConfig(BufferConfig):
     store: Literal["memory", "sqlite", "postgresql"] | None = None
     """``memory``; ``sqlite``: a file; ``postgresql``: the database at the URL in the environment variable
     ``FOREBAY_REPLAY_URL``. From the last two a killed run goes on with every finished group. None: ``sqlite``
-    in a separate run and on Ray, else ``memory``."""
+    in a separate run and on Ray, where the run's folder is on a local disk and nothing is recorded, else
+    ``memory``."""
     path: Path | None = None
     """The SQLite file, on a local disk; None: ``buffer.db`` in the run's folder."""
 

@@ -176,6 +176,7 @@ async def open_run(
     return build(resume_step=resume_step, storage=storage)
 
 
+_PLAIN = {"attention": "auto", "moments": "float32"}
 LOSSES = "losses.json"
 """In the folder of the warm-up: the loss of each step, and of what is held out before each pass and after."""
 Start = tuple[Path, list[TaskData]]
@@ -386,7 +387,8 @@ def warm_up(
             held_out=held_out,
             pad_token_id=tokenizer.pad_token_id,
             seed=config.seed,
-            train=config.train,
+            # Of a cluster the trainer's device is elsewhere, with its kernels.
+            train=config.train if config.cluster is None else config.train.model_copy(update=_PLAIN),
             on_step=lambda step, loss: display.progress(step, num_steps, f"loss {loss:.3f}"),
         )
     with unfinished(target) as temporary:

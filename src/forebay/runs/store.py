@@ -47,7 +47,9 @@ def store_of(config: RunConfig) -> str:
     """The kind of store that a run has: ``memory``, ``sqlite`` or ``postgresql``."""
     if config.replay.store is not None:
         return config.replay.store
-    outlives = config.cluster is not None or config.produce.mode == "separate"
+    # A run that goes on in another mode has the store that it had.
+    had_one = (config.folder / STORE_FILE).exists()
+    outlives = had_one or config.cluster is not None or config.produce.mode == "separate"
     on_disk = outlives and not config.record and network_mount(config.folder) is None
     return "sqlite" if on_disk else "memory"
 
@@ -148,12 +150,12 @@ def network_mount(path: Path) -> str | None:
         lines = MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
-    found, kind = Path("/"), ""
+    found, kind, path = Path("/"), "", path.resolve()
     for line in lines:
         _, escaped, type_, *_ = line.split(" ")
         point = Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), escaped))
         # Of two mounts at one place the later one counts.
-        if path.resolve().is_relative_to(point) and len(point.parts) >= len(found.parts):
+        if path.is_relative_to(point) and len(point.parts) >= len(found.parts):
             found, kind = point, type_
     return f"{kind} at {found}" if _NETWORK.fullmatch(kind) else None
 

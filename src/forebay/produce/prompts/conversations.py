@@ -56,7 +56,7 @@ class Demonstrations:
         offered = offered_tools(tools if prompt.tools is None else prompt.tools, prompt.tool_choice)
         asked, shown = _conversation(prompt)
         ids, mask = list[int](), list[int]()
-        with known_characters(prompt, self._tokenizer):
+        with known_characters(prompt, self._tokenizer), errors_about(prompt.place or "a prompt"):
             prompt_ids = render_prompt(self._tokenizer, asked, offered, images_of(prompt))
             for is_turn, messages in groupby(shown, _is_turn):
                 if is_turn:
@@ -72,13 +72,16 @@ class Demonstrations:
     def _written(self, message: Message) -> str:
         """The model's text in `message`: its content; with calls of tools, what the chat template writes."""
         if not message.get("tool_calls"):
+            if not message["content"]:
+                raise ConfigError("a turn of the assistant has neither text nor tool_calls")
             return str(message["content"])
         asked: list[Message] = [{"role": "user", "content": "x"}]
         render, end = self._tokenizer.apply_chat_template, self._tokenizer.eos_token
         before = render(asked, tokenize=False, add_generation_prompt=True)
         whole = render([*asked, message], tokenize=False)
         text, found, _ = whole.removeprefix(before).rpartition(end)
-        if not found or not whole.startswith(before):
+        named = all(call["function"]["name"] in text for call in message["tool_calls"])
+        if not (found and named and whole.startswith(before)):
             said = f"the chat template writes calls of tools as {whole!r}, not between {before!r} and {end!r}"
             raise ConfigError(f"{said}: give such turns a text as content instead of tool_calls")
         return str(text)
@@ -87,7 +90,8 @@ class Demonstrations:
 def _conversation(prompt: Prompt) -> tuple[list[Message], list[Message]]:
     """The messages before the first turn that `prompt` comes with, and those from there to the last turn."""
     answer = (prompt.reward_model or {}).get("ground_truth")
-    answers = [] if answer is None else [{"role": "assistant", "content": str(answer)}]
+    has_turn = _is_turn(prompt.message[-1])
+    answers = [] if answer is None or has_turn else [{"role": "assistant", "content": str(answer)}]
     shown = prompt.extra.get("demonstration") or answers
     messages = [*prompt.message, *shown]
     # Turns in the prompt of a task are given to the model, not asked of it.
@@ -100,8 +104,10 @@ def _conversation(prompt: Prompt) -> tuple[list[Message], list[Message]]:
                 f"a conversation has messages of {', '.join(ROLES)}, and one of the assistant after one that "
                 f"is not; got {', '.join(roles)} (a task needs data.columns.answer or a column demonstration)"
             )
+        # A processor needs the parts of images.
+        plain = list if prompt.mm_info else lambda part: [*map(plain_message, part)]
         learned = [plain_message(message) for message in messages[turns[0] : turns[-1] + 1]]
-        return messages[: turns[0]], with_names(learned)
+        return plain(messages[: turns[0]]), with_names(learned)
 
 
 def _is_turn(message: Message) -> bool:

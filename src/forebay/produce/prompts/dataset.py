@@ -263,7 +263,7 @@ def known_characters(prompt: Prompt, tokenizer: Any) -> Iterator[None]:
                     f"(U+{ord(character):04X}); add it to model.tiny.alphabet, or leave that key out, so "
                     f"that the alphabet is taken from the data"
                 ) from error
-        raise
+        raise ConfigError(f"{prompt.place or 'a prompt'}: {error}") from error
 
 
 def texts_of(prompt: Prompt) -> Iterator[str]:

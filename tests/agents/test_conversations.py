@@ -1,5 +1,6 @@
 """Conversations as examples: which tokens are trained, checked against the chat template's own text."""
 
+import copy
 import json
 import re
 import string
@@ -52,7 +53,8 @@ GENERATION = (
     ids=["characters", "smollm2"],
 )
 def test_the_mask_is_that_of_a_template_that_marks_the_assistants_text(tmp_path, make):
-    tokenizer = make()
+    # A copy: families are made once for all tests.
+    tokenizer = copy.deepcopy(make())
     tokenizer.chat_template = GENERATION
     ((prompt,), held_out) = conversations(tmp_path, CHAT)
     assert len(held_out) == 0

@@ -251,3 +251,20 @@ def test_a_share_of_a_gpu_is_measured_when_nothing_runs(monkeypatch):
     for _ in range(8):
         budget.recover()
     assert budget.tokens == 60
+
+
+def test_a_pass_that_fails_keeps_the_rows_that_were_given_up_before_it(model, monkeypatch):
+    def broken() -> None:
+        raise ValueError("a model's own fault")
+
+    batch = new_batch(model, 10**6)
+    rows = [Row(request(number)) for number in (3, 4)]
+    batch.admit(rows)
+    batch.budget.fell_short(2)
+    monkeypatch.setattr(batch, "_draw", broken)
+    with pytest.raises(ValueError, match="own fault"):
+        batch.step(0)
+    ended = dict(batch.fail("a forward pass failed"))
+    assert ended.keys() == set(rows)
+    assert ended[rows[1]] is None
+    assert ended[rows[0]].finish_reason == "error"

@@ -184,16 +184,15 @@ class DecodeBatch:
         self._fed_here = torch.zeros(rows, 4, dtype=torch.long, pin_memory=self._device.type == "cuda")
         self._fed = self._fed_here.to(self._device)
 
-    def _give_up_youngest(self) -> list[Ended]:
+    def _give_up_youngest(self) -> None:
         """Until the others have room for one token more; the oldest always has."""
-        ended: list[Ended] = []
+        self._given_up = list[Ended]()
         while self.size > 1:
             if self._num_tokens(self.size, self._longest()) <= self.budget.tokens:
                 break
             youngest = max(range(self.size), key=lambda place: self._requests[place].turn)
-            ended.append((self._keep(youngest), None))
-            ended += self._close_holes([youngest])
-        return ended
+            self._given_up.append((self._keep(youngest), None))
+            self._given_up += self._close_holes([youngest])
 
     def _run_short(self, joining: Sequence[Row] = ()) -> list[Ended]:
         """Memory ran out: give up all rows, or fail the only one, and go on with a smaller cache."""
@@ -325,14 +324,14 @@ class DecodeBatch:
 
         Where memory does not suffice for all, some or all are given up instead.
         """
-        # On their own: a forward pass that raises must not take them along.
-        if (ended := self._give_up_youngest()) or not self._requests:
-            return ended
+        self._give_up_youngest()
+        if not self._requests:
+            return self._given_up
         drawn_B2 = None
         with suppress(torch.OutOfMemoryError):
             drawn_B2 = self._draw()
         if drawn_B2 is None:
-            return self._run_short()
+            return self._given_up + self._run_short()
         rows = self._rows[: self.size]
         ids, logprobs = drawn_B2[:, 0].astype(np.int32), drawn_B2[:, 1].astype(np.float32)
         made = int(rows["num_made"].max()) + 1
@@ -344,7 +343,7 @@ class DecodeBatch:
         rows["token"] = ids
         rows["position"] += 1
         rows["num_made"] += 1
-        return self._take_finished(rows, ids, logprobs)
+        return self._given_up + self._take_finished(rows, ids, logprobs)
 
     def _draw(self) -> NDArray[np.float64]:
         """Each row's next token and its log probability: [B, 2], the one thing read from the device."""
@@ -398,8 +397,8 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def fail(self, message: str) -> list[Ended]:
-        """Take out every row: a forward pass failed for all of them."""
-        return self._take_out(dict.fromkeys(range(self.size), "error"), message)
+        """Take out every row: a forward pass failed for all of them, and not for those given up before it."""
+        return self._given_up + self._take_out(dict.fromkeys(range(self.size), "error"), message)
 
     def _take_finished(self, rows: Any, ids: IntArray, logprobs: NDArray[np.float32]) -> list[Ended]:
         stopped = (self._stop_ids[: self.size] == ids[:, None]).any(axis=1)

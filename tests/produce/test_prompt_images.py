@@ -71,6 +71,18 @@ def test_images_inside_the_chat_and_a_wrong_number_of_them() -> None:
     # A text that only speaks of images.
     plain = [{"role": "user", "content": "what is <image>?"}]
     assert take_images({}, plain, "row 0") == (plain, [])
+    with pytest.raises(ConfigError, match="row 0: the text says <image>, and the row has no image"):
+        take_images({"image": None}, plain, "row 0")
+
+
+def test_images_of_a_dataset_are_the_files_that_it_keeps(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    PICTURE.save(jpeg := io.BytesIO(), "JPEG")
+    kept = {"prompt": ["what?"], "answer": ["1"], "image": [{"bytes": jpeg.getvalue(), "path": None}]}
+    dataset = datasets.Dataset.from_dict(kept).cast_column("image", datasets.Image())
+    dataset.save_to_disk(tmp_path / "saved")
+    (prompt,) = load_prompts(DataConfig(source=str(tmp_path / "saved")))
+    assert prompt.mm_info == {"images": [jpeg.getvalue()]}
 
 
 def rows() -> list[dict[str, Any]]:

@@ -119,15 +119,16 @@ def with_pictures(message: Sequence[Message], images: Images) -> list[Message]:
     return chat
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _inputs(folder: str, image: bytes) -> dict[str, Any]:
-    # Once for several passes over an image, and for the members of a group. A photo's pixels take some 10 MB.
+    # Once for several passes over an image, and for the members of a group. A megapixel becomes some 26 MB.
     return dict(load_processor(folder).image_processor(images=[_picture(image)], return_tensors="pt"))
 
 
 def _picture(image: bytes) -> Any:
     with needed_by("a prompt with images"):
-        from PIL import Image
+        from PIL import Image, ImageOps
     # A file that is cut off is a syntax error to some of its readers.
     with errors_about("cannot read an image", OSError, SyntaxError, ValueError, Image.DecompressionBombError):
-        return Image.open(io.BytesIO(image)).convert("RGB")
+        # Upright, as people see it.
+        return ImageOps.exif_transpose(Image.open(io.BytesIO(image))).convert("RGB")

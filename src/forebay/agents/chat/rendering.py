@@ -258,16 +258,17 @@ class PromptRenderer:
             )
         self._tokenizer = tokenizer
         # The latest prompt: the members of a group start one after the other, so one entry serves them all.
-        self._latest: tuple[list[Message], list[dict[str, Any]] | None, IntArray] | None = None
+        self._latest: tuple[list[Message], list[dict[str, Any]] | None, Images, IntArray] | None = None
 
     def render(self, state: RolloutState) -> None:
         """Give `state` its ``prompt_ids``, and ``tokens`` to begin with, unless it has them."""
         if len(state.prompt_ids) == 0:
             tools = offered_tools(state.tools, state.tool_choice)
-            if self._latest is None or self._latest[:2] != (state.message, tools):
-                prompt_ids = render_prompt(self._tokenizer, state.message, tools, images_of(state))
+            images = images_of(state)
+            if self._latest is None or self._latest[:3] != (state.message, tools, images):
+                prompt_ids = render_prompt(self._tokenizer, state.message, tools, images)
                 # Copies: the chat of a rollout may grow, and must not then count as the same prompt.
-                self._latest = ([dict(part) for part in state.message], tools, prompt_ids)
-            state.prompt_ids = self._latest[2]
+                self._latest = ([dict(part) for part in state.message], tools, images, prompt_ids)
+            state.prompt_ids = self._latest[3]
         if len(state.tokens) == 0:
             state.tokens = state.prompt_ids

@@ -35,10 +35,14 @@ def take_images(row: dict[str, Any], message: list[Message], place: str) -> tupl
     Raises:
         ConfigError: one cannot be read, or there are not as many as placeholders.
     """
+    may_have = "images" in row or "image" in row
     columns = [row.pop(column, None) for column in ("images", "image")]
     lists = [value if isinstance(value, list | tuple) else [value] for value in columns]
     beside = [value for values in lists for value in values if value is not None]
     if not beside and not any(holders_in(message)):
+        # Beside rows with images the model would take it for one.
+        if may_have and any(MARK in str(part["content"]) for part in message):
+            raise ConfigError(f"{place}: the text says {MARK}, and the row has no image")
         return message, []
     chat = [{**part, "content": _pieces(part["content"], bool(beside))} for part in message]
     if not any(holders_in(chat)):

@@ -352,8 +352,10 @@ def _open_dataset(source: str, arguments: Mapping[str, Any], known: Sequence[str
     elif split is not None and known == DISK_ARGUMENTS:
         raise ConfigError(f"data source {source!r} has no splits; leave out arguments.split = {split!r}")
     if isinstance(found, datasets.IterableDataset):
-        return Rows(map(_plain, found), lambda index: f"{source}, row {index}")
-    rows = LazySequence(lambda index: _plain(found[index]), range(len(found)))
+        return Rows(map(_plain, found.decode(False)), lambda index: f"{source}, row {index}")
+    # As they are kept: images stay the bytes of their files.
+    raw = found.with_format("arrow")
+    rows = LazySequence(lambda index: _plain(raw[index].to_pylist()[0]), range(len(found)))
     return Rows(rows, lambda index: f"{source}, row {index}")
 
 

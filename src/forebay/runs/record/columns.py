@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from forebay.agents.extra_fields import conversation_of, facts_of
 from forebay.ledger import GroupLife
-from forebay.models.images import IMAGES, images_of
+from forebay.models.images import IMAGES, Images, images_of
 from forebay.produce.strategies.context import GROUP_GENERATE_TIME_KEY
 from forebay.types import RolloutState, made_by
 from forebay.watching.activity import Span
@@ -66,6 +66,7 @@ def rollouts_table(left: Sequence[Left]) -> Any:
     import pyarrow as pa
 
     rows: list[dict[str, Any]] = []
+    images: dict[Images, int] = {}
     for batch in left:
         learned = {} if batch.learned is None else _learned_by_rollout(batch.learned)
         for group in batch.groups:
@@ -76,11 +77,13 @@ def rollouts_table(left: Sequence[Left]) -> Any:
                 row |= {"member": member, "token_ids": state.response_ids, "mask": state.response_mask}
                 row |= {"model_steps": state.response_model_steps, "logprobs": state.logprobs}
                 row |= {"trainer_logprobs": trainer_logprobs, "advantages": advantages}
+                row[IMAGES] = images.setdefault(images_of(state), len(images))
                 rows.append(row)
     columns: dict[str, Any] = {name: pa.array([row[name] for row in rows], pa.string()) for name in TEXTS}
     columns |= {name: pa.array([row[name] for row in rows], pa.large_string()) for name in DOCUMENTS}
     # As data URLs with blanks between; the members of a group share one text.
-    columns[IMAGES] = pa.array([row[IMAGES] for row in rows]).dictionary_encode()
+    places, urls = pa.array([row[IMAGES] for row in rows], pa.int32()), [*map(_as_urls, images)]
+    columns[IMAGES] = pa.DictionaryArray.from_arrays(places, pa.array(urls, pa.string()))
     for name, kind in NUMBERS.items():
         columns[name] = pa.array(np.asarray([row[name] for row in rows], kind), from_pandas=True)
     for name, kind in TOKENS.items():
@@ -110,9 +113,12 @@ def _texts(state: RolloutState, batch: Left) -> dict[str, str]:
         "truth": truth if isinstance(truth, str) else _as_json(truth),
         "facts": _as_json(facts) if facts else "",
         "error": state.error_msg,
-        IMAGES: " ".join(f"data:image/png;base64,{b64encode(image).decode()}" for image in images_of(state)),
     }
     return {name: _writable(text) for name, text in texts.items()}
+
+
+def _as_urls(images: Images) -> str:
+    return " ".join(f"data:image/png;base64,{b64encode(image).decode()}" for image in images)
 
 
 def _numbers(

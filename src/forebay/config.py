@@ -251,6 +251,7 @@ def parse_config(
     base = Path.cwd() if beside is None else beside.resolve()
     named = [base / folder for folder in given] if usable and given else [base, Path.cwd()]
     recorded = list(dict.fromkeys(folder.resolve() for folder in named))
+    # The present one too: a resumed run may be called from elsewhere than the first time.
     folders = list(dict.fromkeys([*recorded, Path.cwd()]))
     if "search_path" in model.model_fields:
         _imported_from[:] = [str(folder) for folder in folders]
@@ -422,6 +423,7 @@ def import_object(kind: str, path: str) -> Any:
         _check_is_meant(module_name.partition(".")[0])
     except ModuleNotFoundError as error:
         place = ""
+        # Not where the module was found, and one that it imports was not.
         if error.name == module_name.partition(".")[0]:
             looked = ", ".join(dict.fromkeys([*_imported_from, os.getcwd()]))
             place = f" (looked in {looked}, and among the installed packages)"

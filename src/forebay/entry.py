@@ -143,6 +143,7 @@ def _in_a_thread(work: Coroutine[Any, Any, RunResult]) -> RunResult:
     loop = asyncio.new_event_loop()
     task = loop.create_task(work)
 
+    # A runner takes a coroutine; the task is made before, so that this thread can cancel it.
     async def result() -> RunResult:
         return await task
 
@@ -169,6 +170,7 @@ def _tables(
     if (config is None) == (resume is None):
         raise ConfigError("give either config or resume, the folder of an earlier run")
     if isinstance(config, RunConfig):
+        # Only what was set: the rest may follow from other keys, which overrides may change.
         return config.model_dump(mode="json", exclude_unset=True), None
     if isinstance(config, Mapping):
         return apply_overrides(config, ()), None

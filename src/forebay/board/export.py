@@ -29,6 +29,7 @@ def write_report(board: Board, path: Path) -> Path:
     script, style = ((STATIC / name).read_text(encoding="utf-8") for name in ("board.js", "board.css"))
     # Nothing that a model wrote may end the element that holds it.
     data = msgspec.json.encode(answers).decode().replace("<", "\\u003c")
+    # Script and style are in the file itself, and nothing may be fetched from elsewhere.
     policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}"><style>{style}</style>'

@@ -96,6 +96,7 @@ class RunFolder:
 
     def life(self, group_id: str) -> list[Values]:
         """The events of one group in the books, oldest first."""
+        # As the ledger writes it: lines are searched as bytes, and few of them decoded.
         searched = f'"group": {json.dumps(group_id)}'.encode()
         try:
             with (self.folder / LEDGER_FILE).open("rb") as file:
@@ -186,6 +187,7 @@ class _Lines:
             data = file.read()
         last = data.rfind(b"\n") + 1
         before_last = data.rfind(b"\n", 0, max(0, last - 1)) + 1
+        # The row of the last line goes: that line is read again below.
         for values in self._columns.values():
             del values[self._num_rows :]
         self._num_rows = self._append(data[:before_last])

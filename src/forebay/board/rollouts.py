@@ -97,6 +97,7 @@ class Rollouts:
 
         def ask(cursor: duckdb.DuckDBPyConnection, parts: list[Part]) -> dict[str, Any]:
             keys: list[tuple[str, int]] = []
+            # One more than is shown says whether there is a next page.
             wanted = max(offset, 0) + limit + 1
             # The newest first, and no further than needed. Other orders have to see everything.
             for some in _newest_first(parts) if order == "newest" else [parts]:

@@ -28,6 +28,7 @@ def _find(folder: Path) -> Path | None:
     return next((place / NAME for place in places if (place / NAME).is_file()), None)
 
 
+# The time is in the key of the cache: a run may write the file anew.
 @lru_cache(maxsize=4)
 def _load(path: Path, changed_ns: int) -> Any:
     from tokenizers import Tokenizer

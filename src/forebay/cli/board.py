@@ -45,9 +45,11 @@ def board(
             if not folder.is_dir():
                 raise ConfigError(f"there is no folder {str(folder)!r}; name a run's, for example runs/NAME")
         shown = Board([folder.resolve() for folder in named])
+        # Where none is named, the page may be opened before the first run is there.
         if not shown.runs() and folders:
             raise ConfigError(f"there is no run at or below {', '.join(map(repr, map(str, named)))}")
         if export is not None and export.suffix == ".json":
+            # A timeline is of one run.
             write_trace(export, read_spans(named[0]))
             typer.echo(f"written: {export}")
             return

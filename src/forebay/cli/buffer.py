@@ -80,6 +80,7 @@ async def inspect(path: BufferPath) -> None:
         if source.num_evicted:
             evicted = [f"{task} {views.number(count)}" for task, count in sorted(source.num_evicted.items())]
             out.print(views.section("evicted so far", views.plain(", ".join(evicted))))
+        # A ledger lies beside files; a database on a server has none near it.
         if "://" not in path:
             out.print(ledger_section(Path(source.location), live))
 
@@ -217,6 +218,7 @@ async def serve(
 
     Prints where it listens. Ctrl-C or SIGTERM ends it: what runs comes to its end, what waits is told.
     """
+    # Before anything else has a name here: these are the fields of `ServeOptions`.
     given = locals()
     # Here, because it loads the server, which no other command needs.
     from forebay.replay.remote.server import ServeOptions, serve_buffer
@@ -239,6 +241,7 @@ def _read_all(source: str, policy: str | None) -> Snapshot:
     if chosen not in known:
         raise ValueError(f"unknown policy {chosen!r}; known: {', '.join(known)}")
     with closing(open_sql(source)) as store:
+        # A database keeps no state of a policy: the snapshot begins with that of a new one.
         return Snapshot(store.state_dict(), chosen, known[chosen]().state_dict(), store.num_evicted)
 
 

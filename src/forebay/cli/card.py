@@ -82,6 +82,7 @@ def write_card(run: Path) -> Path:
     config, target = saved_config(run), run / CARD_FOLDER
     if not (run / "model").is_dir():
         raise ConfigError(f"no trained model in {str(run)!r}: it is there once the run has ended")
+    # A card of before: the run may have another model by now.
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(run / "model", target)
     for checkpoint in list_checkpoints(run)[-1:]:

@@ -108,6 +108,7 @@ def warmup(
     with one_message():
         if getattr(load_config(_kind_of(run_file), run_file, overrides or []), "warmup", None) is None:
             raise ConfigError(f"{run_file} has no [warmup]: add one, with steps")
+        # As a run of no train steps, which --resume can go on from.
         _train(run_file, [*(overrides or []), "steps=0"], False, None, overwrite)
 
 
@@ -197,6 +198,7 @@ def _train(
             plan_cli.show_plan_here(config, Console(stderr=True))
         return
     if isinstance(config, RunConfig):
+        # Late: they load torch and transformers, which most commands do without.
         from forebay.plan import fit_memory
         from forebay.runs.launch import launch
 

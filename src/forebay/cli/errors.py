@@ -61,6 +61,7 @@ def one_message(*also: type[Exception]) -> Iterator[None]:
     """Run a command's work inside; `also` are further errors whose message is all that a person needs."""
     # Set before transformers is imported: its progress bars and warnings would tear the display.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # SIGTERM, which schedulers send, ends a command as Ctrl-C does: what is open is closed.
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         yield

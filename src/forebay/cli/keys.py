@@ -38,15 +38,18 @@ def find_keys(pattern: str) -> list[Key]:
         ConfigError: there is none; the message names the nearest.
     """
     inside = HERE / "keys.md"
+    # In a wheel the page is part of the package, in a checkout it is in docs/.
     page = inside if inside.is_file() else HERE.parents[1] / "docs" / "keys.md"
     keys, section = list[Key](), ""
     for line in page.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
             section = line[3:].replace("`", "")
         elif line.startswith("| `"):
+            # A bar inside a cell is escaped.
             cells = [cell.replace("\\|", "|").strip() for cell in re.split(r"(?<!\\)\|", line[1:-1])]
             path, values, default, meaning = cells
             keys.append(Key(path.strip("`"), values, default.strip("` "), meaning, section))
+    # The page has tasks.0 for any task.
     wanted = re.sub(r"\b\d+\b", "0", pattern.lower())
     for text_of in (lambda key: key.path.lower(), lambda key: f"{key.section} {key.meaning}".lower()):
         if found := [key for key in keys if wanted in text_of(key)]:

@@ -62,6 +62,7 @@ async def _check_checkpoint(folder: Path, out: Console) -> None:
         buffer = find_snapshot(folder)
         near = _find_ledger(buffer)
     except ValueError:
+        # No checkpoint, or one that cannot be read: the books alone were asked for.
         return
     if near is not None and near.is_same_moment:
         async with opened(str(buffer)) as source:
@@ -157,6 +158,7 @@ def balance_table(balance: Balance) -> Table:
 
 def bias_table(comparisons: Mapping[str, Sequence[Comparison]]) -> Table:
     """Dropped against trained groups: counts, means, medians, difference of means with its standard error."""
+    # Beside a single reason, "all" would say the same twice.
     reasons = [reason for reason in comparisons if reason != "all" or len(comparisons) != 2]
     lines: list[tuple[Any, ...]] = []
     for place, (first, *_) in enumerate(zip(*comparisons.values(), strict=True)):

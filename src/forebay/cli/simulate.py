@@ -72,6 +72,7 @@ def simulate_run(
         config = cases[0].config
         folder = out or config.output / f"{config.name}.simulation"
         folder.mkdir(parents=True, exist_ok=True)
+        # A timeline is of one simulation, and a sweep has many.
         trace = None if axes else folder / "trace.json"
         columns = (SpinnerColumn(), "simulating", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as progress:
@@ -88,6 +89,7 @@ def simulate_run(
             console.print(report.sweep_table(ranked))
         settings = ", ".join(f"{key}={value}" for key, value in best.case.settings.items())
         console.print(report.comparison_table(best, f"best: {settings}" if axes else config.name))
+        # What was measured is of the run's own settings: others have nothing to be held against.
         if measured is not None and not axes and not overrides:
             console.print(report.calibration_table(measured, best.result))
         report.write_numbers(folder, ranked)

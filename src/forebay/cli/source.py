@@ -78,6 +78,7 @@ class BufferSource:
         """Rows and rollouts as one table (`forebay.replay.format.tables.join`), in pieces."""
         batches = [batch async for batch in self.rollouts([row.uid for row in rows])]
         sizes = Counter(uid for batch in batches for uid in batch.column("uid").to_pylist())
+        # Of the item only its length is asked: the rollouts are in the batches.
         sized = [copy_row(row, item=range(sizes[row.uid])) for row in rows]
         groups = pa.Table.from_batches(group_batches(sized, {}), GROUPS_SCHEMA)
         return [join(groups, batch) for batch in batches]
@@ -162,6 +163,7 @@ def own_database(location: str) -> str:
     """The SQLite file in which the run in the folder `location` keeps its groups; else `location`."""
     folder, file = Path(location), Path(location) / STORE_FILE
     checkpoints = sorted(folder.glob("checkpoints/step_*[0-9]"))
+    # With groups in its newest checkpoint the run has gone on in memory: the file is older.
     has_snapshot = checkpoints and (checkpoints[-1] / "manager" / "buffer" / MANIFEST).is_file()
     return str(file) if file.is_file() and not has_snapshot else location
 
@@ -203,6 +205,7 @@ def hide_password(url: str) -> str:
     if not found:
         return url
     rest = re.sub(r"(?<=[?&]password=)[^&]*", "***", rest)
+    # At the last @: a password may have one in it.
     user, at, host = rest.rpartition("@")
     return f"{scheme}://{user.partition(':')[0]}@{host}" if at else f"{scheme}://{rest}"
 

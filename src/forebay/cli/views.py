@@ -99,6 +99,7 @@ def counts_table(rows: Iterable[StorageItem]) -> Table:
 def histogram(values: Sequence[int]) -> Table:
     """How often each value comes, with a bar; neighboring values share a line where there are too many."""
     low, high = min(values), max(values)
+    # Rounded up, or there would be a line too many.
     width = -(-(high - low + 1) // MAX_HISTOGRAM_LINES)
     counts = Counter((value - low) // width for value in values)
     most = max(counts.values())
@@ -172,6 +173,7 @@ def group_view(row: StorageItem, group: Sequence[RolloutState]) -> Group:
     return Group(
         table("", "", rows=lines, left=2),
         section("prompt", *_messages(prompt)),
+        # A prompt that members share is shown once.
         *(_rollout_view(state, None if state.message == prompt else state.message) for state in group),
     )
 
@@ -219,6 +221,7 @@ def _rollout_view(state: RolloutState, own_prompt: Sequence[object] | None) -> G
 def version_spans(state: RolloutState) -> str:
     """Which weights made which response tokens: ``weights: step 3 for 0-11, environment for 12-19``."""
     makers = [
+        # The mask first: tokens of an environment may carry a step, but no weights made them.
         "environment" if mask == 0 else "not labeled" if step == UNLABELED else f"step {step}"
         for step, mask in zip(state.response_model_steps.tolist(), state.response_mask.tolist(), strict=True)
     ]

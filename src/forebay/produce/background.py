@@ -305,6 +305,7 @@ class BackgroundProducer:
         self._commands.note()
         self.changes.note()
         if self._ended is None:
+            # It was never started: there is no end to wait for.
             self._ended = asyncio.get_running_loop().create_future()
             self._ended.set_result(None)
         # A caller that stops waiting must not cancel it for the others.

@@ -191,6 +191,7 @@ class AgentLoopManager:
         contexts = {
             name: replace(
                 self._context(self._runners[name], size, train_step),
+                # This round's own, in place of the background producer's.
                 update_event=update_event,
                 model_step=model_step,
                 progress=progress,
@@ -203,6 +204,7 @@ class AgentLoopManager:
             async with self._watched(), self._copies_saved():
                 statuses = await produce_tasks(self._runners, contexts)
         finally:
+            # Before the pause: a group that is only being taken now is put back, not generated.
             update_event.set()
             pauses_s = await pause_tasks(self._runners, contexts, self.rollout_controller)
         return ColocatedRound(progress=progress, statuses=statuses, pauses_s=pauses_s)
@@ -370,6 +372,7 @@ class AgentLoopManager:
                 "ledger": self.ledger.checkpoint(path),
                 "train_step": train_step,
             }
+            # `save` has samplers write themselves: one of a user's own may know no `state_dict`.
             runners = self._runners if train_step is not None else {}
             samplers = {name: runner.sampler.state_dict() for name, runner in runners.items()}
             return Cut(state, samplers, self.ledger, write_groups, opened.pop_all())

@@ -77,6 +77,7 @@ class ProduceProgress:
         allocate_batch_sizes: Callable[[int, int], dict[str, int]],
     ) -> dict[str, int]:
         """Raise the target step by step up to `future_step`; return that step's batch size per task."""
+        # Step by step, because a batch may be split otherwise at each of them.
         for step in range(self.target_upto_future_step + 1, future_step + 1):
             for task_name, size in allocate_batch_sizes(batch_size, step).items():
                 self.target_samples[task_name] += size

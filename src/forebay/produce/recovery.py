@@ -108,6 +108,7 @@ async def settle(
         if place % ROWS_AT_ONCE == 0:
             await asyncio.sleep(0)
     await buffer.storage.delete(settled)
+    # After the deletion: of a group's copies only the one that is needed becomes live.
     await revive(buffer.storage, COPIES)
     for name, sampler in samplers.items():
         missing = [group_id for group_id in ledger.name_live(name) if group_id not in held[name]]

@@ -14,6 +14,7 @@ from forebay.produce.strategies.base import ProduceBatchStatus, worst_status
 from forebay.produce.strategies.context import GROUP_GENERATE_TIME_KEY
 from forebay.types import RolloutState, Status
 
+# ARCHIVED groups did not stay behind: they were taken.
 LEFTOVER_STATUSES = tuple(status for status in Status if status is not Status.ARCHIVED)
 
 
@@ -84,6 +85,7 @@ class ProduceBatchResult(TaskResult):
     def by_outcome(self) -> dict[str, list[list[RolloutState]]]:
         """The groups as a history has them: ``trained``, or ``reused`` if an earlier step did so."""
         found: dict[str, list[list[RolloutState]]] = {"trained": [], "reused": []}
+        # By task: past groups stand at the end of each task's, not of the whole batch.
         for part in self.task_results.values() or [self]:
             num_new = len(part.rollout_states) - part.reuse["past_groups"]
             found["trained"] += part.rollout_states[:num_new]

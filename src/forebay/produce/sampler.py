@@ -169,6 +169,7 @@ class Sampler:
         place: dict[str, Any] = {"epoch": self.epoch, "position": self.position}
         if self.order is not None:
             place["plan"] = list(self._plan)
+        # Without `_again`: those groups are live in the books, so a resume finds again that they are missing.
         return {"format": _FORMAT, **self._identity(), **place}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -228,6 +229,7 @@ class Sampler:
         self.position = 0
         size = len(self.prompts)
         shuffled = LazySequence(Permutation(size, f"sampler/{self.seed}/{epoch}"), range(size))
+        # A saved plan is not made anew: the books may know more by now.
         if plan is None and self.order is not None:
             chosen = list(self.order.plan(shuffled, self.prompts, self._latest))
             if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(size)):

@@ -111,6 +111,7 @@ async def copies_saved(
                         # A sampler of the user's own need not have any.
                         params = getattr(runner.sampler, "sample_params", None)
                         groups = runner.produce_strategy.pending_groups()
+                        # A group without a token loses nothing by being generated again.
                         begun = [group for group in groups if any(len(state.response_ids) for state in group)]
                         copies[name] = [copy_unfinished(group, params) for group in begun]
                 await save_copies(buffer, books(), copies)
@@ -120,4 +121,5 @@ async def copies_saved(
 
     async with beside(save_again_and_again()):
         yield
+    # Deletes those of groups that have ended since. After an error they stay, for `settle`.
     await save_copies(buffer, books(), {})

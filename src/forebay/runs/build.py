@@ -121,6 +121,7 @@ class Run(Rollouts):
         self.sync_interval = config.produce.sync_weights_interval
         self.guard = OffPolicyGuard(config.train.guard, config.train.guard_bands)
         self.alarms = RunAlarms(config)
+        # The trainer of a cluster may be on another machine, whose GPU cannot be asked here.
         device = find_device(config.device) if self.cluster is None else None
         self.status = RunStatus(
             self.manager, self.activities, self.controller, batch_size=config.batch_size, device=device
@@ -239,6 +240,7 @@ def build_run(
         storage.close()
         raise
     metrics = config.metrics.build(folder, resume_step=resume_step, report=display.warning)
+    # A resumed run has the line in its file.
     if config.warmup is not None and resume_step is None:
         losses = json.loads((folder / "warmup" / LOSSES).read_text(encoding="utf-8"))
         metrics.log(0, {f"warmup/{name}": values[-1] for name, values in losses.items() if values})
@@ -370,6 +372,7 @@ def warm_up(
         return target
     display.phase("warm-up")
     model, tokenizer = load_model(source), load_tokenizer(source)
+    # On a cluster the GPUs are given to its parts, and this process is none of them.
     model.to(find_device(config.device if config.cluster is None else "cpu"))
     budget = config.train.token_budget
     limit = min(budget, config.model.max_context or context_of(source) or budget)
@@ -415,6 +418,7 @@ def _examples(
         parts = [(training, None)]
     places = [(prompts, index, tools) for prompts, tools in parts for index in range(len(prompts))]
     most = settings.steps * settings.batch_size if isinstance(settings.steps, int) else None
+    # Drawn before examples are made: each is rendered and turned into tokens.
     order = np.random.default_rng(config.seed).permutation(len(places))
     shown, drawn = Demonstrations(tokenizer), [places[place] for place in order[:most]]
     examples: list[Example] = [shown.example(prompts[index], tools) for prompts, index, tools in drawn]

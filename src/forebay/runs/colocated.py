@@ -34,6 +34,7 @@ async def run_colocated(run: Run) -> None:
     config = run.config
     try:
         await steps.sync_weights(run)
+        # A resumed run has those of before.
         if not run.evaluations:
             await steps.evaluate(run, "before")
         await steps.first_checkpoint(run)
@@ -42,6 +43,7 @@ async def run_colocated(run: Run) -> None:
             batch = await steps.produce(run, train_step)
             metrics = await steps.fit(run, batch.rollout_states)
             await steps.forget_consumed(run, train_step)
+            # Before the report: the hand-over is a part of the step, and of its seconds.
             if steps.is_due(train_step, run.sync_interval):
                 await steps.sync_weights(run)
             steps.report(run, train_step, batch, metrics)

@@ -139,6 +139,7 @@ class ProduceConfig(StrictModel):
         if (
             not isinstance(given, Mapping)
             or given.get("mode") != "separate"
+            # Such a run trains the same batches as the synchronous one, with the ordinary defaults.
             or given.get("max_staleness") == 0
         ):
             return given
@@ -289,6 +290,7 @@ class RunConfig(RunFile):
         if not isinstance(train, Mapping) or not isinstance(produce, Mapping):
             return given
         dynamic = {"filter": "reward_variance"} if train.get("preset") in DYNAMIC_SAMPLING else {}
+        # The run file's own filter goes before the preset's.
         return {**given, "produce": {**dynamic, **produce}}
 
     @model_validator(mode="after")
@@ -296,6 +298,7 @@ class RunConfig(RunFile):
         """Defaults of ``[train]`` that follow from other tables."""
         train, given = self.train, self.train.model_fields_set
         fill: dict[str, Any] = {}
+        # Both train on tokens of older weights, for which the loss has to be corrected.
         is_stale = self.produce.staleness_rule == "correct" or self.replay.reuse.times > 1
         if is_stale and "correction" not in given:
             fill["correction"] = SEPARATE_CORRECTION.get(train.loss, "ratio")
@@ -377,6 +380,7 @@ def check_cluster(config: RunConfig) -> None:
     name, arguments = config.cluster.name, config.cluster.arguments
     look_up("cluster", name, CLUSTERS)
     if name not in CLUSTERS:
+        # A factory of the user's own: its first argument is the config, from the run.
         check_arguments("cluster", name, look_up("cluster", name, {}), arguments, "config")
         return
     model = import_object("cluster", CLUSTER_ARGUMENTS[name])
@@ -411,6 +415,7 @@ def to_toml(config: RunFile) -> str:
 
 def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
+        # TOML has no null: a key without a value is left out.
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
         return [_without_none(item) for item in value]
@@ -463,6 +468,7 @@ def changed(before: RunConfig, after: RunConfig) -> list[str]:
         was, will_be = old.get(key), new.get(key)
         if was == will_be:
             continue
+        # tasks.0.name falls under tasks.*.name.
         if (reason := FIXED.get(re.sub(r"\b\d+\b", "*", key))) is not None:
             raise ConfigError(
                 f"cannot go on with {key} = {will_be!r}, it is {was!r}: {reason}; leave it out, or start a "
@@ -476,6 +482,7 @@ def _walk(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict) and key.rpartition(".")[2] not in _TABLES_OF_ONE_KEY:
         for name, item in value.items():
             yield from _walk(item, f"{key}.{name}" if key else name)
+    # The one list whose entries are told key by key.
     elif key == "tasks":
         for number, task in enumerate(value):
             yield from _walk(task, f"tasks.{number}")

@@ -76,12 +76,15 @@ async def evaluate(run: Run, label: str, eval_sets: Sequence[EvalSet] | None = N
     if not eval_sets:
         return
     if run.eval_controller is not None:
+        # One at a time: its engine holds the weights of one step.
         await evaluation_ended(run)
         with phase(run, "sync", SYNC):
             await run.trainer.sync_weights(run.eval_controller)
+        # With its step: when it ends, the run may be further on.
         working = _evaluate_beside(run, run.eval_controller, label, eval_sets, run.train_step)
         run.evaluating = asyncio.create_task(working, name=f"evaluation {label}")
         return
+    # Between two hand-overs the engines hold older weights than the trainer.
     if run.controller.model_step != run.trainer.model_step:
         await sync_weights(run)
     with phase(run, "evaluate", EVALUATE):
@@ -111,6 +114,7 @@ async def _evaluate_beside(
         groups = await _answers(controller, eval_sets, run.eval_watch)
     versions = [made_by(state) for group in groups for state in group]
     found = np.unique(np.concatenate(versions)).tolist()
+    # Empty where every rollout failed.
     if found not in ([], [train_step]):
         run.display.warning(
             f"the evaluation of step {train_step} is left out: its engine was lost, came back with other "

@@ -164,6 +164,7 @@ async def _to_the_end(run: Run) -> Run:
         # Whichever it is: `_lost_part` raises it again, unless it tells of a lost part.
         except Exception as error:
             reason = _lost_part(run, error)
+            # A step that was never reached before shows that going back helps: the count begins anew.
             num_lost = 1 if run.train_step > furthest else num_lost + 1
             furthest = max(furthest, run.train_step)
             if num_lost > (MAX_RESTARTS if run.cluster is None else run.cluster.max_restarts):
@@ -185,6 +186,7 @@ def _start_up_frozen() -> Iterator[None]:
     if gc.get_freeze_count():
         yield
         return
+    # First, so that no garbage is frozen with the rest.
     gc.collect()
     gc.freeze()
     before = gc.get_threshold()
@@ -217,6 +219,7 @@ async def _back_to_checkpoint(run: Run, reason: str) -> Run:
     display.start(config.name, {}, step=step, total=config.steps)
     storage = run.manager.replay_buffer.storage
     await asyncio.to_thread(wait_for_database, config)
+    # A durable store is opened anew, which fences off its owner of before; groups in memory are only here.
     kept = storage if keeps_consumed(config) and not storage.is_durable else None
     if checkpoints:
         again = await _resumed(config, checkpoints[-1], step, display, run.cluster, kept)
@@ -224,6 +227,7 @@ async def _back_to_checkpoint(run: Run, reason: str) -> Run:
         again = await open_run(config, display, run.cluster, resume_step=step, storage=kept)
         # Whatever a store still holds, its train steps are those of the run that is taken back.
         await again.manager.settle(step)
+    # Each `Run` has its own event, and a stop may have been asked for while a part was lost.
     if run.stop.is_set():
         again.stop.set()
     return again

@@ -135,6 +135,7 @@ def make_cluster(config: RunConfig) -> Cluster | None:
     if config.cluster is None:
         return None
     kind, arguments = config.cluster.name, config.cluster.arguments
+    # By its import path: what belongs to a cluster is not imported before a run asks for one.
     factory = look_up("cluster", CLUSTERS.get(kind, kind), {})
     check_cluster(config)
     cluster: Cluster = factory(config, **arguments)
@@ -170,6 +171,7 @@ def shares_gpu(config: RunConfig, num_gpus: int | None = None) -> bool:
         return False
     is_alone = config.train.ranks == 1 and config.cluster is None
     if arguments.get("shares_gpu") is None:
+        # Left open, it is shared only where one server and one trainer have one GPU between them.
         if not is_alone or arguments.get("servers") != 1 or config.produce.mode != "colocated":
             return False
         if num_gpus is None:

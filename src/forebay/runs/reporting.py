@@ -18,12 +18,12 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
     run.train_step = train_step
     groups = batch.rollout_states
     phases = run.timer.consume()
-    # An evaluation or a checkpoint since the last report is not part of the step.
     # The costs of lost parts so far; without a cluster there are numbers only where an engine was lost.
     if run.cluster is not None:
         losses = run.cluster.counts()
     else:
         losses = {f"engines/{name}": count for name, count in run.controller.counts().items() if count}
+    # An evaluation or a checkpoint since the last report is not part of the step.
     wall_s = sum(phases[name].wall_s for name in STEP_PHASES if name in phases)
     values = {
         **batch_numbers(groups),
@@ -45,6 +45,7 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
     if run.rollouts_history is not None:
         for outcome, told in batch.by_outcome().items():
             run.rollouts_history.left(told, outcome, train_step=train_step, learned=run.learned)
+        # It holds the arrays of a whole batch, which nobody needs any more.
         run.learned = None
 
 

@@ -305,6 +305,7 @@ def build_rollouts(
         if trains and config.evaluate.mode == "beside" and any(part.held_out for part in data):
             engines, apart = _apart(config, engines, model_folder, tokenizer, lora_rank)
             eval_controller, eval_activities = RolloutController(apart, seed=config.seed), Activities()
+        # The other half passes until the tokens are copied (`copies_saved`).
         limit_s = (every_s := config.produce.save_partial_every_s) and every_s / 2
         controller = own = RolloutController(engines, seed=config.seed, time_limit_s=limit_s, goes_on=True)
 

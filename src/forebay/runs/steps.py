@@ -90,6 +90,7 @@ async def production_paused(run: Run) -> AsyncIterator[None]:
     with phase(run, "pause"):
         await run.manager.pause_produce()
     yield
+    # Not after an error: the run is then saved with production at rest.
     await run.manager.continue_produce(run.controller.model_step)
 
 

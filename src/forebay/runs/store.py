@@ -50,6 +50,7 @@ def store_of(config: RunConfig) -> str:
     # A run that goes on in another mode has the store that it had.
     had_one = (config.folder / STORE_FILE).exists()
     outlives = had_one or config.cluster is not None or config.produce.mode == "separate"
+    # A record can be repeated with groups in memory only.
     on_disk = outlives and not config.record and network_mount(config.folder) is None
     return "sqlite" if on_disk else "memory"
 
@@ -118,6 +119,7 @@ def _take_over(storage: SQLStorage, folder: Path, *, is_new: bool, is_in_folder:
             f"name {another if is_new else 'the database of this run'}"
         )
     if is_new:
+        # Emptied: what it holds is of an earlier run in this folder, which is replaced.
         storage.load_state_dict(IndexedStorage().state_dict())
         storage.holder = name
     storage.claim_now()

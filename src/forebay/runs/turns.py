@@ -69,6 +69,7 @@ class DeviceTurns:
             EngineLost: all servers are lost for good.
         """
         if self.turn is not Turn.TRAINING:
+            # The server first: what the trainer moves back needs the memory that it gives free.
             await self._controller.sleep(keep_weights=keep_weights)
             self.turn = Turn.TRAINING
             await asyncio.get_running_loop().run_in_executor(self._thread, self._trainer.onload)
@@ -84,6 +85,7 @@ class DeviceTurns:
         self.turn = Turn.GENERATING
 
     async def _leave(self) -> None:
+        # After a hand-over the trainer has left the device already.
         if self.turn is Turn.TRAINING and self._offload != "none":
             offload = partial(self._trainer.offload, weights=self._offload == "all")
             await asyncio.get_running_loop().run_in_executor(self._thread, offload)

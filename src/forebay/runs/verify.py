@@ -105,6 +105,7 @@ class WeightCheck:
                 response_model_steps=outcome.model_steps,
                 status=Status.COMPLETED,
                 sample_params=params,
+                # A batch wants one of each rollout; nothing is learned from it.
                 reward={"score": 0.0},
                 finish_reason=outcome.finish_reason,
                 error_msg=outcome.error_msg,

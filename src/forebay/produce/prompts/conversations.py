@@ -75,6 +75,7 @@ class Demonstrations:
             if not message["content"]:
                 raise ConfigError("a turn of the assistant has neither text nor tool_calls")
             return str(message["content"])
+        # Any question will do: only what the template puts around the reply is looked at.
         asked: list[Message] = [{"role": "user", "content": "x"}]
         render, end = self._tokenizer.apply_chat_template, self._tokenizer.eos_token
         before = render(asked, tokenize=False, add_generation_prompt=True)
@@ -99,6 +100,7 @@ def _conversation(prompt: Prompt) -> tuple[list[Message], list[Message]]:
     turns = [place for place, message in enumerate(messages) if _is_turn(message) and place >= given]
     roles = [message["role"] for message in messages]
     with errors_about(prompt.place or "a prompt", ConfigError, RequestError):
+        # A difference of 1 is two turns on end, with nothing said between them.
         if not turns or turns[0] == 0 or 1 in np.diff(turns) or not {*roles} <= {*ROLES}:
             raise ConfigError(
                 f"a conversation has messages of {', '.join(ROLES)}, and one of the assistant after one that "

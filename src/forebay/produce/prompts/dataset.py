@@ -133,6 +133,7 @@ def load_prompts(config: DataConfig) -> Sequence[Prompt]:
     prompts: Sequence[Prompt] = LazySequence(
         lambda index: _make_prompt(source.rows[index], config, made, source.place(index)), range(num_rows)
     )
+    # All are made, and so checked, now: it is cheap where the rows are objects already.
     if source.in_memory:
         prompts = list(prompts)
     if config.shuffle_seed is not None:

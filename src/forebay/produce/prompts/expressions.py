@@ -30,6 +30,7 @@ def compile_expression(key: str, expression: str) -> Callable[[Row, str], Any]:
     >>> compile_expression("data.where", "level >= 3")({"level": 4}, "row 0")
     True
     """
+    # False: an undefined name must not become None, or `_evaluate` could not tell it.
     compiled = _compiled(key, expression, lambda jinja: jinja.compile_expression(expression, False))
     return partial(_evaluate, key, expression, compiled)
 
@@ -57,6 +58,7 @@ def _jinja() -> Any:
 
 
 def _compiled(key: str, text: str, compile_text: Callable[[Any], Any]) -> Any:
+    # Before the import below: it says which extra is missing.
     jinja = _jinja()
     from jinja2 import TemplateSyntaxError
 

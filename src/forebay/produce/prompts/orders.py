@@ -69,8 +69,10 @@ class Difficulty(StrictModel, strict=True):
         """Those in the band or never tried, and the share; if that is nothing, all."""
         (low, high), tried = sorted(self.band), {index: latest(index) for index in shuffled}
         others = [i for i in shuffled if (t := tried[i]) is not None and not low <= t.score <= high]
+        # By epoch first. All of them were tried; the second operand only satisfies the type checker.
         others.sort(key=lambda index: tried[index] or Tried(-1, 0.0))
         left_out = set(others[math.ceil(self.share * len(others)) :])
+        # An epoch without prompts would be refused.
         return [index for index in shuffled if index not in left_out] or list(shuffled)
 
 

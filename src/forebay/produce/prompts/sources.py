@@ -419,6 +419,7 @@ def _open_reasoning_gym(source: str, arguments: Mapping[str, Any], num_wanted: i
         raise ConfigError(
             f"reasoning-gym has no generator {name!r}; {hint}known: {', '.join(sorted(DATASETS))}"
         )
+    # Without a seed each process would draw problems of its own, and a resumed run others.
     settings = {"seed": 0, **arguments}
     if num_wanted is not None:
         settings["size"] = num_wanted

@@ -120,6 +120,7 @@ class AsyncProduceStrategy(ProduceStrategy):
 
         def start_missing(available: int) -> None:
             in_flight, progress = len(self._pending), ctx.progress
+            # Train steps beyond those of the target for which a group that starts now is fresh enough.
             fresh_steps = ctx.model_step + self.max_lag - progress.target_upto_future_step
             outlook = Outlook(
                 # `should_continue_fn` may want more than the target.

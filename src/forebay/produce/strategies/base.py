@@ -228,6 +228,7 @@ class SyncProduceStrategy(ProduceStrategy):
             current_train_step=ctx.train_step,
         )
         self.num_expired += expired[ctx.task_name]
+        # After the aging: groups that expired just now do not count.
         self._completed = await ctx.replay_buffer.count(ctx.task_name, Status.COMPLETED)
         try:
             return await self._fill(ctx, partial(self._start_missing, ctx))
@@ -345,6 +346,7 @@ STALENESS_RULES: Mapping[str, StalenessRule] = {
     "drop": StalenessRule(),
     "requeue": StalenessRule(regenerates=True),
     "admit": AdmitRule(),
+    # These two differ only in what the trainer does with stale tokens.
     "mask": StalenessRule(expires=False),
     "correct": StalenessRule(expires=False),
 }

@@ -141,6 +141,7 @@ class PendingGroups:
             work.is_given_up = True
             self._given_up.add(work.task)
             work.task.add_done_callback(self._given_up.discard)
+            # Its place is the copy's from now on: a group is stored once.
             del self._works[work]
             # A copy: the task may write into the original at any time.
             group = list(copy_group(StoredGroup(work.group)))
@@ -163,6 +164,7 @@ class PendingGroups:
             # A lost buffer is reported before the failures that it causes.
             if not work.is_given_up and (self._error is None or isinstance(error, ConnectionLost)):
                 self._error = error
+            # Nobody awaits this task: other errors reach a waiter by `raise_error`.
             if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
                 raise
         finally:

@@ -69,6 +69,7 @@ class GroupRules:
             if state.status is Status.COMPLETED and (reason := self.why_untrainable(state)) is not None:
                 state.status = Status.FAILED
                 state.error_msg = f"rollout {state.rollout_id} cannot be trained: {reason}"
+                # Its score, NaN perhaps, must not get into the means.
                 state.reward = None
         attempts = split_attempts(group)
         failed = [attempt for attempt in attempts if _has_failed(attempt)]
@@ -109,6 +110,7 @@ def book_tags(group: Sequence[RolloutState], **facts: float | None) -> dict[str,
 
     `facts` are those of the event ``produced``; those that are not known are left out.
     """
+    # A store refuses tags that are not finite.
     known = {name: value for name, value in facts.items() if value is not None and math.isfinite(value)}
     return {GROUP_TAG: name_group(group), **known}
 
@@ -118,6 +120,7 @@ def fail_group(group: Sequence[RolloutState], reason: str, place: str | None = N
     for state in group:
         if not state.error_msg:
             note_place(state, place)
+        # Read before the reset, which wipes it.
         own_reason = state.error_msg
         reset_rollout_response(state)
         state.status = Status.FAILED

@@ -85,6 +85,7 @@ def rollouts_table(left: Sequence[Left]) -> Any:
     places, urls = pa.array([row[IMAGES] for row in rows], pa.int32()), [*map(_as_urls, images)]
     columns[IMAGES] = pa.DictionaryArray.from_arrays(places, pa.array(urls, pa.string()))
     for name, kind in NUMBERS.items():
+        # NaN becomes null, which averages in SQL leave out.
         columns[name] = pa.array(np.asarray([row[name] for row in rows], kind), from_pandas=True)
     for name, kind in TOKENS.items():
         lists = [row[name] for row in rows]
@@ -129,9 +130,11 @@ def _numbers(
     seconds = state.extra_fields.get(GROUP_GENERATE_TIME_KEY)
     num_tokens = len(state.response_ids)
     if batch.life is not None and not num_tokens:
+        # The books have the tokens of the whole group; each member gets an equal part.
         num_tokens = (batch.life.num_tokens or 0) // max(1, group_size)
         score, seconds = batch.life.score, batch.life.latency_s
     mask = state.response_mask
+    # Tokens that tools and environments wrote are not trained on.
     in_loss = advantages[mask == 1] if len(advantages) == len(mask) else advantages
     return {
         "train_step": batch.train_step,
@@ -150,6 +153,7 @@ def _numbers(
 
 def _learned_by_rollout(batch: TrainBatch) -> dict[Any, tuple[NDArray[np.float32], NDArray[np.float32]]]:
     """By rollout id: the trainer's log-probabilities and the advantages of its response tokens."""
+    # With a place for rollouts that have no response token, the last ones too.
     ends = np.cumsum(np.bincount(batch.response_rows, minlength=len(batch.rollout_ids)))
     columns = [
         [_NO_TOKENS] * len(ends) if values is None else np.split(values, ends[:-1])

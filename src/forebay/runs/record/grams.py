@@ -75,8 +75,10 @@ def _hashes(text: bytes) -> NDArray[np.uint32]:
     folded = text.lower() if text.isascii() else text.decode(errors="replace").casefold().encode()
     if len(folded) < _LENGTH:
         return np.empty(0, np.uint32)
+    # Views that overlap: the four bytes from each place on, without a copy of them.
     first = np.ndarray((len(folded) - 4,), "<u4", folded, strides=(1,))
     last = np.frombuffer(folded, np.uint8)[4:].astype(np.uint32)
     # Multiplicative hashing (Knuth, The Art of Computer Programming, 6.4): the upper bits are the mixed ones.
     hashes: NDArray[np.uint32] = first * np.uint32(2654435761) + last * np.uint32(2246822519)
+    # The upper 21 of 32 bits, for `_NUM_BITS`.
     return hashes >> np.uint32(11)

@@ -211,6 +211,7 @@ class _Files:
         """Keep the limit; the newest file always stays."""
         parts = sorted(
             self._folder.glob("segment_*/*.parquet"),
+            # Of a start of the run by time: by name, all rollouts would go before the first activity.
             key=lambda path: (path.parent.name, path.stat().st_mtime),
         )
         total = sum(map(_size, parts))
@@ -277,6 +278,7 @@ def _join(segment: Path, kind: str, parts: Sequence[Part]) -> None:
 
     if len(parts) < 2 or sum(_size(part.path) for part in parts) > _MAX_FILE_BYTES:
         return
+    # One after the other: unpacked and together they could take gigabytes.
     tables = (pq.read_table(part.path) for part in parts)
     _write(segment, kind, parts[0].first, parts[-1].last, tables)
     for part in parts:
@@ -329,6 +331,7 @@ def list_parts(run_folder: Path, kind: str) -> list[Part]:
             raise ConfigError(f"{str(segment)!r} is not a history that this release reads ({FORMAT})")
         found[:0] = [part._replace(until=until) for part in _parts_of(segment, kind)]
         if resumed_from is not None:
+            # Earlier segments count up to where this one went on from.
             until = resumed_from if until is None else min(until, resumed_from)
     return found
 

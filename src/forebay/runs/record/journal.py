@@ -111,6 +111,7 @@ class Recorder:
         if self._failure is not None or self._writer is None:
             return
         if self._number - self._files.num_added > BACKLOG:
+            # A call that does nothing, behind all that is queued: its end says that there is room.
             await self._loop.run_in_executor(self._writer, int)
 
     async def checkpoint(self, train_step: int) -> None:
@@ -296,6 +297,7 @@ def read_events(segment: Segment) -> Iterator[Event]:
                 raise ValueError(
                     f"{str(path)!r} is damaged: it does not hold the group of event {facts['number']}"
                 )
+            # Pieces are in the order of the events: no later one needs a group of an earlier piece.
             groups = piece
         yield Event(facts, groups.pop(facts["number"]) if facts["event"] == "put" else None)
         if _is_checkpoint(facts, segment.until):

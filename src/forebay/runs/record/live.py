@@ -66,6 +66,7 @@ class LiveFile:
 
     def close(self, state: str) -> None:
         """Write the last state: ``finished``, ``stopped`` or ``failed``."""
+        # First: a look after this one would say that the run goes on.
         self._task.cancel()
         with contextlib.suppress(OSError):
             self._write(state)

@@ -106,6 +106,7 @@ class Rerun:
         if self._trains:
             torch.set_num_threads(config.threads)
             torch.manual_seed(config.seed)
+            # The warm-up is not done again: the run's folder has its model.
             warmed_up = self.folder / "warmup"
             model = resolve_model(config.model, seed=config.seed) if config.warmup is None else warmed_up
             trainer = build_trainer(config, model, load_tokenizer(model))
@@ -130,6 +131,7 @@ class Rerun:
         if self.trainer is not None:
             try:
                 metrics = self.trainer.fit(groups, stale_thresholds=facts.get("thresholds")).metrics
+                # Seconds are those of this time and this machine.
                 numbers |= {name: value for name, value in metrics.items() if not name.endswith("_s")}
             except FloatingPointError as error:
                 failure = str(error)

@@ -7,8 +7,8 @@
 
 It reads rows as ``metrics.jsonl`` has them and keeps nothing else, so that a recorded run gives the alarms it
 gave when it ran, and a resumed run is brought up to date by its history. Rollouts that are too
-far from the policy are the matter of `forebay.train.objective.guard`; `forebay.produce.starvation` tells
-of tasks that get no share of the batches.
+far from the policy are the matter of `forebay.train.objective.guard`; `forebay.produce.batches` tells of
+tasks that get no share of the batches.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ class RunAlarms:
                 if name not in self._since_held:
                     new[name] = message
                 self._since_held[name] = 0
+            # An evaluation alone is no train step of rest.
             elif name in self._since_held and is_step:
                 self._since_held[name] += 1
                 if self._since_held[name] >= REST_STEPS:
@@ -132,6 +133,7 @@ class RunAlarms:
     def _no_signal(self) -> str | None:
         config = self._config
         compares = config.rollouts_per_prompt > 1 and not config.train.uses_critic
+        # A critic, or a group of one, needs scores that differ anywhere; the others within a group.
         values = self._column("train/equal_score_groups" if compares else "train/score_std")
         if len(values) < WINDOW_STEPS or any(value != (1.0 if compares else 0.0) for value in values):
             return None
@@ -165,6 +167,7 @@ class RunAlarms:
     def _judge(self) -> str | None:
         values = self._column(JUDGE_FAILED)[-FAILING_STEPS:]
         share = sum(values) / FAILING_STEPS
+        # A single step with many failures may be one bad moment: each of these has some.
         if len(values) < FAILING_STEPS or not min(values) or share <= JUDGE_FAILED_SHARE:
             return None
         return (

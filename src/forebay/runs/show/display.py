@@ -175,12 +175,14 @@ class RunDisplay:
         table.add_column("response", ratio=3, overflow="fold")
         for name in ("reward", "tokens", "finish"):
             table.add_column(name, justify="right", no_wrap=True)
+        # From places far apart: a batch has its groups in the order of the tasks.
         stride = max(1, len(groups) // _SHOWN_GROUPS)
         for group in groups[::stride][:_SHOWN_GROUPS]:
             ranked = sorted(group, key=_score, reverse=True)
             asked = ranked[0].message
             # A system message is the same for all prompts of a task.
             prompt = _told([message for message in asked if message.get("role") != "system"] or asked)
+            # The first and the last: the best and the worst.
             for state in ranked[:: max(1, len(ranked) - 1)]:
                 turns = conversation_of(state)
                 table.add_row(
@@ -225,6 +227,7 @@ class RunDisplay:
 
     def summary(self, history: Rows, evaluations: Rows, facts: Mapping[str, object], folder: Path) -> None:
         """How the run went: held-out scores before and after, the curve, these facts, where it is saved."""
+        # What follows is to stay, and the live view would be drawn over it.
         self.close()
         self._console.rule(Text("summary"), style="dim", characters="-")
         if len(evaluations) > 1:
@@ -380,6 +383,7 @@ def _time_split(rows: Sequence[Mapping[str, float]], width: int) -> str:
     text = ""
     for phase in sorted(seconds, key=lambda phase: -seconds[phase]):
         share = f"  {phase} {100 * seconds[phase] / total:.0f}" if total else ""
+        # They come in falling order: after the first of 0% there are no others.
         if len(text) + len(share) > width or share.endswith(" 0"):
             break
         text += share

@@ -137,12 +137,14 @@ class RunStatus:
         now_s, busy_s = self._activities.clock(), {side: self._busy.busy_s(side) for side in SIDES}
         past_s, before_s = now_s - self._reported_s, self._reported_busy_s
         self._reported_s, self._reported_busy_s = now_s, busy_s
+        # One more, since nobody may have looked during the step.
         looks, self._gpu = [*self._gpu, gpu_use(self._device)], []
         values = {
             **_group_values(tasks.values(), ""),
             "in_flight/rollouts": float(sum(activity.stage == GENERATE for activity in producing)),
             "in_flight/oldest_s": self._activities.age_s(producing[0]) if producing else 0.0,
             "stalls": float(self.num_stalls),
+            # Where it is worst: in a mean over tasks a judge that always fails could hide.
             JUDGE_FAILED: max((sum(failed) / len(failed) for failed in judged), default=0.0),
             **{
                 f"busy/{side}": (busy_s[side] - before_s[side]) / past_s if past_s > 0 else 0.0

@@ -42,6 +42,7 @@ def stopped_by_signals(stop: asyncio.Event, display: RunDisplay, folder: Path) -
         display.close()
         kept = "the last checkpoint is kept" if list_checkpoints(folder) else "no checkpoint was made yet"
         display.message(f"left at once; {kept} in {folder}")
+        # An ordinary exit would wait for the threads that compute.
         os._exit(INTERRUPTED)
 
     def on_first() -> None:
@@ -49,6 +50,7 @@ def stopped_by_signals(stop: asyncio.Event, display: RunDisplay, folder: Path) -
         display.interrupted()
         for number in before:
             loop.remove_signal_handler(number)
+            # Not through the event loop, which may be stuck.
             signal.signal(number, leave)
 
     for number in before:
@@ -156,6 +158,7 @@ def board_beside(folder: Path, display: RunDisplay) -> Iterator[None]:
     """
     start = "from forebay.cli import main; main()"
     command = [sys.executable, "-c", start, "board", str(folder), "--beside"]
+    # In a session of its own: Ctrl-C in the terminal is for the run, which ends the board itself.
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True
     ) as board:

@@ -230,6 +230,7 @@ def _set_path(
         node = node[key]
 
 
+# What an override may add to a component, or to the engine, that the file only names.
 _COMPONENT_KEYS = ("arguments", "attention", "dtype")
 
 
@@ -296,6 +297,7 @@ def _explain(model: type[BaseModel], problem: dict[str, Any]) -> str:
         current: list[Any] = [model]
         for part in location[:-1]:
             found = [fields[part] for item in current if part in (fields := _fields_of(item))]
+            # A position in a list is no field: the models stay the same there.
             current = [leaf for annotation in found for leaf in _leaves(annotation)] or current
         known = sorted({name for item in current for name in _fields_of(item)})
         near = difflib.get_close_matches(location[-1], known, n=1)

@@ -141,6 +141,7 @@ def _blocking(function: Callable[P, Coroutine[Any, Any, RunResult]]) -> Callable
 
 def _in_a_thread(work: Coroutine[Any, Any, RunResult]) -> RunResult:
     loop = asyncio.new_event_loop()
+    # Made in this thread: an interrupt comes here, and cancels it.
     task = loop.create_task(work)
 
     # A runner takes a coroutine; the task is made before, so that this thread can cancel it.

@@ -103,6 +103,7 @@ class Evaluator:
     def _pass_at_k(self, judged: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
         """Over groups with no failed member, so that every k has the same prompts behind it."""
         size = max((len(group) for group in judged), default=0)
+        # In groups of one, pass@1 is the accuracy.
         complete = [group for group in judged if len(group) == size and size > 1]
         correct = [sum(_score(state) >= SOLVED_SCORE for state in group) for group in complete]
         ks = [2**i for i in range(size.bit_length()) if 2**i <= size]

@@ -39,6 +39,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         return _OBJECTS.get()[name]
+    # Not an AttributeError: `import_object` would say that this module has no such name.
     except KeyError:
         raise ConfigError(
             f"the {kind} of task {number} was a Python object of the program that started this run; give it "

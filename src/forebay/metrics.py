@@ -108,6 +108,7 @@ class JsonlSink:
         self._row |= known
         self._file.seek(self._row_start)
         self._file.write(_line(self._row))
+        # A number that replaces an earlier one of this step may be shorter.
         self._file.truncate()
         self._file.flush()
 
@@ -287,6 +288,7 @@ def _import_tracker(module: str) -> Any:
     except MissingLibraryError:
         raise
     except ImportError as error:
+        # It is there, but fails to load.
         raise ConfigError(f"the metrics sink cannot import {module!r}: {error}") from error
 
 
@@ -370,6 +372,7 @@ class MetricsConfig(StrictModel):
                 make = look_up("metrics sink", name, TRACKERS)
                 sinks.append(make(folder, project=self.project, resume_step=resume_step))
         except BaseException:
+            # The run does not begin without this sink: those that are open already are closed.
             MetricsLogger(sinks, report=report).close()
             raise
         return MetricsLogger(sinks, report=report)

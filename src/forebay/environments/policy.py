@@ -65,6 +65,7 @@ class Policy(nn.Module):
             size = hidden
         self.actor = _layers(size, hidden, head.num_params - head.num_free, last_gain=0.01)
         self.critic = _layers(size, hidden, 1, last_gain=1.0)
+        # Zeros: each standard deviation begins at 1, half the range of the action.
         self.free_params = nn.Parameter(torch.zeros(head.num_free))
         # Buffers, so that they travel and are saved with the weights.
         self.obs_mean, self.obs_std = nn.Buffer(torch.zeros(obs_size)), nn.Buffer(torch.ones(obs_size))
@@ -85,6 +86,7 @@ class Policy(nn.Module):
             return normal, state
         outputs: list[torch.Tensor] = []
         goes_on_SB1 = 1.0 - first_SB.float().unsqueeze(-1)
+        # Step by step, and not with `nn.GRU`: an episode may begin at any step of the stream.
         for encoded_BH, goes_on_B1 in zip(self.encoder(normal), goes_on_SB1, strict=True):
             state = tuple(part * goes_on_B1 for part in state)
             if isinstance(self.cell, nn.GRUCell):
@@ -128,6 +130,7 @@ class Policy(nn.Module):
         old_mean, old_std = self.value_mean.item(), self.value_std.item()
         mean = (1 - weight) * old_mean + weight * targets_N.mean().item()
         second = (1 - weight) * (old_mean**2 + old_std**2) + weight * targets_N.square().mean().item()
+        # The inner bound is for rounding, which may leave a variance below 0.
         std = max(math.sqrt(max(0.0, second - mean**2)), MIN_STD)
         last = self.critic[-1]
         assert isinstance(last, nn.Linear)
@@ -222,6 +225,7 @@ class Categorical:
 
     def sample(self, params: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """One action for each row of ``params [..., P]``: the largest of logits + Gumbel noise."""
+        # The negative logarithm of an exponential number is Gumbel noise.
         noise = torch.empty_like(params).exponential_(generator=generator)
         return (params - noise.log()).argmax(-1)
 
@@ -253,6 +257,7 @@ def head_for(action_space: Any) -> ActionHead:
     Raises:
         ConfigError: it is another space.
     """
+    # By name: this module does without gymnasium.
     kind = type(action_space).__name__
     if kind == "Discrete":
         return Categorical(int(action_space.n), int(action_space.start))

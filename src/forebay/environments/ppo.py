@@ -68,6 +68,7 @@ class PPOTrainer:
         """One train step; its metrics."""
         old_SB, targets, metrics = self._look(batch)
         live_SB = torch.from_numpy(batch.live_SB)
+        # After `_look`, whose values it does not change; before `_optimize`, which trains in the new units.
         self.policy.rescale_values(torch.from_numpy(targets.values_SB)[live_SB], self.step)
         for group in self._optimizer.param_groups:
             group["lr"] = self._config.lr * max(0.0, 1 - self.step / max(1, self._total_steps))
@@ -102,6 +103,7 @@ class PPOTrainer:
             live_SB=batch.live_SB,
         )
         live = batch.live_SB
+        # Before anything has changed: weights and scales stay those of the last step.
         if not (np.isfinite(targets.values_SB[live]).all() and np.isfinite(log_ratio_SB[live]).all()):
             raise FloatingPointError(
                 f"the batch of train step {self.step + 1} holds numbers that are not finite; look for "
@@ -124,6 +126,7 @@ class PPOTrainer:
         live_SB = torch.from_numpy(batch.live_SB)
         advantages_SB = torch.from_numpy(targets.advantages_SB).float()
         advantages_SB = (advantages_SB - advantages_SB[live_SB].mean()) / (
+            # The corrected deviation of a single live step would be NaN.
             advantages_SB[live_SB].std(correction=0) + 1e-8
         )
         policy = self.policy
@@ -145,6 +148,7 @@ class PPOTrainer:
                 "policy_loss": policy_loss,
                 "value_loss": value_loss,
                 "entropy": entropy,
+                # Without lag -log(ratio) has the same mean, but may be negative and varies more.
                 "kl": (ratio - 1 - ratio.log()).mean(),
                 "clip_share": ((ratio - 1).abs() > clip).float().mean(),
                 "grad_norm": self._descend(loss),
@@ -175,10 +179,12 @@ class PPOTrainer:
         size = live_SB.shape[1] if with_memory else len(steps)
         for _ in range(config.epochs):
             order = torch.randperm(size, generator=self._generator)
+            # No more parts than there are steps or streams: the mean over an empty one is NaN.
             for part in order.tensor_split(min(config.mini_batches, size)):
                 if with_memory:
                     at, column = live_SB[:, part].nonzero(as_tuple=True)
                     state = tuple(tensor[part] for tensor in batch.state)
+                    # Whole streams, also the steps that only reset: the memory has passed through them.
                     features, _ = policy.features(batch.obs_SBD[:-1, part], batch.first_SB[:-1, part], state)
                     features, index = features[at, column], (at, part[column])
                 else:
@@ -255,6 +261,7 @@ class StepBatch:
         """`stacked` is what `FragmentStore.stack` gives for a batch: whole chunks, each in order."""
 
         def stream(array: Array) -> Array:
+            # [C * K, T, E, ...] --> [S, B, ...]
             num, steps, envs, *rest = array.shape
             chunks = array.reshape(num // fragments_per_chunk, fragments_per_chunk * steps, envs, *rest)
             swapped = np.swapaxes(chunks, 0, 1)
@@ -266,6 +273,7 @@ class StepBatch:
 
         live_SB = stream(stacked.extras["live"])
         next_BD = columns(stacked.next_obs, fragments_per_chunk - 1)
+        # The same weights act in all environments of a step.
         versions = np.broadcast_to(stacked.model_versions[..., None], stacked.reward.shape)
         return StepBatch(
             obs_SBD=torch.from_numpy(np.concatenate([stream(stacked.obs), next_BD[None]])),

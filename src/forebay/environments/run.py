@@ -88,6 +88,7 @@ class FragmentRun:
         self.config, self.trainer, self.display = config, trainer, display
         self.stop = asyncio.Event()
         """Set: save after this step and end."""
+        # A resumed run keeps its session: the buffer drops fragments of any other one.
         self._session_id = counts.get("session_id", f"{config.name}-{uuid.uuid4().hex[:8]}")
         self._num_resumes = counts.get("num_resumes", -1) + 1
         self._database: dict[str, Any] = {"path": str(buffer_folder)}
@@ -130,6 +131,7 @@ class FragmentRun:
             FloatingPointError: a gradient is not finite.
         """
         total, every = self.config.steps, self.config.checkpoint_every
+        # First, so that workers begin while the policy is evaluated.
         await self.hub.publish(self.trainer.step, self.trainer.policy.weights())
         if self.trainer.step == 0:
             await self._evaluate()
@@ -137,6 +139,7 @@ class FragmentRun:
             if not await self._step():
                 break
             due = every > 0 and self.trainer.step % every == 0
+            # At the last step both follow after the loop.
             if due and self.trainer.step < total and not self.stop.is_set():
                 await self._evaluate()
                 await self._save()
@@ -174,6 +177,7 @@ class FragmentRun:
         self.display.phase("training")
         with timer.phase("train"), self._doing(TRAIN):
             batch = await asyncio.to_thread(self._read, fetched)
+            # The batch is a copy: payloads are let go before the training, not after it.
             assert fetched.lease is not None
             await self._buffer.release(fetched.lease)
             metrics = await asyncio.to_thread(self.trainer.update, batch)
@@ -239,6 +243,7 @@ class FragmentRun:
             **self.hub.counts(),
         }
         final = run_folder.checkpoint_path(self.config.folder, self.trainer.step)
+        # It exists if a resumed run is stopped before its first step.
         if not final.exists():
             with unfinished(final) as temporary, self._doing(CHECKPOINT):
                 np.savez(temporary / "arrays.npz", **self.trainer.arrays())  # type: ignore[arg-type]
@@ -387,6 +392,7 @@ def _buffer_folder(folder: Path, fragments: Path | None) -> Iterator[Path]:
     # A name of its own: workers of a killed run may still hold the files of theirs.
     live = folder / f"buffer-{uuid.uuid4().hex[:8]}"
     if fragments is not None:
+        # The checkpoint stays as it is: the run may be killed, and go on from there once more.
         shutil.copytree(fragments, live)
     try:
         yield live
@@ -429,8 +435,10 @@ def build_trainer(config: FragmentRunConfig) -> PPOTrainer:
     Raises:
         ConfigError: there is no such environment, or none that a policy here can act in.
     """
+    # As in the workers: with more, small matrix products wait for each other.
     torch.set_num_threads(1)
     obs_size, action_space = spaces(config.environment)
+    # The weights depend on the seed alone, and the random numbers of the caller stay as they are.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         policy = Policy(obs_size, head_for(action_space), config.policy)

@@ -107,6 +107,7 @@ class ReplayBufferActor:
         self._journal = Journal(self._store.path / "index")
         self._state = ReplayState(self._rules)
         self._state.restore(self._journal.load(), self._store.__contains__)
+        # In line at the rate limit: no chunk names them yet, and they are no orphans all the same.
         self._arriving: set[str] = set()
         self._collector = Collector(
             self._store,

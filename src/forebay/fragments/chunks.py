@@ -113,6 +113,7 @@ class ChunkTable:
 
     def stale(self, min_version: int) -> list[Chunk]:
         """Those with a fragment of a version before `min_version`."""
+        # By version, of which there are a few, and not by chunk: every new version asks.
         versions = sorted(version for version in self._by_version if version < min_version)
         return [chunk for version in versions for chunk in self._by_version[version] if chunk.slot >= 0]
 
@@ -120,6 +121,7 @@ class ChunkTable:
         """`count` distinct chunks; the same ones for the same history and `seed`."""
         size = len(self._slots)
         assert count <= size
+        # A generator for each draw: the seed counts the draws, so a restart has no other state to keep.
         slots = np.random.default_rng(seed).choice(size, count, replace=False)
         return [self._slots[slot] for slot in slots.tolist()]
 
@@ -152,6 +154,7 @@ class Sequences:
 
     def add(self, fragment: Fragment, now_s: float) -> tuple[list[Fragment], list[Fragment]]:
         """Those that a gap makes useless, and the chunk that `fragment` completes; each may be empty."""
+        # Taken out and put in again, its worker is behind all others: it was heard last.
         partial = self.drop_worker(fragment.worker_uuid)
         useless: list[Fragment] = []
         if partial and partial[-1].fid_in_worker + 1 != fragment.fid_in_worker:
@@ -170,6 +173,7 @@ class Sequences:
             if stale:
                 dropped += partial[: stale[-1] + 1]
                 if rest := partial[stale[-1] + 1 :]:
+                    # With its old time, in its old place: the worker has not said anything.
                     self._partials[worker] = rest, heard_s
                 else:
                     del self._partials[worker]

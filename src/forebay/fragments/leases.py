@@ -69,7 +69,7 @@ class References:
             else:
                 free.append(fragment_id)
         self._gone |= dict.fromkeys(free)
-        # Of all that are gone, the last ones only are remembered.
+        # Of all that are gone, the last ones only are remembered; the others go together, not one by one.
         if len(self._gone) > 2 * NUM_REMEMBERED:
             for fragment_id in list(islice(self._gone, NUM_REMEMBERED)):
                 del self._gone[fragment_id]

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 
+# Without the garbage collector: it holds plain values only, and a trainer is given very many of them.
 class FragmentIndex(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a fragment stands in the stream of its worker.
 

@@ -191,6 +191,7 @@ class _Session(Session):
             raise ValueError(f"a fragment buffer has no method {call.method!r} for other processes")
         arguments = msgspec.msgpack.decode(call.arguments, type=method.arguments)
         result = await getattr(self._buffer, call.method)(**msgspec.structs.asdict(arguments))
+        # To msgpack it is a list like any other: what else it has is sent beside it.
         if isinstance(result, FragmentBatch):
             return (result, result.lease, result.staleness), ()
         return result, ()

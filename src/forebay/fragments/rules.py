@@ -49,6 +49,7 @@ class Rules:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         limit = self.rate_limit
+        # A chunk leaves after `max_reuse` uses, and there are never more than `max_chunks` at a time.
         if limit and (limit.samples_per_insert > self.max_reuse or limit.min_chunks > self.max_chunks):
             raise ValueError(
                 f"no buffer with max_reuse={self.max_reuse} and max_chunks={self.max_chunks} can keep {limit}"

@@ -85,12 +85,13 @@ class ReplayState:
             Fragment(fragment_id, metadata.worker_uuid, metadata.fid_in_worker, metadata.model_version)
             for fragment_id, metadata in new.items()
         ]
+        # Those that are dropped below, too: what is let go is remembered, and its payload is deleted.
         self.references.hold(fragments)
         for fragment, metadata in zip(fragments, new.values(), strict=True):
             if metadata.session_id != session_id:
                 self._drop([fragment], "session")
             elif metadata.model_version < min_version:
-                # A chunk has no holes: what came before is no use either.
+                # What came before it goes when the next fragment shows the gap, or the worker falls silent.
                 self._drop([fragment], "stale")
             elif is_chunk:
                 whole.append((fragment,))
@@ -195,6 +196,7 @@ class ReplayState:
         """Begin the lease's term anew; False: it had ended, and its payloads may be gone."""
         row = self._find(lease)
         if row is not None:
+            # No change to be written: after a restart each lease has its whole term in any case.
             row.end_s = now_s + row.term_s
         return row is not None
 
@@ -274,12 +276,14 @@ class ReplayState:
                 f"the store holds chunks of {snapshot.rules.fragments_per_chunk} fragments, got "
                 f"fragments_per_chunk={self.rules.fragments_per_chunk}: keep that, or take an empty folder"
             )
+        # The changes are replayed under the rules of their time; `_apply_rules` follows with those of now.
         rules, self.rules, self.meta = self.rules, snapshot.rules, snapshot.meta
         for row in snapshot.leases:
             self.references.hold(row.fragments)
             self.leases[row.number] = row
             self.prepared = row.batch()
         for chunk in snapshot.chunks:
+            # The number that was saved is a place in the table of then.
             chunk.slot = -1
             self.references.hold(chunk.fragments)
         self._hold_chunks(snapshot.chunks)
@@ -290,8 +294,9 @@ class ReplayState:
             self._replay(change)
         self.rules = rules
         self._apply_rules(has_payload)
-        # Payloads that the changes set free are deleted already, or are found by the first sweep.
+        # The first commit writes a snapshot, which has all of it.
         self.changes.clear()
+        # Most of these payloads are deleted already. One that was announced again since is needed.
         self.free = [fragment_id for fragment_id in self.free if fragment_id not in self.references]
 
     def _replay(self, change: Change) -> None:

@@ -38,6 +38,7 @@ class Tallies(msgspec.Struct):
     def count_uses(self, staleness: list[int], num_first: int) -> None:
         """Chunks of this staleness were served, so many of them for the first time."""
         largest = max(staleness)
+        # The first counts as it is: fragments that are newer than the buffer knows have a negative staleness.
         self.staleness_max = max(self.staleness_max, largest) if self.uses else largest
         self.staleness_sum += sum(staleness)
         self.uses += len(staleness)

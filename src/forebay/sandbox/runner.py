@@ -130,6 +130,7 @@ class Sandbox:
             if name != os.path.basename(name) or name in ("", ".", ".."):
                 raise ValueError(f"files go by plain names, without folders; got {name!r}")
         with not_counted():
+            # The first call tries out the levels, which takes nothing from its program's time.
             level = await self.isolation()
         return await self._run_in(level, command, stdin, files or {})
 
@@ -139,6 +140,7 @@ class Sandbox:
         Raises:
             SandboxUnavailableError: none that is allowed works here.
         """
+        # Programs that come meanwhile wait for the choice, instead of trying everything again.
         async with self._choosing:
             if self._level is not None:
                 return self._level

@@ -24,6 +24,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 from forebay.config import ConfigError, apply_overrides, load_config, parse_config
 
 _Z_99 = NormalDist().inv_cdf(0.99)
+# For `quantile`, which counts places from the shortest.
 _RISING = AfterValidator(lambda values: tuple(sorted(values)))
 
 
@@ -63,6 +64,7 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
 
     @model_validator(mode="after")
     def _check(self) -> ClusterConfig:
+        # A single rate is checked as if it were a pair.
         pairs = self.tokens_per_s if isinstance(self.tokens_per_s, tuple) else ((1, self.tokens_per_s),)
         if not pairs or any(number < 1 or rate <= 0 for number, rate in pairs):
             raise ValueError("rates must be positive, and pairs be (running requests >= 1, tokens/s)")
@@ -147,6 +149,7 @@ class LengthConfig(BaseModel, extra="forbid", frozen=True):
         if self.constant is not None:
             return self.constant
         if self.values is not None:
+            # A share just below 1 may have been rounded to 1.
             return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
         assert self.p50 is not None
         assert self.p99 is not None
@@ -163,6 +166,7 @@ def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterConfig:
     try:
         return load_config(ClusterConfig, path, overrides)
     except ConfigError as error:
+        # `read_toml` speaks of run files only.
         raise ConfigError(str(error).replace("no run file", "no cluster file")) from None
 
 

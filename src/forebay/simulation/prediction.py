@@ -136,6 +136,7 @@ def synchronous(config: RunConfig) -> RunConfig:
     produce = ProduceConfig(
         filter=config.produce.filter, sync_weights_interval=config.produce.sync_weights_interval
     )
+    # A synchronous run takes no bound of a single task: nothing in it is stale.
     tasks = [task.model_copy(update={"max_staleness": None}) for task in config.tasks]
     return config.model_copy(update={"produce": produce, "tasks": tasks})
 
@@ -174,6 +175,7 @@ async def _simulate(
     if trace is not None:
         write_trace(trace, sorted(activity.span() for activity in ended))
     steps, trained = world.display.steps, world.trainer.steps
+    # At least one: the time of a step counts from the end of the step before.
     skipped = max(1, int(len(steps) * WARM_UP_SHARE))
     start, end, usual = steps[skipped - 1], steps[-1], trained[skipped:]
     seconds = end.time_s - start.time_s
@@ -189,6 +191,7 @@ async def _simulate(
         step_s=seconds / len(usual),
         generation_s=cluster.generation_s(tokens_per_step),
         training_s=cluster.training_s(tokens_per_step),
+        # Sums of many times may be a little more than the whole.
         engine_idle=max(0.0, 1 - (end.slot_s - start.slot_s) / (cluster.engines * cluster.slots * seconds)),
         trainer_idle=1 - share_of(TRAIN),
         sync_share=share_of(SYNC),

@@ -130,10 +130,13 @@ def run_cases(
     """
     pairs = [(case.config, case.cluster) for case in cases]
     pairs += [(synchronous(case.config), case.cluster) for case in cases]
+    # Many cases share a synchronous run, and a case may be one itself: each is simulated once.
     work = {_key(config, cluster): (config, cluster) for config, cluster in pairs}
     jobs = min(jobs or os.cpu_count() or 1, len(work))
     found: dict[str, tuple[SimulationResult | None, str]] = {}
+    # One at a time needs no other process.
     with ProcessPoolExecutor(jobs) if jobs > 1 else nullcontext() as pool:
+        # The first of the work is the first case.
         traces = chain([trace], repeat(None))
         answers = (pool.map if pool else map)(_try, *zip(*work.values(), strict=True), repeat(steps), traces)
         for key, answer in zip(work, answers, strict=True):

@@ -129,8 +129,10 @@ def _engine(cluster: ClusterConfig) -> ModeledEngine:
 
     def length(request: GenerateRequest) -> int:
         """The same for all calls of one try, however often it is interrupted."""
+        # TASK/SEED/EPOCH/INDEX, as the sampler names groups; a task may have slashes in its name.
         task_name = (request.session_id or "").rsplit("/", 3)[0]
         lengths = cluster.task_lengths.get(task_name, cluster.lengths)
+        # The half keeps the share above 0, where a log-normal has no quantile.
         whole = lengths.quantile((request.seed + 0.5) / _SEED_SPAN)
         return whole - request.num_earlier
 
@@ -231,6 +233,7 @@ class TimedTrainer:
     ) -> SimpleNamespace:
         """Take the time of a train step; what is masked takes as long as what is not."""
         states = [state for group in groups for state in group]
+        # This is train step `model_step` + 1, so the weights of now have staleness 0.
         made_by = np.concatenate([state.response_model_steps for state in states])
         lags, counts = np.unique(self.model_step - made_by, return_counts=True)
         step = TrainedStep(

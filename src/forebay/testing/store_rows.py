@@ -70,6 +70,7 @@ def draw_operation(draw: Random, number: int) -> Callable[[StorageBackend], Awai
     levels: list[TagValue] = [1, 2.5, True, "3"]
     tags = {"level": draw.choice(levels)}
     priority, share, step = draw.choice([0.0, 0.5, 1.0, 3.0]), draw.random(), draw.choice([None, 1, 4, 7])
+    # Some of these uids are taken already, and some were never given out.
     uids, count = draw.choices(range(-1, number + 2), k=draw.randrange(6)), draw.randrange(4)
     query = {"task_name": task, "status": "completed"}
 
@@ -90,6 +91,7 @@ def draw_operation(draw: Random, number: int) -> Callable[[StorageBackend], Awai
         )
 
     operations: list[Callable[[StorageBackend], Awaitable[Any]]] = [
+        # Mostly puts: the others need rows to work on.
         *[put] * 6,
         change,
         revive,
@@ -138,6 +140,7 @@ QUERIES: list[tuple[Any, list[int]]] = [
     ({"timestamp_id": {"$between": (1, 2)}}, [1, 2]),
     ({"staleness": {"$gte": np.int64(4)}}, [4]),
     ({"task_name": {"$in": ["code", "none"]}, "$or": [{"status": "failed"}]}, [4]),
+    # More values, and more conditions, than the SQL stores put into one statement.
     ({"uid": {"$in": list(range(0, 40_000, 2))}}, [0, 2, 4]),
     ({"$or": [{"uid": 3, "priority": n} for n in range(1500)] + [{"uid": 1}]}, [1]),
     ({"tags.level": 3}, [0]),

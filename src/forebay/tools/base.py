@@ -80,6 +80,7 @@ class FunctionTool:
             ToolUnavailableError: too many earlier calls hang.
         """
         try:
+            # Bound first, so that a TypeError from inside the function is not taken for a wrong call.
             inspect.signature(self._function).bind(**arguments)
         except TypeError as error:
             raise ToolError(f"{self.name}: {error}") from None
@@ -94,6 +95,7 @@ class FunctionTool:
         except TooManyOverrunsError as error:
             raise ToolUnavailableError(f"{self.name}: {error}") from None
         except OverrunError as error:
+            # The rest of the sentence is about threads: nothing for the model.
             raise ToolError(str(error).partition(";")[0]) from None
         # The model's arguments reach code that was not written for them.
         except Exception as error:

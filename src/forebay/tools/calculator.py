@@ -75,6 +75,7 @@ def calculate(expression: str) -> Number:
 
 def _value(node: ast.expr) -> Number:
     match node:
+        # True and False are integers to Python, and would pass as numbers.
         case ast.Constant(value=bool()):
             pass
         case ast.Constant(value=int() | float() as number):
@@ -123,6 +124,7 @@ def _bounded(value: Any) -> Number:
 
 def write_number(value: Number) -> str:
     """`value` as people write it: whole numbers without a point, others with 12 digits at most."""
+    # Larger ones have more digits than a float knows, and are written with an exponent.
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
     return str(value) if isinstance(value, int) else f"{value:.12g}"

@@ -93,6 +93,7 @@ class Search:
         words = _WORD.findall(query)[:_MAX_WORDS]
         if not words:
             raise ToolError(f"the query {query!r} has no words")
+        # In quotes, since AND, NOT and NEAR are operators of FTS5.
         query = " OR ".join(f'"{word}"' for word in words)
         try:
             found = await self._thread.run(partial(self._find, query))

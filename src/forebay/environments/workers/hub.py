@@ -154,6 +154,7 @@ class Hub:
                 self.recent.extend(report.episodes)
             # Before the worker acts, not after: one that had to wait acts with the newest weights.
             await self._buffer.wait_for_room()
+        # The run ends, or another buffer has taken the folder over: no fragment is of use any more.
         except BufferClosed:
             self.stop()
         finally:

@@ -110,6 +110,7 @@ class Stepper:
             logprob_E = head.log_prob(params[0], action).numpy()
         self._obs_ED, reward_E, terminated_E, truncated_E, _ = self._envs.step(head.to_env(action.numpy()))
         done_E = terminated_E | truncated_E
+        # Where an episode ends, the next step resets, and the one after that is the first of another.
         self._first_E, self._resets_E = ~live_E, done_E
         # Counted here, because gymnasium's own statistics take 15 us of a step's 300.
         self._rewards_E += reward_E

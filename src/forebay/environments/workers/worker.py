@@ -55,6 +55,7 @@ class HubLink:
             since = self._working_since
             return since is None or time.monotonic() - since < WORK_LIMIT_S
 
+        # A thread beats, also while an environment hangs: `is_alive` stops it then.
         self._channel.beat(Alive(), limit_s / BEATS, is_alive)
 
     def report(self, report: Report) -> Orders:
@@ -63,6 +64,7 @@ class HubLink:
         Raises:
             EOFError: the trainer is gone.
         """
+        # Waiting for orders is not work: `WORK_LIMIT_S` does not run meanwhile.
         self._working_since = None
         try:
             self._channel.send(Call(0, "report", encode_value(report)))

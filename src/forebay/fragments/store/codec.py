@@ -69,6 +69,7 @@ class Schema:
         """The schema with this text."""
         skeleton = json.loads(text)
         leaves, offset = [], 0
+        # Offsets follow from dtypes and shapes, so the text does without them.
         for dtype_text, shape, is_scalar in _leaves_of(skeleton):
             dtype = np.dtype(dtype_text)
             leaves.append(_Leaf(dtype, tuple(shape), is_scalar, offset))
@@ -99,6 +100,7 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
+# The id of the schema, bytes of the plain values, four that keep the next number aligned, bytes of the body.
 _HEADER = struct.Struct("<8sI4xQ")
 _HEADS = np.dtype(
     [
@@ -208,6 +210,7 @@ def _rows_of_bytes(arrays: list[np.ndarray[Any, Any]], count: int) -> list[list[
         if rest := -rows.shape[1] % _ALIGNMENT:
             padded.append(np.zeros((count, rest), np.uint8))
     row_bytes = sum(rows.shape[1] for rows in padded)
+    # As in `pack`: small bodies are copied, here all in one go; of large ones the parts are views.
     if row_bytes < _SMALL_BYTES:
         data = np.concatenate(padded, axis=1).tobytes() if padded else b""
         return [[data[start : start + row_bytes]] for start in range(0, count * row_bytes, row_bytes or 1)]
@@ -226,6 +229,7 @@ def _split(
     if kind is np.ndarray and (value.ndim or not stacked):
         arrays.append(value)
         return ("array", _dtype_text(value.dtype, where), value.shape[1:] if stacked else value.shape)
+    # By exact type: a float64 of numpy is a float as well, and has to come back as what it was.
     if kind in _PLAIN or (stacked and kind is list and value and _PLAIN.issuperset(map(type, value))):
         values.append(value)
         return _VALUE
@@ -354,6 +358,7 @@ def _alike(payloads: Sequence[Any], schema: Schema) -> _Rows | None:
 
 
 def _bodies(payloads: Sequence[Any], schema: Schema) -> _Rows:
+    # Payloads of one schema differ in length where their plain values do, such as texts.
     num_schemas = len({schema_id_of(payload) for payload in payloads})
     if num_schemas != 1:
         raise ValueError(

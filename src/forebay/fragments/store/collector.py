@@ -106,6 +106,7 @@ class Collector:
         """Delete nothing inside."""
         self._paused += 1
         try:
+            # A deletion that has begun ends first.
             await self.drained()
             yield
         finally:

@@ -35,6 +35,7 @@ MAX_BYTES = 4 << 30
 MIN_ENTRY_BYTES = 1 << 20
 """Entries may take this much before a snapshot is due: one of a small buffer is not written all the time."""
 _OWNER_KEY, _SNAPSHOT_KEY = b"owner", b"snapshot"
+# Big-endian: LMDB orders keys by their bytes, and that is then the order of the numbers.
 _NUMBER = struct.Struct(">Q")
 
 
@@ -49,6 +50,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._environment = Environment.open(path, max_bytes=MAX_BYTES)
         self._table, self._entries = self._environment.table("rows"), self._environment.table("entries")
+        # Before `load`: the owner until now can commit no more, so nothing is written after what is read.
         with self._environment.write() as transaction:
             raw = transaction.get(_OWNER_KEY, db=self._table)
             self._owner = struct.unpack("<Q", raw)[0] + 1 if raw is not None else 1
@@ -84,6 +86,8 @@ class Journal:
         entry = self._encode(changes)
         is_due = len(entry) > self._room_bytes
         row = self._encode(take_snapshot()) if is_due else entry
+        # Also where nothing has changed: a buffer that lost its folder must not answer. The owner is read
+        # within the transaction, so that no other one can come between.
         with self._environment.write(len(row)) as transaction:
             raw = transaction.get(_OWNER_KEY, db=self._table)
             assert raw is not None

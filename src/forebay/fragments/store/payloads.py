@@ -92,6 +92,7 @@ class FragmentStore:
             StoreFullError: they do not fit; none is kept.
             ValueError: a fragment holds something that cannot be stored.
         """
+        # Packed before the transaction begins: while it lasts, every other writer waits.
         return self._put([pack(fragment) for fragment in fragments])
 
     def add_stacked(self, batch: SampleFragment) -> list[str]:
@@ -113,6 +114,7 @@ class FragmentStore:
         new = {each: schema for each, schema in schemas.items() if each not in self._schemas}
         with self._environment.write(num_bytes) as transaction:
             count, held = self._read_totals(transaction)
+            # LMDB would say so later: the map is larger, so that pages in use do not take room from payloads.
             if held + num_bytes > self._max_bytes:
                 raise StoreFullError(
                     f"{str(self.path)!r} holds {held} bytes, and {num_bytes} more exceed its bound of "
@@ -124,6 +126,7 @@ class FragmentStore:
             _, added = cursor.putmulti(self._staged(ids, packed), overwrite=False)
             assert added == len(ids), "an id was used twice"
             self._write_totals(transaction, count + len(ids), held + num_bytes)
+        # Only now: a transaction that failed has stored no schema.
         self._schemas |= new
         return ids
 

@@ -89,7 +89,7 @@ def simulate_run(
             console.print(report.sweep_table(ranked))
         settings = ", ".join(f"{key}={value}" for key, value in best.case.settings.items())
         console.print(report.comparison_table(best, f"best: {settings}" if axes else config.name))
-        # What was measured is of the run's own settings: others have nothing to be held against.
+        # The figures were measured with the run's own settings: others have nothing to be held against.
         if measured is not None and not axes and not overrides:
             console.print(report.calibration_table(measured, best.result))
         report.write_numbers(folder, ranked)

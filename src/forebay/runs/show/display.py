@@ -227,7 +227,7 @@ class RunDisplay:
 
     def summary(self, history: Rows, evaluations: Rows, facts: Mapping[str, object], folder: Path) -> None:
         """How the run went: held-out scores before and after, the curve, these facts, where it is saved."""
-        # What follows is to stay, and the live view would be drawn over it.
+        # First: the summary is to stay, and the live view would be drawn over it.
         self.close()
         self._console.rule(Text("summary"), style="dim", characters="-")
         if len(evaluations) > 1:

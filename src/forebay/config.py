@@ -230,7 +230,7 @@ def _set_path(
         node = node[key]
 
 
-# What an override may add to a component, or to the engine, that the file only names.
+# An override may add these to a component, or to the engine, that the file only names.
 _COMPONENT_KEYS = ("arguments", "attention", "dtype")
 
 

@@ -91,7 +91,7 @@ class ReplayState:
             if metadata.session_id != session_id:
                 self._drop([fragment], "session")
             elif metadata.model_version < min_version:
-                # What came before it goes when the next fragment shows the gap, or the worker falls silent.
+                # Those before it go when the next fragment shows the gap, or the worker falls silent.
                 self._drop([fragment], "stale")
             elif is_chunk:
                 whole.append((fragment,))

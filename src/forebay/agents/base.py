@@ -86,6 +86,7 @@ class AgentLoop(ABC):
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
+        # A subclass that generates in its own way has to promise it anew.
         if "generate_sample" in vars(cls) and "is_whole_at_awaits" not in vars(cls):
             cls.is_whole_at_awaits = False
         if "__init__" in vars(cls) and "Arguments" not in vars(cls):

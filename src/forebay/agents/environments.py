@@ -176,6 +176,7 @@ class LiveEnvironment(Environment):
 
     async def close(self, state: RolloutState) -> None:
         """Close the object."""
+        # There is none where it could not be made, or a pause came first.
         close = getattr(self._live.pop(id(state), None), "close", None)
         if close is not None:
             await close()
@@ -223,6 +224,7 @@ class SecondChances(Environment):
         @field_validator("judge")
         @classmethod
         def _can_be_built(cls, judge: JudgeConfig) -> JudgeConfig:
+            # Built for its errors: they belong to the run file, and come before anything starts.
             build_judge(judge)
             return judge
 
@@ -240,6 +242,7 @@ class SecondChances(Environment):
         Raises:
             RuntimeError: the judge failed.
         """
+        # The judge writes status and reward into it, and the episode may go on.
         tried = copy(state)
         tried.response, tried.status, tried.reward = text, Status.COMPLETED, None
         judged = await self._judge.judge(tried)

@@ -134,8 +134,10 @@ class MultiTurnAgentLoop(AgentLoop):
     async def _opened(self, state: RolloutState) -> AsyncIterator[EpisodeRecord]:
         """The episode of `state`, begun or resumed, and closed however it ends."""
         try:
+            # An episode without a token has nothing to go on from, and begins anew.
             if len(state.response_ids) and EPISODE_KEY in state.extra_fields:
                 record = EpisodeRecord(**copy.deepcopy(state.extra_fields[EPISODE_KEY]))
+                # A copy, as for a step: what `resume` does to it is not kept.
                 memory = copy.deepcopy(record.memory)
                 # The environment may replay all of them.
                 replies = 1 + state.extra_fields.get(TURNS_KEY, 0)
@@ -202,6 +204,7 @@ class MultiTurnAgentLoop(AgentLoop):
             state.extra_fields[TURNS_KEY] += 1
             said = {"role": "assistant", "content": self._read(turn_ids, record)}
             state.extra_fields[CONVERSATION_KEY].append(said)
+        # Cut by the limit of a turn alone, it is read as it is; the rollout has tokens left.
         if not record.is_cut or turn_limit <= num_used < whole.max_tokens:
             record.awaits_reply = True
             # Until the environment has replied, this rollout must not pass for a finished one.
@@ -240,6 +243,7 @@ class MultiTurnAgentLoop(AgentLoop):
         if len(ids) >= self._room(state):
             self._end(state, record, "context")
             return
+        # With the step of the token before, a reply makes the rollout neither older nor younger.
         step = int(state.response_model_steps[-1]) if len(state.response_model_steps) else -1
         state.append(ids, logprobs=np.zeros(len(ids), np.float32), mask=0, model_step=step)
         record.turn_start = len(state.response_ids)
@@ -316,6 +320,7 @@ class Interruptible:
         """End all calls."""
         self._is_paused = True
         for task in self._running:
+            # False: it has just ended by itself, and keeps its result.
             if task.cancel():
                 self._interrupted.add(task)
 

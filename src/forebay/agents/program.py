@@ -158,10 +158,12 @@ class ProgramAgentLoop(AgentLoop):
                 ):
                     await asyncio.wait([program, ended], return_when=asyncio.FIRST_COMPLETED)
             finally:
+                # However the program ended: nothing may be written into its trajectories any more.
                 await session.close()
         if session.ended.is_set():
             return None
         if (error := program.exception()) is not None:
+            # It has given up for want of tokens: what it has counts as cut, not as failed.
             if session.is_exhausted:
                 return None
             raise RuntimeError(f"{self.name}: {type(error).__name__}: {error}") from error

@@ -87,6 +87,7 @@ class ToolEnvironment(Environment):
 
     async def step(self, state: RolloutState, memory: Memory, text: str) -> Reply:
         """The results of the calls in `text`, in their order."""
+        # It was told of no tools, so what looks like a call is text.
         calls = [] if state.tool_choice == NO_TOOLS else self._parse(text)
         if not calls:
             return Reply(done=True)
@@ -102,6 +103,7 @@ class ToolEnvironment(Environment):
         for call, (_, result) in zip(calls, results, strict=True):
             arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments)
             made.append(api_call(len(made), call.name, arguments))
+            # Not `format`: formats and results may have other braces.
             said = self._arguments.result_format.replace("{result}", result)
             messages.append({"role": self.roles[0], "content": said})
             if self.roles[0] == "tool":

@@ -62,9 +62,11 @@ class EngineActor:
         Raises:
             ConfigError: they cannot run the model.
         """
+        # A caller that lost its connection asks again, perhaps while the first call still builds.
         async with self._building:
             if self._pool is None:
                 find_modules_in(spec.search_path)
+                # In a thread, so that the process gives signs of life meanwhile.
                 self._pool = EnginePool(await asyncio.to_thread(_build, spec))
                 if spec.serves_at_once:
                     self._serving.set()
@@ -109,6 +111,7 @@ class EngineActor:
         try:
             return await self._built().complete(request, caller=caller)
         except ValueError as error:
+            # As a value: raised, it would end the stream, and with it the requests that came along.
             return error
         except EngineLost as error:
             self._lose(error)
@@ -299,6 +302,7 @@ class RayEngine:
             await self.actor.serving.options(max_task_retries=-1).remote()
         except import_ray().exceptions.RayError as error:
             logger.debug("an engine has ended for good: %s", why(error))
+            # Until the worker hears of the actor in its place, removes this engine and ends the wait.
             await asyncio.Event().wait()
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -312,6 +316,7 @@ class RayEngine:
         except ActorLost as error:
             return Completion(finish_reason="error", error_msg=str(error), lost=True)
         except asyncio.CancelledError:
+            # By its id: the call that carries it carries others.
             self.actor.abort.remote([request.request_id])
             raise
         finally:
@@ -378,4 +383,5 @@ def engine_on(device: str, engine: Component) -> Component:
     inner = engine.arguments.get("engine", "transformers") if engine.name == "process" else engine.name
     if inner != "transformers":
         return engine
+    # A device that the run file names stands before Ray's.
     return engine.model_copy(update={"arguments": {"device": device, **engine.arguments}})

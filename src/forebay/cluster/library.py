@@ -61,6 +61,7 @@ class Given:
         """
         name = "cluster.arguments.address" if address else "RAY_ADDRESS"
         value = address or os.environ.get("RAY_ADDRESS")
+        # Ray itself starts a cluster for "local".
         if not value or value == "local":
             return None
         host, _, port = str(value).rpartition(":")
@@ -112,6 +113,7 @@ def connect(given: Given | None, *, num_cpus: int) -> bool:
                 f"{given.name} = {given.address!r}: cannot join this cluster: {error}"
             ) from error
         return True
+    # On the loopback interface: whoever reaches Ray can have it run anything.
     ray.init(
         address="local",
         num_cpus=num_cpus,
@@ -150,6 +152,7 @@ def find_modules_in(paths: Sequence[str]) -> None:
 
     Agents and judges that a run file names by ``package.module:Name`` are often beside it, not installed.
     """
+    # At the end: what is installed here comes before what lies beside the run file.
     sys.path += [path for path in paths if path not in sys.path]
 
 

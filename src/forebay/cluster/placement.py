@@ -27,11 +27,13 @@ def reserve(ray: Any, bundles: Sequence[Bundle], *, timeout_s: float, may_grow: 
     Raises:
         ConfigError: there is no room within `timeout_s`, or there never will be.
     """
+    # A cluster that was started for the run stays as it is: what does not fit now never will.
     if not may_grow and (reason := _never_fits(ray, bundles)):
         raise ConfigError(f"{reason}; {_what_there_is(ray, bundles)}")
     groups = import_module("ray.util.placement_group")
     group = groups.placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
     if not group.wait(timeout_s):
+        # Left alone, it would take the room as soon as there is some.
         groups.remove_placement_group(group)
         reason = _never_fits(ray, bundles) or "other programs hold what is missing"
         raise ConfigError(f"no room within {timeout_s:g} s: {reason}; {_what_there_is(ray, bundles)}")

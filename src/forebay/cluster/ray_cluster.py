@@ -124,6 +124,7 @@ class RayCluster:
                 shares_gpu=self._shares_gpu,
                 num_ranks=self._config.train.ranks if trains else 0,
             )
+            # Ray only counts CPUs, so a small machine may be told to have as many as the parts ask for.
             num_cpus = max(math.ceil(self._plan.num_cpus), os.cpu_count() or 1)
             self._is_ours = connect(self._given, num_cpus=num_cpus)
             bundles, timeout_s = self._plan.bundles, settings.placement_timeout_s
@@ -170,6 +171,7 @@ class RayCluster:
             for part, room in zip((*self._engines, *self._workers.all), rooms, strict=True):
                 self._settle(part, room)
                 part.use(self._new_actor(part))
+        # Begun before the others are waited for: it loads its model while they load theirs.
         trainer = self._start_trainer(model_folder) if self._trains else {}
         try:
             if is_first:
@@ -190,6 +192,7 @@ class RayCluster:
             # Meanwhile: the engines take longer.
             worker.actor.prepare.remote(model_folder)
         self._build(self._engines, trainer)
+        # Asked here, because the workers' specs have it.
         for engine in self._engines:
             engine.max_context_tokens = import_ray().get(engine.actor.max_context_tokens.remote())
         self._have_workers_follow()
@@ -206,6 +209,7 @@ class RayCluster:
 
     def _in_place(self, part: Supervised) -> None:
         """Another actor for a part whose own does not come back; workers use it as soon as it serves."""
+        # Killed last, when the workers have been told of the new one.
         before = part.actor
         part.use(self._new_actor(part))
         self._have_workers_follow()
@@ -253,6 +257,7 @@ class RayCluster:
 
     def _actor(self, kind: type[Any], room: Room) -> Any:
         limits = {}
+        # Ray does not make these anew: their state is in a checkpoint, to which the run goes back.
         if kind in (TrainerActor, RankActor):
             actor_class = blocking_actor(kind)
         else:
@@ -355,6 +360,7 @@ def _silence_of(actors: Sequence[Any]) -> str:
     ray = import_ray()
     try:
         ray.get([actor.__ray_ready__.remote() for actor in actors], timeout=ANSWER_LIMIT_S)
+    # A time-out is one, too.
     except ray.exceptions.RayError as error:
         return why(error)
     return ""

@@ -155,6 +155,7 @@ class Supervised:
     async def _run(self) -> None:
         cause, num_failed = "it is new", 0
         while True:
+            # Before it is set up, for the first time or again, there is no process whose end could come.
             if self.pid and not num_failed:
                 cause = await self._end_of_process()
                 self.is_up = False
@@ -175,6 +176,7 @@ class Supervised:
                 what = "%s is lost (%s) and did not come back: %s; another takes its place"
                 logger.error(what, self.name, cause, why(error))
                 self.in_place()
+                # At once the first time; a fault that stays is tried ever more rarely.
                 await asyncio.sleep(LOOK_EVERY_S * num_failed)
                 num_failed += 1
             self._suspicion.clear()
@@ -237,6 +239,7 @@ class Supervised:
         while told != (wanted := self._wanted()):
             told = wanted
             pid: int = await self.actor.start.remote(self.spec)
+            # Before the weights, with which an engine serves: in a pause it must not.
             await (self.actor.pause if self.is_paused else self.actor.resume).remote()
             await self._bring_up_to_date()
         return pid

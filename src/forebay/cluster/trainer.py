@@ -66,6 +66,7 @@ class RayTrainer:
             FloatingPointError: the training diverged.
             PartLost: the trainer's process has ended, or hangs.
         """
+        # Flat arrays travel as they lie; rollouts would be pickled one by one.
         batch = TrainBatch.from_groups(groups)
         batch.metrics = self._call("fit", batch, stale_thresholds)
         self.model_step += 1
@@ -94,6 +95,7 @@ class RayTrainer:
 
     def finish_save(self) -> None:
         """Wait until it is there; PartLost as of `fit`."""
+        # Beside a train step, for which it would wait otherwise.
         asyncio.run(self._result(beside(self._actor.call).remote("finish_save"), "finish_save"))
 
     def resume(self, path: Path | str) -> None:
@@ -166,6 +168,7 @@ class TrainerActor:
             config,
             spec.model_folder,
             load_tokenizer(spec.model_folder),
+            # With ranks the model is on their devices alone.
             device=None if spec.ranks else spec.device,
             ranks=ranks,
         )

@@ -81,6 +81,7 @@ class RolloutWorker:
         if self._built is None:
             find_modules_in(spec.search_path)
             await self.prepare(spec.model_folder)
+        # Those that join before those that leave, so that there is always one to go to.
         for actor in spec.engines:
             if actor not in self._engines:
                 engine = RayEngine(actor, caller=spec.name, max_context_tokens=spec.max_context_tokens)
@@ -154,6 +155,7 @@ class RolloutWorker:
 
     async def resume(self) -> None:
         """Go on."""
+        # The loops themselves go on with their next group (`AgentLoop.go_on`).
         await self._ready().continue_generation()
 
     async def close(self) -> None:
@@ -302,6 +304,7 @@ class Workers:
         while True:
             for worker in self.all:
                 worker.on_change = self._changed.set
+                # Here, where there is an event loop; a second call does nothing.
                 worker.watch()
             if up := [worker for worker in self.all if worker.is_up]:
                 return min(up, key=lambda worker: worker.num_in_flight)
@@ -312,6 +315,7 @@ class Workers:
 
     def _look(self) -> None:
         now_s = asyncio.get_running_loop().time()
+        # One at a time: a worker that hangs holds up the next, until its supervisor has ended it.
         if (self._looking is None or self._looking.done()) and now_s - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = now_s
             self._looking = asyncio.gather(*(worker.look() for worker in self.all))
@@ -352,6 +356,7 @@ class PlacedWorker(Supervised):
             # Agent loops are user code: what they raise fails their group, as in one process.
             raise GroupFailed(str(error)) from error
         except asyncio.CancelledError:
+            # Told and not waited for: this caller is cancelled itself.
             self.actor.cancel.remote(job.number)
             raise
         finally:
@@ -404,6 +409,7 @@ class RayAgentLoop:
         unfinished = [state for state in states if state.status is not Status.COMPLETED]
         with contextlib.ExitStack() as spans:
             for state in states:
+                # `AgentLoop` keeps a finished rollout as it is, so nothing is done to it.
                 if not (state.status is Status.COMPLETED and len(state.response_ids)):
                     spans.enter_context(
                         self._activities.span(

@@ -79,6 +79,7 @@ class GenerateRequest:
 
     def after(self, new_ids: Sequence[int] | IntArray) -> GenerateRequest:
         """The same request once `new_ids` were made: they join the input, and less of the budget is left."""
+        # Nearly every request: its long input is not copied for nothing.
         if not len(new_ids):
             return self
         return replace(
@@ -110,7 +111,9 @@ def request_seed(*parts: str | int) -> int:
 
     Rollouts' seeds end in a 0, which recorded runs have; without it they could not be repeated.
     """
+    # Their `repr`, not the parts joined: ("a", "1") and ("a1",) are to have different seeds.
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    # Without the top bit: seeds are signed 64-bit integers in servers.
     return int.from_bytes(digest, "little") >> 1
 
 
@@ -217,6 +220,7 @@ def scalable(engines: Sequence[Engine], another: Callable[[str], Engine]) -> lis
 
     `another` may block; it raises ValueError or ConfigError where it cannot.
     """
+    # On an engine, because what makes engines returns a plain list, in which nothing else has a place.
     cast("Any", engines[0]).another = another
     return list(engines)
 

@@ -120,6 +120,7 @@ def _processes(surroundings: EngineSurroundings, **arguments: Any) -> list[Engin
         if url:
             raise ValueError(f"engine 'process' starts its own processes, and {url} is none of them")
         number = len(started)
+        # The GPUs go round by the number, whichever engines have left meanwhile.
         device = spread_devices(surroundings.device, number + 1, taken=surroundings.trainer_gpus)[number]
         log = logs / f"engine_{number}.log"
         made = ProcessEngine(recipe.model_copy(update={"device": device}), hand_over, log=log)
@@ -137,6 +138,7 @@ def _processes(surroundings: EngineSurroundings, **arguments: Any) -> list[Engin
         for process in started:
             process.wait_until_ready()
     except EngineLost as error:
+        # All of them: the others would go on loading models for a run that does not start.
         for process in started:
             process.kill()
         raise ConfigError(f"engine 'process': {error}") from None

@@ -32,6 +32,7 @@ class Call:
 
     def joined(self, last: Completion) -> Completion:
         """All parts as one completion that ended as `last` did."""
+        # Nearly every call: no engine was lost, and the arrays need no copy.
         if not self.parts:
             return last
         parts = [*self.parts, last]

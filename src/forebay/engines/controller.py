@@ -117,7 +117,9 @@ class RolloutController(EnginePool):
 
     async def _continue(self, state: RolloutState, time_limit_s: float | None) -> Completion:
         """The answer to one request for what is left of the budget."""
+        # Only the model's own tokens count: those of an environment have mask 0.
         budget = (state.sample_params or SampleParams()).max_tokens - int(state.response_mask.sum())
+        # Without a response it is the prompt that is too long, which the engine's own check refuses.
         context_used_up = len(state.response_ids) and len(state.tokens) >= self.max_context_tokens
         if budget <= 0 or context_used_up:
             return Completion(finish_reason="length")
@@ -168,6 +170,7 @@ class RolloutController(EnginePool):
     def add(self, engine: Engine) -> None:
         """Have one more engine."""
         self._members.add(engine)
+        # `_start` goes through all of them again, and finds the newcomer.
         self._are_started, self._context = False, None
         self._start()
 
@@ -179,6 +182,7 @@ class RolloutController(EnginePool):
             member.bringing_up.cancel()
 
         async def empty() -> None:
+            # Aborted, not waited for: `_last_part` has another engine go on from their tokens.
             await engine.abort([name for name, _ in member.in_flight])
             while member.in_flight:
                 await self._changes.wait(self._changes.version)

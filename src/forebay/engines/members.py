@@ -89,6 +89,7 @@ class Members:
 
     def note_load(self, member: Member) -> None:
         """It is up, or its load has changed."""
+        # Every change of a load leaves an old entry behind, and `least_busy` drops only those at the top.
         if len(self._loads) > 4 * len(self._by_number) + 64:
             self._loads = [(other.load, other.number) for other in self if other.is_up]
             heapq.heapify(self._loads)
@@ -126,10 +127,12 @@ class Members:
                 # A straggler that the others leave nothing for: it may have recovered.
                 member.speed = None
         speeds = [member.speed for member in up if member.speed is not None]
+        # The higher of two in the middle: of two engines, the slow one is compared with the other alone.
         median = statistics.median_high(speeds) if speeds else 0.0
         for member in up:
             slowness = 1.0
             if member.speed is not None and member.speed * STRAGGLER < median:
+                # Bounded: one that has made nothing (speed 0) must get requests to show that it is well.
                 slowness = median / max(member.speed, median / _MOST_SLOWNESS)
             if slowness != member.slowness:
                 member.slowness = slowness
@@ -170,6 +173,7 @@ async def scale(there: Any, change: str, join: Join, leave: Leave) -> str:
         await join(url)
     for _ in range(-difference):
         at_url = [part for part in there if not url or str(part.engine) == url]
+        # `max` takes the first of equals, and so, reversed, the newest.
         leaving = max(reversed(at_url), key=lambda part: not part.is_up, default=None)
         if leaving is None or not any(part.is_up for part in there if part is not leaving):
             raise ValueError("no other is up" if leaving else f"no engine is at {url}")

@@ -442,6 +442,7 @@ class EnginePool:
             await answered(self._follow_pause(member), f"{member} was asked to pause or resume")
 
     async def _follow_pause(self, member: Member) -> None:
+        # Before the wait: if a pause begins or ends in it, `_rest_as_others_do` goes round again.
         member.paused = self._paused
         await (member.engine.pause() if member.paused else member.engine.resume())
 

@@ -231,6 +231,7 @@ class ScriptedEngine:
 
     def _num_made(self, entry: ScriptedRequest) -> int:
         elapsed = self._clock() - entry.first_token
+        # Tokens that take no time all come with the request's end: one that is aborted has none.
         if elapsed < 0 or not self._token_latency_s:
             return 0
         made = int(elapsed / self._token_latency_s + CLOCK_ROUNDING)
@@ -249,6 +250,7 @@ class ScriptedEngine:
 
     def _labels(self, entry: ScriptedRequest, count: int) -> IntArray:
         """The step whose weights were loaded when each token was made."""
+        # No weights came since it began: all tokens have one label.
         if count == 0 or self._loads[-1][0] <= entry.first_token:
             return np.full(count, self._loads[-1][1], np.int32)
         made = entry.first_token + np.arange(1, count + 1) * self._token_latency_s

@@ -106,6 +106,7 @@ def plain_message(message: Mapping[str, Any]) -> Message:
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"a message has no role: {json.dumps(message, default=str)[:200]}")
+    # OpenAI's newer name for it, which templates do not know.
     role = "system" if message["role"] == "developer" else message["role"]
     plain: Message = {"role": role, "content": _text(message.get("content"))}
     for key in ("name", "tool_call_id"):

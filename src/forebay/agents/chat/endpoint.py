@@ -42,7 +42,7 @@ KEEP_ALIVE_S = 600
 
 
 class ChatEndpoint:
-    """Serves chat sessions on a local port while at least one is open, or until `close`.
+    """Serves chat sessions on a local port, from the first one until `close`.
 
     Invariants: a request reaches only the session whose address it was sent to; an ended session answers 410,
     an unknown address 404; nothing listens on other interfaces than that of `host`.
@@ -119,6 +119,7 @@ class ChatEndpoint:
             access_log=False,
             lifespan="off",
             timeout_keep_alive=KEEP_ALIVE_S,
+            # A program that still waits for an answer does not hold up the end of the run.
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
@@ -213,6 +214,7 @@ def _json(content: dict[str, Any], status: int = 200) -> Response:
 def _completion(turn: Turn, model: str, with_logprobs: bool) -> dict[str, Any]:
     message = with_text_arguments(turn.message)
     if message.get("tool_calls"):
+        # As OpenAI answers where there is a call and no text.
         message["content"] = message["content"] or None
     logprobs: dict[str, Any] | None = None
     if with_logprobs:

@@ -281,6 +281,7 @@ def _decode(text: str, start: int = 0) -> tuple[Any, int]:
 
 def _check_depth(value: Any) -> None:
     level = [value]
+    # Level by level: recursion is what such values break.
     for _ in range(MAX_DEPTH):
         level = [
             part

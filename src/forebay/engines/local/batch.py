@@ -179,8 +179,10 @@ class DecodeBatch:
         wanted = (more_rows, more_columns), (max(rows, held_rows), max(columns, held_columns))
         fits = (size for size in wanted if size[0] * size[1] <= self.budget.tokens)
         rows, columns = next(fits, (rows, columns))
+        # First: they read and write the memory that is given up here.
         self._graphs.clear()
         self._cache.resize(rows, columns)
+        # From pinned memory the copy to the device goes on while the CPU does.
         self._fed_here = torch.zeros(rows, 4, dtype=torch.long, pin_memory=self._device.type == "cuda")
         self._fed = self._fed_here.to(self._device)
 
@@ -264,6 +266,7 @@ class DecodeBatch:
         """Compute P distinct prompts and copy each to the rows that share it."""
         places = torch.tensor([place for *_, places in chunk for place in places], device=self._device)
         length = round_up_columns(max(len(ids) for ids, *_ in chunk))
+        # Prompts of one token: it is what their first step feeds, so there is nothing to compute before.
         if length == 0:
             self._cache.clear(places)
             return
@@ -336,6 +339,7 @@ class DecodeBatch:
         ids, logprobs = drawn_B2[:, 0].astype(np.int32), drawn_B2[:, 1].astype(np.float32)
         made = int(rows["num_made"].max()) + 1
         if made > self._made.shape[1]:
+            # Doubled, so that a long response is copied a few times only.
             self._made = grown(self._made, len(self._made), 2 * made)
         new = np.arange(self.size), rows["num_made"]
         self._made["id"][new], self._made["logprob"][new] = ids, logprobs
@@ -359,6 +363,7 @@ class DecodeBatch:
         uniform = sampling.uniforms(rows["stream"], rows["num_earlier"] + rows["num_made"])
         fed[: self.size, 2], fed[: self.size, 3] = uniform.view(np.int64), rows["shift"]
         fed[self.size : num_rows] = 0
+        # The host waits for this copy when it reads what was drawn, so the next step may write there.
         self._fed.copy_(self._fed_here, non_blocking=True)
         logits_RV = self._graphs(num_rows, self._num_columns(needed), self._cache.num_rows)
         uniform_B = self._fed[: self.size, 2].view(torch.float64)
@@ -455,6 +460,7 @@ class DecodeBatch:
         if left == 0:
             self.budget.recover()
         moved = not targets
+        # Moving takes memory, too: rows are copied before they are written.
         with suppress(torch.OutOfMemoryError):
             if targets:
                 self._cache.move(*torch.tensor([sources, targets], device=self._device))

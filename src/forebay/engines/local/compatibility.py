@@ -61,6 +61,7 @@ def check_config(model: Any, max_context_tokens: int | None) -> int:
     layer_types = set(getattr(config, "layer_types", None) or [])
     if other := sorted(layer_types - _PLAIN_LAYERS - _WINDOW_LAYERS):
         raise ValueError(f"{name} has {', '.join(other)} layers; the engine runs plain attention only")
+    # Where a config names no types, all layers may have the window.
     windowed = layer_types & _WINDOW_LAYERS or not layer_types
     window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
     if windowed and window is not None and window < max_context_tokens:
@@ -111,6 +112,7 @@ def _worst_difference(batch: DecodeBatch) -> float:
             GenerateRequest(
                 request_id="probe",
                 input_ids=np.arange(1, length + 1, dtype=np.int32) % vocab_size,
+                # Greedy tokens report log probabilities at temperature 1, as the plain passes do.
                 params=SampleParams(temperature=0.0, max_tokens=_PROBED_TOKENS),
                 max_tokens=_PROBED_TOKENS,
                 seed=0,

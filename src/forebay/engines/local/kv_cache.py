@@ -83,6 +83,7 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         """Have room for this many rows and columns, no more; what the rows hold within is kept."""
         self.num_rows, self.num_columns = num_rows, round_up_columns(num_columns)
         self.row_index = torch.arange(num_rows, device=self._device)
+        # One layer after the other, so that the whole cache is never there twice.
         for layer in self._all:
             if layer.is_initialized:
                 old_keys, old_values = layer.keys, layer.values
@@ -103,6 +104,7 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         if (experts := self._taken()) is not None:
             experts = experts.view(len(states[0][0]), 1, -1, experts.shape[1])
             states.append((experts, experts[..., :0]))
+        # Not strict: the experts come last, and most models have none.
         for own, (keys, values) in zip(self._all, states, strict=False):
             if not own.is_initialized:
                 own.lazy_initialization(keys, values)

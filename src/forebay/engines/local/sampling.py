@@ -109,6 +109,7 @@ def _pick(weights_BV: torch.Tensor, uniform_B1: torch.Tensor) -> tuple[torch.Ten
     vocabulary = weights_BV.shape[1]
     if vocabulary <= _WHOLE_SUM_TOKENS:
         sums_BV = weights_BV.cumsum(dim=-1, dtype=torch.float64)
+        # `right`: the first sum above the wanted one, so that a token of weight 0 is never drawn.
         tokens_B1 = torch.searchsorted(sums_BV, uniform_B1 * sums_BV[:, -1:], right=True)
         # A row of NaN has no such token; its log probability says so.
         return sums_BV[:, -1:], tokens_B1.clamp_(max=vocabulary - 1)

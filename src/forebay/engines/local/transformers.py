@@ -154,6 +154,7 @@ class TransformersEngine:
         self._num_arrivals += 1
         if self._driver is None:
             self._driver = asyncio.create_task(self._drive())
+        # A full batch has no place for it, so the worker need not stop stepping.
         elif len(self._running) < self._max_batch:
             self._news.set()
         try:
@@ -270,6 +271,7 @@ class TransformersEngine:
         """Run while there is work; see the module docstring."""
         loop = asyncio.get_running_loop()
         try:
+            # A driver that was cancelled has left rows behind, whose callers have their answer.
             await self._in_thread(self._batch.clear)
             while self._waiting or self._running:
                 if len(self._running) < self._max_batch:

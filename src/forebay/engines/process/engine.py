@@ -185,6 +185,7 @@ class ProcessEngine:
             raise EngineLost("the engine is closed")
         if not self._child.serves:
             await self._start()
+        # A child that lives lacks weights only where a hand-over was given up, over which it may hang.
         elif self._is_behind:
             try:
                 async with timeout(CATCH_UP_LIMIT_S):
@@ -192,9 +193,11 @@ class ProcessEngine:
                 self._is_behind = False
             except TimeoutError:
                 await self._start()
+        # It may have been lost for its silence, so it has to answer before it gets requests.
         await self._ask("health")
 
     async def _start(self) -> None:
+        # The first child of an engine that joins a run is loading its model already.
         if self._child.was_waited_for:
             await self._child.close()
             self._child = _Child(self._recipe, self._log, self._silence_limit_s)
@@ -349,6 +352,7 @@ class _Child:
 
     def end(self) -> None:
         """End the process and wait for it."""
+        # Also one that was never waited for: `_start` has to make another in its place.
         self._is_ready, self.was_waited_for = False, True
         # Wakes a thread that reads; closing alone would leave it with a number that others get.
         with contextlib.suppress(OSError):

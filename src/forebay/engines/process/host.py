@@ -70,6 +70,7 @@ class HostSession(Session):
         return await getattr(self._pool, call.method)(), ()
 
     async def _generate(self, asked: Any, buffers: list[Any]) -> Result:
+        # Reports end with the last request, and begin again here.
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(PROGRESS_EVERY_S, self._report)
         completion = await self._pool.complete(from_plain(asked, buffers, GenerateRequest))
@@ -101,6 +102,7 @@ def as_plain(value: GenerateRequest | Completion) -> tuple[Any, list[bytes]]:
 
 def from_plain(value: Any, buffers: Iterable[NDArray[Any]], kind: type[T]) -> T:
     """The request or completion that `as_plain` made these of."""
+    # Fields are read in the order in which they were written, so each array finds its own bytes.
     left = iter(buffers)
     return msgspec.convert(value, kind, dec_hook=lambda _, part: next(left).view(part[0]).reshape(part[1]))
 

@@ -129,6 +129,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     if settings.servers and kind == "vllm":
         import torch
 
+        # On a CPU vLLM does not reload an output layer that is shared: see `shared_weights`.
         if not torch.cuda.is_available() and (shared := shared_weights(model_folder)):
             served = write_untied(model_folder, scratch / "model", shared)
     key = os.environ.get(settings.api_key_env or "", "").strip() or None

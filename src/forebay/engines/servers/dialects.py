@@ -187,10 +187,12 @@ class Dialect:
             "top_p": params.top_p,
             "top_k": params.top_k,
             "seed": request_seed(request.seed, request.num_earlier),
+            # Of the token that was drawn, and of no alternatives.
             "logprobs": 0,
         }
         name = {"model": model if adapters is None else ADAPTER_NAME, "stream": True}
         if self.by_token:
+            # With a salt for each version, no request finds what older weights have cached.
             salt = {"cache_salt": version or "start"} if self.keeps else {}
             return {**name, "token_ids": ids, "sampling_params": sampling, **salt}
         return {**name, **sampling, "prompt": ids, "return_token_ids": True}
@@ -372,6 +374,7 @@ class SGLang(Dialect):
                 "no_stop_trim": True,
             },
             "return_logprob": True,
+            # None of the prompt's own.
             "logprob_start_len": -1,
             "stream": True,
         }
@@ -402,6 +405,7 @@ class SGLang(Dialect):
         )
 
     def _name(self, version: str) -> Call:
+        # Its default is to abort all requests.
         return Call("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def drop_adapters(self, version: str) -> tuple[Call, ...]:

@@ -139,10 +139,12 @@ class ServerLink:
                 if done or status != _OK or not num_left:
                     break
                 await asyncio.sleep(_TRY_AGAIN_S)
+            # A server that was started without its development endpoints answers so.
             if status == _NOT_FOUND and not call.may_refuse:
                 raise ServerFailed(f"{self} knows no {call.path}; {self.dialect.help}")
             if not done:
                 problem = f"{self}: {call.path} was {_answered(status, text)}"
+                # Asked only after a failure: one that died of the call is lost, one that lives has said no.
                 if not await self.is_healthy():
                     raise EngineLost(problem)
                 raise (Refused if call.may_refuse and status not in _NO_KEY else ServerFailed)(problem)
@@ -173,6 +175,7 @@ class ServerLink:
             EngineLost, BadAnswer: as `events`.
         """
         dialect, logprobs = self.dialect, list[float]()
+        # Every vocabulary has a token 0.
         request = GenerateRequest(
             request_id="probe", input_ids=np.zeros(1, np.int32), params=dialect.probe, max_tokens=1, seed=0
         )
@@ -214,6 +217,7 @@ class ServerLink:
             rest = b""
             async with contextlib.aclosing(response.chunks()) as chunks:
                 async for chunk in chunks:
+                    # What follows the last blank line is the beginning of an event whose rest is to come.
                     *events, rest = (rest + chunk).split(b"\n\n")
                     for event in events:
                         if (data := event.removeprefix(b"data:").strip()) in (b"", b"[DONE]"):

@@ -116,6 +116,7 @@ class SharedMemoryHandOver:
     async def _give(self, send: Send, written: _Written) -> None:
         assert written.message is not None
         written.num_readers += 1
+        # Shielded: other engines wait for the same write.
         message = await asyncio.shield(written.message)
         try:
             await send({**message, "model_step": written.model_step, "adapters": written.adapters})

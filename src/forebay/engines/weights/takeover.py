@@ -74,6 +74,7 @@ class AdaptedWeights:
             # All copies first: where memory does not suffice for them, nothing has changed.
             for name in adapted.keys() - self._starting.keys():
                 self._starting[name] = adapted[name].weight.detach().clone()
+            # Layers that had an adapter and have none now get their starting weights back.
             for name in self._starting.keys() - adapted.keys():
                 self._model.get_parameter(name).copy_(self._starting.pop(name))
             for name, adapter in adapted.items():

@@ -84,6 +84,7 @@ class Evaluator:
         num_rollouts = sum(len(group) for group in groups)
         scores = [_score(state) for state in rollouts]
         lengths = [
+            # A group that no buffer took may have no mask; then all of its tokens are generated.
             int(state.response_mask.sum()) if len(state.response_mask) else len(state.response_ids)
             for state in rollouts
         ]

@@ -62,6 +62,7 @@ class ExactMatchJudge(Judge):
             return exact
         answer = answer or ""
         num_right = sum(a == b for a, b in zip(answer, truth, strict=False))
+        # An answer of the same value is all right, even if places differ.
         return {"score": exact or num_right / max(len(answer), len(truth), 1), "exact": exact}
 
 

@@ -37,6 +37,7 @@ DEFAULT_MAX_RETRIES = 4
 """With the pauses below about eight seconds: enough for a service that restarts."""
 
 _FIRST_PAUSE_S = 0.5
+# Only judges with more retries than the default come to it.
 _LONGEST_PAUSE_S = 60.0
 
 
@@ -111,6 +112,7 @@ class Judge(ABC):
         """The verdicts of one call of `score_group`, with one time-out and its retries for all of them."""
         late = JudgeError(f"no verdict within {self.timeout_s} s")
         try:
+            # Around all tries: a judge that asks for another one until its time is over is late.
             async with timeout(self.timeout_s, lambda: late):
                 verdicts = await self._with_retries(states)
             if len(verdicts) != len(states):
@@ -130,6 +132,7 @@ class Judge(ABC):
             except TransientJudgeError as error:
                 if num_tries > self.max_retries:
                     raise JudgeError(f"{error} (tried {num_tries} times)") from error
+                # A service may say when it is back; the pauses after that double all the same.
                 await asyncio.sleep(pause_s if error.after_s is None else error.after_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 

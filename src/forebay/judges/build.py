@@ -73,6 +73,7 @@ def compose(
     built: list[Part] = []
     for place, part in enumerate(parts):
         table = parse_config(PartConfig, part, source=f"parts.{place}")
+        # A part that says nothing has the whole judge's limit; one that says None has no limit.
         only, own_s = table.only, table.timeout_s if "timeout_s" in table.model_fields_set else timeout_s
         built.append(
             Part(
@@ -134,8 +135,10 @@ def build_judge(config: JudgeConfig | None) -> Judge:
         raise ConfigError(f"judge {config.name!r} is a {type(factory).__name__}, not a function or class")
     model = JUDGE_ARGUMENTS.get(config.name)
     judge: Judge
+    # A judge keeps its time limit itself; `FunctionJudge` keeps that of a function.
     if model is not None or (isinstance(factory, type) and issubclass(factory, Judge)):
         arguments = {"timeout_s": config.timeout_s, **config.arguments}
+        # In a run file timeout_s stands beside `arguments`, so the model of a named judge does not know it.
         check_arguments("judge", config.name, model or factory, config.arguments if model else arguments)
         with errors_about(f"judge {config.name!r}", ValueError):
             judge = factory(**arguments)

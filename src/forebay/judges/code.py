@@ -26,6 +26,8 @@ from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge, JudgeError, TransientJ
 from forebay.sandbox import CONFINED, Limits, Sandbox, SandboxError, SandboxUnavailableError
 from forebay.types import RolloutState
 
+# Run beside solution.py. The program reads and prints nothing, and has run to its end before the tests
+# and the word are read.
 _CODE_TESTS = """
 import json, os
 replies, orders, null = os.dup(1), os.dup(0), os.open(os.devnull, os.O_RDWR)
@@ -102,6 +104,7 @@ class CodeJudge(Judge):
         program = state.response if found is None else found
         try:
             num_passed = await self._count_passed(program, tests)
+        # A machine without isolation has none at the next try either.
         except SandboxUnavailableError as error:
             raise JudgeError(str(error)) from error
         except SandboxError as error:

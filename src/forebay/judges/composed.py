@@ -100,6 +100,7 @@ class ComposedJudge(Judge):
             """The part's verdicts by the place of the rollouts that it is meant for."""
             places = [at for at, key in enumerate(keys) if part.only is None or key in part.only]
             judged = [states[at] for at in places]
+            # Nothing is asked about an empty group, which a group judge may not bear.
             return dict(zip(places, await part.judge.verdicts(judged) if judged else [], strict=True))
 
         by_part = await asyncio.gather(*map(ask, self.parts))
@@ -130,6 +131,7 @@ class ComposedJudge(Judge):
             reward[part.label] = verdict["score"]
             reward |= {f"{part.label}/{name}": value for name, value in verdict.items() if name != "score"}
         try:
+            # Each score is finite; their weighted sum may not be.
             return checked_reward(reward)
         except ValueError as error:
             return JudgeError(str(error))
@@ -184,6 +186,7 @@ class FunctionJudge(Judge):
         self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 (an object with an async __call__)
         )
+        # The clock of a plain function begins when it gets its thread (`CallThreads`).
         super().__init__(timeout_s=timeout_s if self._is_async else None)
         self.needs_whole_group = bool(getattr(function, _GROUP_MARK, False))
         self._function: Callable[..., Any] = function
@@ -238,6 +241,7 @@ class ShuffledJudge(Judge):
         """Judge, then permute."""
         await self.inner.judge(target)
         if isinstance(target, list) and (judged := [state for state in target if state.reward is not None]):
+            # Not `hash`, which gives another number for the same text in each process.
             digest = hashlib.blake2b(f"{self.seed}/{judged[0].group_id}".encode(), digest_size=8).digest()
             rewards = [state.reward for state in judged]
             random.Random(int.from_bytes(digest, "little")).shuffle(rewards)

@@ -112,6 +112,7 @@ class LLMJudge(Judge):
             if settings.group or not rubric or min(rubric.values()) <= 0:
                 raise ValueError(f"rubric = {dict(rubric)} takes weights over 0, and no group")
             parse = lambda reply: of_rubric(rubric, reply)  # noqa: E731
+        # Scores of these are shares: one outside of 0 to 1 is an unreadable reply, and asked for again.
         scale = (0, 1) if rubric or settings.group == "pairs" else None
         self._parser = ReplyParser(parse, scale=settings.scale or scale)
         require_library("jinja2", "judge 'llm'")
@@ -203,6 +204,7 @@ class LLMJudge(Judge):
 def _text_of(body: Any) -> str:
     reply = body["choices"][0]["message"]["content"]
     if not isinstance(reply, str):
+        # `JudgeServer.post` takes it for another form of reply: the model is asked again.
         raise TypeError("a reply without text")
     return reply
 
@@ -351,6 +353,7 @@ def _last_object(text: str, key: str) -> dict[str, Any]:
     at = text.find("{")
     while at >= 0:
         try:
+            # The search goes on behind the object: those inside it are passed over.
             value, at = decoder.raw_decode(text, at)
         except ValueError:
             at += 1

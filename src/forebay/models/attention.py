@@ -25,6 +25,7 @@ VARIABLE_LENGTH: tuple[Attention, ...] = ("flash_attention_3", "flash_attention_
 """Kernels that are told where sequences begin and end, and compute in bfloat16 only."""
 _FOR_PACKED: tuple[Attention, ...] = (*VARIABLE_LENGTH, "flex_attention")
 _PLAIN: tuple[Attention, ...] = ("sdpa", "eager")
+# Flash attention's kernels have no larger ones.
 _LARGEST_HEAD = 256
 
 
@@ -96,6 +97,7 @@ def attention_of(model: Any) -> Attention:
 
 def _unsuited(kernel: Attention, model_config: Any, precision: Precision) -> str | None:
     """Why a model cannot compute with `kernel`, whatever the device."""
+    # Every model can compute so: a choice never comes out empty.
     if kernel == "eager":
         return None
     if kernel in VARIABLE_LENGTH and precision != "bfloat16":

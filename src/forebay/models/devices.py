@@ -50,6 +50,7 @@ def gpu_use(device: torch.device | None) -> dict[str, float]:
     if device is None or device.type != "cuda":
         return {}
     use = {"gpu/reserved_gb": torch.cuda.memory_reserved(device) / 1e9}
+    # A run goes on without these: the package may be missing, and the driver may refuse.
     with suppress(ImportError), suppress(import_module("pynvml").NVMLError, RuntimeError):
         use["gpu/used_gb"] = torch.cuda.device_memory_used(device) / 1e9
         use["gpu/busy"] = torch.cuda.utilization(device) / 100

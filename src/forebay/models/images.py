@@ -69,6 +69,7 @@ class Sight:
 
         ids_1L = torch.from_numpy(ids.astype(np.int64))[None]
         grids = torch.cat([_inputs(self._model.name_or_path, image)["image_grid_thw"] for image in images])
+        # Types of tokens as the model's own code numbers them: 0 is text, 1 an image.
         is_image_1L = ids_1L.eq(self._model.config.image_token_id).int()
         index = self._model.base_model.get_rope_index
         positions_31L, shift = index(ids_1L, mm_token_type_ids=is_image_1L, image_grid_thw=grids)

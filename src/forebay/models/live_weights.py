@@ -71,8 +71,10 @@ class LiveWeights:
     def copy_to(self, layout: Layout, memory: MemoryFile) -> None:
         """Put all of them into `memory`, laid out as `sizes` are."""
         with self.reading():
+            # Ranks write their own blocks there; reading would first collect all weights elsewhere.
             if self._copy is not None:
                 return self._copy(layout, memory)
+            # Not cast before: writing casts, to the dtypes that were laid out.
             write(layout, memory.data, self.read())
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

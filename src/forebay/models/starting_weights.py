@@ -49,4 +49,5 @@ def fingerprint(weights: Weights) -> str:
         data = tensor.detach().cpu().contiguous()
         checksum = zlib.crc32(data.reshape(-1).view(torch.uint8).numpy().data) if data.numel() else 0
         lines.append(f"{name} {data.dtype} {tuple(data.shape)} {checksum:08x}")
+    # An engine may go through the same weights in another order than a trainer.
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()

@@ -41,6 +41,7 @@ def write_tiny(folder: Path, config: TinyConfig, *, max_context: int, seed: int)
     import torch
     from transformers import LlamaForCausalLM
 
+    # The caller's random numbers go on as if no model had been made.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(tiny_config(config, max_context=max_context))

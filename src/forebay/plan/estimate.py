@@ -341,6 +341,7 @@ def _times(
     flop_per_token = step.flop / step.tokens * (config.train.epochs + extra / 3)
     train_rate = device.flop_per_s * TRAIN_SHARE / flop_per_token * config.train.ranks
     kept = step.gradient_bytes + sum(step.parts.get(name, 0) for name in ("weights", "moments"))
+    # All of it is read once and written once.
     optimizer_s = 2 * kept / device.bytes_per_s
     if config.train.moments == "cpu":
         # Both moments, there and back.
@@ -349,6 +350,7 @@ def _times(
     read = step.num_parameters * engine_itemsize(config)
     read += running * longest // 2 * cache_bytes_per_token(config, hugging_face)
     layers = hugging_face.get_text_config().num_hidden_layers
+    # Bound by the memory's bandwidth, by arithmetic, or by the launching of kernels.
     token_s = max(
         read / (DECODE_SHARE * device.bytes_per_s),
         2 * step.num_parameters * running / (TRAIN_SHARE * device.flop_per_s),

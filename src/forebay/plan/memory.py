@@ -162,6 +162,7 @@ def step_memory(
             _model(model_config, held),
             config,
             pad_token_id=0,
+            # Only for schedules that fall; a rehearsal's rate is 0 in any case.
             total_steps=1,
             ref_model=reference,
             value_model=_critic(_model(model_config)) if config.uses_critic else None,
@@ -172,6 +173,7 @@ def step_memory(
         if learner.ref_model is not None:
             memory.assign(learner.ref_model.state_dict().values(), "reference")
         for parameter in parameters:
+            # A gradient counts as an activation, as every new storage does, until it is complete.
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                     lambda p: memory.assign([p.grad], "gradients")

@@ -140,6 +140,7 @@ class TrainBatch:
             ValueError: no groups, or a rollout that is not COMPLETED, judged and sampled at a temperature
                 over 0, or has no prompt, or a group that mixes prompts. The message names the rollouts.
         """
+        # Not in the order in which rollouts were finished, which differs from run to run.
         ordered = sorted(groups, key=_canonical_key)
         states = list(chain.from_iterable(ordered))
         if not states:
@@ -147,6 +148,7 @@ class TrainBatch:
         temperatures = [s.sample_params.temperature if s.sample_params else temperature for s in states]
         _check_trainable(ordered, states, temperatures)
         for state in states:
+            # A put has done so; groups from elsewhere may leave fields out.
             fill_token_fields(state)
         masks = [state.response_mask.astype(bool) for state in states]
         penalties = np.array([overlong_penalty(s, overlong) for s in states])
@@ -256,6 +258,7 @@ class TrainBatch:
         prompts = (
             self.input_ids[a:b].tobytes() for a, b in zip(self.token_starts.tolist(), ends, strict=True)
         )
+        # By content and not by group: any two sequences with the same prompt can share its pass.
         both = zip(prompts, images, strict=True)
         return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in both], np.int64)
 
@@ -298,6 +301,7 @@ def overlong_penalty(state: RolloutState, share: str | float) -> float:
     if isinstance(share, str) or share == 0 or state.sample_params is None:
         return 0.0
     budget = state.sample_params.max_tokens
+    # `max_tokens` bounds what is generated; tokens of tools are not in it.
     over = int(np.count_nonzero(state.response_mask)) - (1 - share) * budget
     return min(max(over / (share * budget), 0.0), 1.0)
 
@@ -308,6 +312,7 @@ def _token_rewards(state: RolloutState, mask_R: NDArray[np.bool_], score: float)
     generated = np.flatnonzero(mask_R)
     noted = state.extra_fields.get(TURN_REWARDS_KEY, ())
     given = [*(state.reward or {}).get(TURN_REWARDS_KEY, noted)]
+    # The score is the whole, of which the turns have had their parts.
     given.append((len(mask_R), score - sum(reward for _, reward in given)))
     for end, reward in given:
         # A reward before the first token is earned with that one.
@@ -342,6 +347,7 @@ def _routed_experts(states: Sequence[RolloutState]) -> NDArray[Any] | None:
     all_experts = np.full(shape, -1, dtype)
     for state, end, length in zip(states, np.cumsum(lengths), lengths, strict=True):
         if (experts := state.routed_experts) is not None:
+            # Often one short: an engine has no need to pass the last token through the model.
             all_experts[end - length : end][: len(experts)] = experts[:length]
     return all_experts
 

@@ -87,6 +87,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, **metadata: st
         place = [start, start := start + tensor.nbytes]
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
     text = json.dumps(header).encode()
+    # So that the tensors begin at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -192,11 +193,13 @@ def begin_save(
     """
     rank = 0 if mesh is None else mesh.get_rank()
     if rank == 0:
+        # Every rank has the same of what is written here.
         facts = {"train_step": train_step, "dtype": parts.dtype}
         save_json({**parts.kind(), **facts}, folder / "trainer.json")
         if is_lora(parts.model):
             (folder / "adapter").mkdir()
             adapters = {name: weight.detach().cpu() for name, weight in adapter_weights(parts.model)}
+            # Before training goes on, and not in a thread: adapters are small.
             save_tensors(adapters, folder / "adapter" / ADAPTER_FILE)
             save_json(adapter_config(parts.model), folder / "adapter" / "adapter_config.json")
     state = _weights(parts)
@@ -205,6 +208,7 @@ def begin_save(
     copies, places = {}, {}
     for name, value in state.items():
         place, block = own_block(value)
+        # Of several ranks with the same block one has it, and the others have an empty one.
         if block.numel():
             # What training changes from now on is not of this checkpoint.
             copies[name] = block.to("cpu", copy=True)
@@ -241,6 +245,7 @@ def _weights(parts: TrainerParts) -> dict[str, torch.Tensor]:
 
 
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    # `named_buffers` also gives those that the model makes anew, such as frequencies of positions.
     saved = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in saved}
 
@@ -252,6 +257,7 @@ def _model_files(model: nn.Module, rank: int, num_ranks: int) -> dict[int, dict[
     """
     base = without_adapters(model)
     total = sum(parameter.nbytes for parameter in base.parameters())
+    # About as many files as ranks, or more, so that all ranks write.
     limit = min(MODEL_FILE_BYTES, -(-total // num_ranks))
     mine: dict[int, dict[str, torch.Tensor]] = {}
     number = size = 0
@@ -343,6 +349,7 @@ def load_trainer(folder: Path, parts: TrainerParts) -> int:
 def _place_for(saved: Any, weight: torch.Tensor | None) -> torch.Tensor:
     """A tensor to read `saved` into: split as its weight is, if it has that one's shape."""
     dtype = saved.properties.dtype
+    # Step counts, and the scales of 8-bit moments, have shapes of their own.
     if weight is not None and weight.shape == saved.size:
         return torch.zeros_like(weight, dtype=dtype, requires_grad=False)
     return torch.zeros(saved.size, dtype=dtype)

@@ -159,6 +159,7 @@ def collate(
         if with_borders and attention_mask is not None:
             borders = _borders(np.full_like(ends, tokens_BL.shape[1]), ends + tokens_BL.shape[1])
             borders["key_cells"] = np.flatnonzero(attention_mask)
+    # Told nothing, a model counts from 0 in each row: right only where rows begin with a sequence.
     counts &= batch.layout == "padded" and context is None
     position_ids = None if counts else place(numbers[..., tokens_BL])
     if context is not None:
@@ -196,6 +197,7 @@ def _trained(batch: TrainBatch, pack: Pack) -> tuple[Ints, Ints, Ints]:
 
 
 def _ids(batch: TrainBatch, tokens_BL: Ints, pad_token_id: int) -> Ints:
+    # A cell of a pad is -1, and what is read there, the last token of all, is not taken.
     return np.where(tokens_BL < 0, pad_token_id, batch.input_ids[tokens_BL]).astype(np.int64)
 
 
@@ -265,10 +267,12 @@ def _responses(batch: TrainBatch, pack: Pack, longest_prompt: int) -> tuple[Ints
     if len(pack) == 0:
         return _PAD, None
     ends = batch.prompt_lengths[pack]
+    # All but the last token, which predicts nothing; the prompt's last one predicts the first.
     widths = np.maximum(batch.response_lengths[pack] - 1, 0)
     tokens_BL = _pad(batch.token_starts[pack] + ends, widths)
     if (ends == longest_prompt).all():
         return tokens_BL, None
+    # Pads behind a response need no mask: no token of it looks so far ahead.
     mask_BP = (np.arange(longest_prompt) < ends[:, None]).astype(np.int64)
     return tokens_BL, np.concatenate([mask_BP, np.ones_like(tokens_BL)], axis=1)
 

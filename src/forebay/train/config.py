@@ -260,6 +260,7 @@ class TrainConfig(StrictModel):
         if not isinstance(given, Mapping):
             return given
         own = _joined(given)
+        # What the run file says wins over what goes with a teacher, and that over a paper's values.
         return with_papers(own) | (DISTILLING if own.get("teacher") else {}) | own
 
     @field_validator("teacher")
@@ -270,6 +271,7 @@ class TrainConfig(StrictModel):
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
         if self.pass_k is None:
+            # The last name is for the message: it stands for every `pass_at_K`.
             look_up("advantage", self.advantage, dict.fromkeys((*ADVANTAGE_NAMES, "pass_at_8")))
         look_up("loss", self.loss, dict.fromkeys(LOSS_NAMES))
         look_up("correction", self.correction, CORRECTIONS)
@@ -351,6 +353,7 @@ def _joined(given: Mapping[str, Any]) -> dict[str, Any]:
     if old.get("schedule_warmup_steps"):
         table["schedule"] = (table.get("schedule", "constant"), old["schedule_warmup_steps"])
     if old.get("dual_clip") is not None:
+        # A loss may bring the pair that the old key's number is added to.
         clip = with_papers(table).get("clip", 0.2)
         table["clip"] = (*(clip if isinstance(clip, list | tuple) else (clip, clip)), old["dual_clip"])
     if "lam" in old:

@@ -131,6 +131,7 @@ class TrainController:
         self._own_ranks: LocalRanks | None = None
         if ranks is None and config.ranks > 1:
             if device is None:
+                # A folder says no device.
                 device = "cpu" if isinstance(model, ModelFolder) else next(model.parameters()).device
             where = torch.device(device)
             ranks = self._own_ranks = LocalRanks(config.ranks, device=where.type)
@@ -150,6 +151,7 @@ class TrainController:
         else:
             try:
                 self._learner = ranked = RankedLearner(ranks, models, config, settings)
+            # The caller gets no object by which it could end the processes.
             except BaseException:
                 self.close()
                 raise
@@ -200,6 +202,7 @@ class TrainController:
             groups = TrainBatch.from_groups(
                 groups, temperature=self._temperature, overlong=self.config.overlong
             )
+        # In the batch, because a learner, on whatever rank, knows no controller.
         groups.penalties = self.penalties
         return self._packer.pack_pad_dispatch(groups, seed=(self._seed, self.train_step))
 
@@ -260,6 +263,7 @@ class TrainController:
             read_S = self._read_by_loss(batch, batch.in_loss)
         with timed(batch, name):
             values_R = self._token_values(name, self._only(batch, read_S))
+        # Not 0, so that `_check_ready` finds out if the loss reads them after all.
         values_R[batch.response_mask & ~read_S[batch.response_rows]] = np.nan
         if values_R.ndim > 1:
             values_R, batch.ref_top = values_R[:, 0], values_R[:, 1:]
@@ -341,6 +345,7 @@ class TrainController:
         tokens, proximal_N = tokens[first_epoch], done.columns[column][first_epoch]
         if self.config.may_mask:
             assert batch.old_logprobs is not None
+            # A mask was worked out on all tokens, so also on those that the update made no pass over.
             tokens = np.flatnonzero(batch.response_mask)
             proximal_N = batch.old_logprobs[tokens]
         batch.trainer_logprobs = np.full(batch.num_response_tokens, np.nan, np.float32)
@@ -428,6 +433,7 @@ class TrainController:
             checkpoint.save_random(folder)
             checkpoint.save_json({"penalties": self.penalties}, folder / checkpoint.PENALTIES_FILE)
             self._learner.begin_save(folder, self.train_step)
+            # An error up to here deletes the folder; from now on `finish_save` publishes or deletes it.
             self._saving = folder, stack.pop_all()
 
     def finish_save(self) -> None:

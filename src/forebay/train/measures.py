@@ -73,6 +73,7 @@ def token_measures(columns: Columns, num_optimizer_steps: int) -> dict[str, floa
     weights = columns["weight"].astype(np.float64)
     kept = weights != 0
     metrics: dict[str, float] = {
+        # Weights are made within each mini-batch, so this sum has one loss for every optimizer step.
         name: float((columns[name] * weights).sum()) / max(1, num_optimizer_steps)
         for name in ("loss", "policy_loss", "value_loss")
         if name in columns
@@ -148,6 +149,7 @@ def correction_measures(
     if known_N.any():
         logs_K = log_weights(proximal_N[known_N], batch.rollout_logprobs[tokens[known_N]])
         rows_K = batch.response_rows[tokens[known_N]]
+        # Only sequences of which something is known: any other would count with weight 1.
         logs_S = np.bincount(rows_K, logs_K, minlength=batch.num_sequences)[np.unique(rows_K)]
         bounded_K = np.clip(logs_K, -MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
         metrics |= {

@@ -41,12 +41,14 @@ class Offload:
         devices = {self._move(*place) for place in places}
         for device in devices:
             if device.type == "cuda":
+                # The copies may be under way still, and their sources are about to be given back.
                 torch.cuda.synchronize(device)
                 torch.cuda.empty_cache()
 
     def _move(self, name: str, tensor: torch.Tensor, put: Callable[[torch.Tensor], None]) -> torch.device:
         if tensor.device.type != self._host.type:
             kept = self._kept.get(name)
+            # Moments are named by their place in the optimizer's state, where a resume may put another one.
             if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
                 kept = torch.empty_like(tensor, device=self._host, pin_memory=tensor.is_cuda)
                 self._kept[name] = kept

@@ -117,6 +117,7 @@ class Optimizer:
             FloatingPointError: the norm is not finite.
         """
         norm = float(self.clip())
+        # Before the update, which would leave NaN in the moments for all later steps.
         if not math.isfinite(norm):
             self.zero_grad()
             raise FloatingPointError(
@@ -128,9 +129,11 @@ class Optimizer:
 
     def clip(self) -> torch.Tensor:
         """Scale down gradients whose norm is over the limit; the norm they had."""
+        # Without a limit the norm is measured all the same.
         limit = self.settings.max_grad_norm or math.inf
         if self.mesh is None:
             return nn.utils.clip_grad_norm_(self._parameters.values(), limit)
+        # First, because the limit is one of the whole gradient.
         sum_replicated(self._parameters.values(), self.mesh)
         return clip_gradients(self._parameters.values(), limit)
 
@@ -186,6 +189,7 @@ class Optimizer:
         """The moments and step counts by ``WEIGHT|KEY``, sliced as weights are; at first none."""
         for name, parameter in self._parameters.items():
             for key, value in self._adamw.state[parameter].items():
+                # bitsandbytes counts steps in a plain number.
                 yield f"{name}|{key}", torch.as_tensor(value)
 
     def weight_of(self, key: str) -> nn.Parameter | None:

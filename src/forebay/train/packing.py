@@ -139,6 +139,7 @@ def fill_bins(batch: TrainBatch, sequences: Pack, budget: int, ranks: int, even:
     """Longest first, each sequence into the cheapest of as few bins as that takes (packed layout)."""
     order = _longest_first(sequences, batch.lengths)
     lengths = batch.lengths[order]
+    # Fewer cannot hold all, and every rank is to get as many.
     num_bins = -(-int(lengths.sum()) // budget // ranks) * ranks
     while (bins := _fill(lengths, budget, num_bins, even)) is None:
         num_bins += ranks
@@ -169,6 +170,7 @@ def _fewest_even(cut: Callable[[int], list[Pack] | None], budget: int, num_ranks
     """The cut at the lowest limit that costs no rank more parts than the budget does: few, evenly full."""
     best = cut(budget)
     assert best is not None, "no sequence is longer than the budget"
+    # A round in which ranks have nothing to do takes as long as a full one.
     most = -(-len(best) // num_ranks) * num_ranks
     low, high = 1, budget
     while low < high:
@@ -188,6 +190,7 @@ def _cut_rows(order: Pack, lengths: Lengths, limit: int) -> list[Pack] | None:
     starts, start = [], 0
     while start < len(order):
         starts.append(start)
+        # The first row of a run is its longest, and so decides how many there are.
         start += limit // int(lengths[start])
     return np.split(order, starts[1:])
 
@@ -207,9 +210,11 @@ def _cut_blocks(batch: TrainBatch, blocks: Sequence[Pack], limit: int) -> list[P
             rows, prompts = rows + len(block), prompts + 1
             longest_prompt, longest_response = wider_prompt, wider_response
             continue
+        # What fits beside one copy of the prompt; a single row does, by the check above.
         per_part = max(1, min(len(block), (limit - prompt) // max(1, response)))
         parts = np.split(block, range(per_part, len(block), per_part))
         packs += [[part] for part in parts]
+        # Only the last part may have room for another block.
         rows, prompts, longest_prompt, longest_response = len(parts[-1]), 1, prompt, response
     return [np.concatenate(pack) for pack in packs]
 
@@ -218,6 +223,7 @@ def _fill(lengths: Lengths, budget: int, num_bins: int, even_length: float) -> l
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads, costs = np.zeros(num_bins, np.int64), np.zeros(num_bins)
     for index, (length, cost) in enumerate(zip(lengths, _passes(lengths, even_length), strict=True)):
+        # Where no bin has room this is the first one, which the next line finds too full.
         number = int(np.argmin(np.where(loads + length <= budget, costs, np.inf)))
         if loads[number] + length > budget:
             return None

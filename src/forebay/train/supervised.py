@@ -62,8 +62,10 @@ def supervised_warmup(
         order = generator.permutation(len(examples))
         # A pass over the examples ends with a smaller mini-batch if it must.
         parts = np.split(order, range(config.batch_size, len(order), config.batch_size))
+        # The steps may end before the pass does.
         for chosen in parts[: num_steps - trainer.train_step]:
             batch = trainer.pack(TrainBatch.from_examples(examples[index] for index in chosen))
+            # In place of an estimator's, since examples have no rewards.
             batch.advantages = batch.response_mask.astype(np.float32)
             losses.append(trainer.train(batch).metrics["train/loss"])
             if on_step is not None:

@@ -97,6 +97,7 @@ async def sync_weights(
                 base = partial(source.weights, merged=False)
                 await receiver.update_weights(await gather(base, dtype), 0)
                 return await receiver.update_adapters(adapters, model_step, config=config)
+        # Also a `BaseDiffersError`, which is one of these.
         except AdaptersRefusedError as refusal:
             logger.warning("all weights of step %d are handed over, adapters merged: %s", model_step, refusal)
     if live is not None and getattr(receiver, "takes_live_weights", False):

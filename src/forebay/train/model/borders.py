@@ -47,6 +47,7 @@ def _teach() -> None:
             return look(position_ids_BL)  # type: ignore[no-any-return]
         if not _known.packed:
             return None
+        # As if one token came before, so that a row's first sequence has the number 0.
         steps_BL = torch.diff(position_ids_BL, prepend=position_ids_BL[:, :1] - 1, dim=-1)
         return (steps_BL != 1).cumsum(-1)
 

@@ -32,7 +32,7 @@ from forebay.train.model.head import Tail, chunked_logits
 from forebay.train.model.lora import without_adapters
 
 CHUNK_ELEMENTS = 1 << 25
-"""Logits that exist at once: 128 MiB of float32, and about five times as much in the backward pass. More are
+"""Logits that exist at once: 128 MiB of float32, and about twice as much in the backward pass. More are
 computed by chunks, and once more in the backward pass, which is a third more work for the head."""
 
 Entropy = Literal["none", "measure", "train"]
@@ -101,6 +101,7 @@ def response_logprobs(
 
         with head.register_forward_pre_hook(select):
             output = model(cells.input_ids, **inputs)
+        # Then the hook was not called, and these are the logits of all cells.
         if output.logits.shape[1] != num_tokens:
             raise ValueError(f"{type(plain).__name__} computes its logits without its output embeddings")
         return tail(output.logits.squeeze(0), slice(None)), output.get("past_key_values")
@@ -184,8 +185,10 @@ def run_passes(call: Callable[..., tuple[torch.Tensor, Any]], micro: MicroBatch)
     """
     if micro.prompts is None:
         position_ids, share = micro.position_ids, micro.share
+        # Fewer rows than sequences: one packed row that holds several.
         packed = position_ids is not None and len(micro.input_ids) < micro.num_sequences
         if share is not None and position_ids is not None:
+            # Masks are of whole rows: their positions are kept before this rank's columns are cut out.
             share.context.begin(position_ids, packed=packed)
             position_ids = position_ids[:, share.columns]
         with told_borders(packed):
@@ -204,11 +207,13 @@ def run_passes(call: Callable[..., tuple[torch.Tensor, Any]], micro: MicroBatch)
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
+    # No subclass either: a layer with a sliding window, for one, drops keys of long prompts.
     if not isinstance(cache, DynamicCache) or any(type(layer) is not DynamicLayer for layer in cache.layers):
         raise ValueError(
             f"layout 'shared_prompt' needs full attention with plain keys and values in every layer, but "
             f"this model keeps {type(cache).__name__}; use layout 'padded'"
         )
+    # A copy for each response, through which its gradient reaches the prompt.
     cache.batch_select_indices(micro.prompts.rows)
     rest, _ = call(
         slice(num_first, None),

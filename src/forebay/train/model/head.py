@@ -49,6 +49,7 @@ def chunked_logits(
 
         def keep(hidden_BLH: torch.Tensor) -> torch.Tensor:
             hidden.append(hidden_BLH.flatten(0, 1).index_select(0, positions_N))
+            # Logits of no token: `finish` makes the real ones.
             return hidden_BLH.new_empty(1, 0, 1)
 
         watching = body.register_forward_hook(lambda module, inputs, output: seen.append(output))
@@ -57,6 +58,7 @@ def chunked_logits(
         if not hidden or not seen:
             raise ValueError(f"{type(model).__name__} computes its logits without its output embeddings")
 
+        # The head that reads these is replaced below, so no gradient goes through them.
         states = copy.copy(seen[0])
         states.last_hidden_state = states.last_hidden_state.detach()
 

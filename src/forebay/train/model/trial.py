@@ -140,6 +140,7 @@ def check_layout(
                     alone = logprobs("padded", second)
                     # States that leak are seen best in the weights' own precision.
                     leak = _distance(logprobs(layout, first, second), logprobs(layout, other, second))
+    # A RuntimeError too, but one that says nothing about the model.
     except torch.OutOfMemoryError:
         raise
     # Kernels refuse sizes in ways of their own.

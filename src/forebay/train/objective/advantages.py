@@ -95,6 +95,7 @@ def rloo(scores_S: Floats, group_S: Ints, first_S: Ints | None = None) -> Floats
     """
     num_others_S = np.bincount(group_S, _is_counted(group_S, first_S))[group_S] - 1
     centered_S = center(scores_S, group_S, first_S)
+    # A further sequence leaves out its own attempt as well, by the score of its first one.
     own_S = centered_S if first_S is None else centered_S[first_S]
     return np.asarray(centered_S + own_S / np.maximum(num_others_S, 1))
 
@@ -160,6 +161,7 @@ def _pass_at_k_pair(n: int, unsolved: int, k: int) -> tuple[float, float]:
     """The advantages of an unsolved and of a solved rollout."""
     all_unsolved = math.comb(unsolved, k) / math.comb(n, k)
     deviation = math.sqrt(all_unsolved * (1 - all_unsolved))
+    # Every subset is solved, or none is.
     if deviation == 0:
         return 0.0, 0.0
     rest_unsolved = math.comb(unsolved - 1, k - 1) / math.comb(n - 1, k - 1)
@@ -194,6 +196,7 @@ class Decisions:
         self.tokens_N = np.flatnonzero(batch.response_mask)
         """N: the generated tokens."""
         rows_N = batch.response_rows[self.tokens_N]
+        # A turn begins behind a gap, where the environment spoke, and with each sequence.
         begins_N = (np.diff(self.tokens_N, prepend=-2) > 1) | (np.diff(rows_N, prepend=-1) > 0)
         self.part_N = np.cumsum(begins_N | (credit == "token")) - 1
         """N: the decision of each token."""
@@ -230,6 +233,7 @@ def rewards_by_token(batch: TrainBatch, config: TrainConfig) -> Floats:
             "compute_advantages; or call fit"
         )
     kl_R = np.where(batch.response_mask, batch.old_logprobs - batch.ref_logprobs, 0.0)
+    # Steering reads it, and the passes of the loss do not measure it then.
     batch.metrics["train/kl"] = float(kl_R[batch.response_mask].mean())
     return np.asarray(batch.token_rewards - (batch.penalties or config.penalties)[0] * kl_R)
 
@@ -268,6 +272,7 @@ def _by_attempt(estimator: Callable[..., Floats]) -> AdvantageFunction:
     def compare(batch: TrainBatch, config: TrainConfig) -> Floats | tuple[Floats, Floats]:
         rewards_R = rewards_by_token(batch, config)
         if config.credit == "rollout":
+            # A score is of no token in particular, so it loses the divergence of all of them.
             penalties_R = rewards_R - batch.token_rewards
             scores_S = batch.scores + np.bincount(batch.response_rows, penalties_R, batch.num_sequences)
             return estimator(scores_S, batch.group_index, batch.attempt_first)

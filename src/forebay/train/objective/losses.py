@@ -103,6 +103,7 @@ def _clip(ratio_N: torch.Tensor, advantages_N: torch.Tensor, config: TrainConfig
     clipped_high_N = (ratio_N > high) & (advantages_N > 0)
     if dual_clip is not None:
         negative_N = advantages_N < 0
+        # The side that the clip leaves open: a large ratio where the advantage is negative.
         loss_N = torch.where(negative_N, torch.minimum(loss_N, -dual_clip * advantages_N), loss_N)
         clipped_high_N = clipped_high_N | (negative_N & (ratio_N > dual_clip))
     return PolicyLoss(loss_N, clipped_low_N, clipped_high_N)
@@ -205,6 +206,7 @@ def token_weights(normalization: str | int, lengths_S: NDArray[np.int64]) -> NDA
         ValueError: the normalization is none of these.
     """
     if normalization == "token-mean":
+        # Masks may have left no token at all.
         return np.full(len(lengths_S), 1 / max(1, lengths_S.sum()))
     if normalization == "sequence-mean":
         num_sequences = max(1, np.count_nonzero(lengths_S))
@@ -230,4 +232,5 @@ def batch_token_weights(normalization: str | int, batch: TrainBatch, sequences: 
     by_sequence = np.zeros(batch.num_sequences, np.float32)
     by_sequence[sequences[counted_S]] = token_weights(normalization, lengths_S[counted_S])
     weights_R = np.where(kept_R, by_sequence[rows_R], np.float32(0))
+    # After the tokens are counted: a factor of 0.5 halves its token's loss, and raises no other's.
     return weights_R if batch.loss_weights is None else weights_R * batch.loss_weights

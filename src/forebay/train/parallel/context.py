@@ -64,9 +64,11 @@ class Context:
 
         def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, **named: Any) -> Any:
             """B x L/c x H x D, of states that are B x H x L/c x D."""
+            # Where ranks are more than key/value heads, several of them get copies of one.
             if (repeats := self.size // key.shape[1]) > 1:
                 key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
             query, key, value = map(self._exchange, (query, key, value))
+            # Kernels read this number from the module, which has that of the heads before the exchange.
             own = copy.copy(module)
             own.num_key_value_groups = query.shape[1] // key.shape[1]
             # They are of the slice; masks and borders are of whole rows.

@@ -77,6 +77,7 @@ def _take_out(array: Any, buffers: list[Bytes]) -> msgspec.msgpack.Ext:
     if isinstance(array, torch.Tensor):
         tensor = array.detach().contiguous()
         place = _Place(True, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+        # As bytes, because numpy has no bfloat16.
         buffers.append(tensor.flatten().view(torch.uint8).numpy())
     elif isinstance(array, np.ndarray):
         place = _Place(False, array.dtype.str, list(array.shape))

@@ -70,6 +70,7 @@ class RankedLearner:
             built = self._call("build", sources, config.model_dump(), dict(settings), torch.get_rng_state())
         self._sizes: Layout
         self.adapter_config: dict[str, Any] | None
+        # Every rank says the same.
         self.adapter_config, self._sizes, self.even_length = built[0]
         """As `Learner.adapter_config`; and as `Packer.even_length`."""
 

@@ -70,6 +70,7 @@ def own_block(tensor: torch.Tensor) -> tuple[tuple[slice, ...], torch.Tensor]:
 
     shape: Sequence[int] = tensor.shape
     starts: Sequence[int] = [0] * tensor.ndim
+    # A tensor that is no slice is whole on every rank; the first one's counts.
     is_copy = distributed.is_initialized() and distributed.get_rank() > 0
     if is_sharded(tensor):
         sliced: Any = in_one_piece(tensor)
@@ -96,6 +97,7 @@ def sum_replicated(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None
     plain = [p for p in parameters if not is_sharded(p)]
     if not plain:
         return
+    # A rank without a gradient of some weight sends zeros: all must send as many numbers.
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in plain]
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     for name in (REPLICA, SHARD):

@@ -95,6 +95,7 @@ class RankWorker:
         )
         policy = sources["model"]
         if train.lora_rank == 0:
+            # Trained weights are float32, and slices cannot be cast later as one rank's model is.
             policy = {**policy, "dtype": "float32"}
         models: dict[str, Any] = {"model": load(policy)}
         # Each is read anew, because slices cannot be copied from one model to another.
@@ -111,6 +112,7 @@ class RankWorker:
             models["value_model"] = Critic(body, size)
             if "head" in source:
                 models["value_model"].head.load_state_dict(source["head"])
+        # One rank draws the head of a critic that it makes itself, and the adapters after it.
         if not train.uses_critic or "value_model" in sources:
             torch.set_rng_state(random_state)
         self.learner = Learner(

@@ -48,7 +48,7 @@ def prompt_tools(config: Component) -> list[dict[str, Any]] | None:
     Raises:
         ConfigError: the name is unknown, or an argument does not fit.
     """
-    # What makes a loop may be a function, which has none.
+    # A loop may be made by a function, which has none.
     tell = getattr(check_agent(config), "prompt_tools", None)
     tools: list[dict[str, Any]] | None = None if tell is None else tell(config.arguments)
     return tools

@@ -217,7 +217,7 @@ class ServerLink:
             rest = b""
             async with contextlib.aclosing(response.chunks()) as chunks:
                 async for chunk in chunks:
-                    # What follows the last blank line is the beginning of an event whose rest is to come.
+                    # After the last blank line an event has begun whose rest is to come.
                     *events, rest = (rest + chunk).split(b"\n\n")
                     for event in events:
                         if (data := event.removeprefix(b"data:").strip()) in (b"", b"[DONE]"):

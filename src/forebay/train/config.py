@@ -260,7 +260,7 @@ class TrainConfig(StrictModel):
         if not isinstance(given, Mapping):
             return given
         own = _joined(given)
-        # What the run file says wins over what goes with a teacher, and that over a paper's values.
+        # The run file's own keys win over those that go with a teacher, and these over a paper's.
         return with_papers(own) | (DISTILLING if own.get("teacher") else {}) | own
 
     @field_validator("teacher")

@@ -210,7 +210,7 @@ def _cut_blocks(batch: TrainBatch, blocks: Sequence[Pack], limit: int) -> list[P
             rows, prompts = rows + len(block), prompts + 1
             longest_prompt, longest_response = wider_prompt, wider_response
             continue
-        # What fits beside one copy of the prompt; a single row does, by the check above.
+        # As many as fit beside one copy of the prompt; a single row does, by the check above.
         per_part = max(1, min(len(block), (limit - prompt) // max(1, response)))
         parts = np.split(block, range(per_part, len(block), per_part))
         packs += [[part] for part in parts]

@@ -87,13 +87,16 @@ class JsonlSink:
     def _begin(self, rows: Sequence[Row]) -> None:
         # Replaced in one move, so that a crash here, or a power cut, loses nothing.
         write_text(self._path, b"".join(map(_line, rows)).decode())
+        # Without rows: a step below all others, so that the first `log` begins a line.
         self._row: Row = rows[-1] if rows else {"train_step": -1}
+        # Not for appending: `log` writes the last line anew, in its place.
         self._file = self._path.open("r+b")
         end = self._file.seek(0, io.SEEK_END)
         self._row_start = end - (len(_line(self._row)) if rows else 0)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append a line, or add to that of the same step; an earlier step has the file written anew."""
+        # Plain numbers: JSON cannot hold those of numpy or torch.
         numbers = {name: value if isinstance(value, int) else float(value) for name, value in values.items()}
         known = {name: number if math.isfinite(number) else None for name, number in numbers.items()}
         if step < _step(self._row):

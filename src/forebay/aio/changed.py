@@ -44,6 +44,7 @@ class Changes:
     def _wake(self) -> None:
         if self._next is not None:
             self._next.set()
+            # The next wait makes a new one: this one stays set, and a wait on it would end at once.
             self._next = None
 
     @contextmanager

@@ -65,6 +65,7 @@ class Gate:
         if self._line or self._closed is not None or not self._fits(amount):
             await self.wait(lambda: self._fits(amount))
         self._used += amount
+        # There may be room for the next in line as well: each that goes on wakes the one behind it.
         if self._line:
             self.wake()
 
@@ -75,6 +76,7 @@ class Gate:
             self.wake()
 
     def _fits(self, amount: int) -> bool:
+        # Alone, any amount goes in: one of more than the size would otherwise wait forever.
         return not self._used or self._used + amount <= self._size
 
     async def wait(self, ready: Callable[[], bool]) -> None:
@@ -101,6 +103,7 @@ class Gate:
                 waiter.woken = loop.create_future()
                 await waiter.woken
         except BaseException:
+            # If it had been woken, the wake-up passes on to the next in line.
             self._line.remove(waiter)
             self.wake()
             raise
@@ -148,6 +151,7 @@ class SharedLock(Gate):
 
     def alone(self) -> _Holding:
         """Hold it without any other holder."""
+        # All of the size: it waits until nobody else is inside, and nobody fits in beside it.
         return _Holding(self, sys.maxsize)
 
 

@@ -38,6 +38,7 @@ async def unless(stop: asyncio.Event, work: Awaitable[Result]) -> Result | None:
     async with beside(stop.wait()) as stopping, beside(work) as working:
         ends: list[asyncio.Future[Any]] = [stopping, working]
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        # Both may have ended in the same turn: a result that is there is not thrown away.
         return working.result() if working.done() else None
 
 
@@ -60,6 +61,7 @@ async def outlast(future: asyncio.Future[Any]) -> None:
     """Wait for the end of `future`, however often the waiting is cancelled."""
     while not future.done():
         try:
+            # Not `await future`: a cancellation of the caller would cancel it, too.
             await asyncio.wait([future])
         except asyncio.CancelledError:
             continue

@@ -84,6 +84,7 @@ class CallThreads:
                     f"not returned; give the function a time limit of its own"
                 )
             clock = _CLOCK.get()
+            # Asked after the slot was acquired: until then the clock stood still.
             limit_s = clock.left_s if self.timeout_s is None and clock is not None else self.timeout_s
             call = start_thread(function, *arguments)
         except BaseException:
@@ -164,6 +165,7 @@ class CallClock:
         self._is_over = True
 
     def _go_on(self) -> None:
+        # asyncio refuses to move a limit that has passed, or whose block was left.
         if not (self._num_waiting or self._is_over or self._timeout.expired()):
             self._timeout.reschedule(asyncio.get_running_loop().time() + self._left_s)
 
@@ -254,6 +256,7 @@ class _Timeout(asyncio.Timeout):  # type: ignore[misc]  # final, but every use o
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        # This takes back the cancellation that the limit asked for. Its verdict is dropped, and made below.
         with contextlib.suppress(TimeoutError):
             await super().__aexit__(kind, error, trace)
         if self.expired() and kind is asyncio.CancelledError and self._entered_by is not None:

@@ -68,6 +68,7 @@ class Address:
         found = _HOST_AND_PORT.fullmatch(given.removeprefix("tcp://"))
         if found and not given.startswith("unix:") and int(found[2]) < 2**16:
             return cls(host=found[1].strip("[]"), port=int(found[2]))
+        # Anything else is a path, even one with a colon in it, unless it begins with tcp://.
         path = given.removeprefix("unix:")
         if is_tcp or not path or "://" in path:
             raise ValueError(f"an address is a path, for a Unix socket, or tcp://HOST:PORT, got {given!r}")
@@ -100,6 +101,7 @@ async def listen(address: Address, token: str | None = None) -> tuple[socket.soc
         if address.path is not None:
             return _listen_on_path(address.path), address
         family, place = await _resolve(address)
+        # The resolved address is checked: the name may stand for any machine.
         if token is None and not ipaddress.ip_address(place[0]).is_loopback:
             raise ValueError(
                 f"{address} can be reached from other machines: give a token, or listen on 127.0.0.1"

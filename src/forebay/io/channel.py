@@ -236,6 +236,7 @@ class Channel:
 
     async def _read(self, targets: list[memoryview], num_wanted: int) -> int:
         """Read what there is, at least one byte, into these buffers one after another; 0 at the end."""
+        # The inbox has to follow all that is wanted: if those are too many for one call, it is left out.
         if num_wanted > _BUFFERS_AT_ONCE:
             targets.pop()
         while True:
@@ -255,6 +256,7 @@ class Channel:
             await ready
         finally:
             self._loop.remove_reader(self._sock.fileno())
+        # Other tasks had their turn while it waited.
         self._turn_messages = self._turn_bytes = 0
 
     def end(self) -> None:
@@ -437,6 +439,7 @@ class Incoming:
                 if self._reserve is not None and not self._reserve(self.message, num_bytes):
                     self.buffers = None
                     scratch = memoryview(bytearray(_SKIPPED_BYTES))
+                    # They are read all the same: the next message comes behind them.
                     for at in range(0, num_left, _SKIPPED_BYTES):
                         yield [scratch[: num_left - at]]
                     return

@@ -100,6 +100,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _publish(temporary: Path, path: Path) -> None:
+    # The content is on the disk before it gets its name; then the folder, which holds the name.
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
@@ -112,6 +113,7 @@ def seal(folder: Path) -> None:
     """
     files: dict[str, list[int]] = {}
     for path, folders, names in os.walk(folder):
+        # The list of a sealed folder within stands for all of its files.
         if CHECKSUMS in names and Path(path) != folder:
             names, folders[:] = [CHECKSUMS], []
         for name in names:
@@ -128,6 +130,7 @@ def unfinished(final: Path) -> Iterator[Path]:
     If it raises, the folder is deleted: on a full disk, nothing half done takes the room.
     """
     temporary = final.with_name(f"{final.name}.tmp")
+    # A process that died while it wrote may have left one.
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -146,6 +149,7 @@ def publish(temporary: Path, final: Path) -> None:
     sync_tree(temporary)
     aside = final.with_name(f"{final.name}.replaced")
     shutil.rmtree(aside, ignore_errors=True)
+    # A folder that has files cannot be replaced by renaming another onto it.
     if final.exists():
         final.rename(aside)
     temporary.rename(final)
@@ -221,6 +225,7 @@ def disk_errors_named(use: str) -> Iterator[None]:
     """
     try:
         yield
+    # Named already, by a block inside this one.
     except DiskError:
         raise
     except OSError as error:

@@ -127,6 +127,7 @@ class Link:
         number = next(self._numbers)
         posted = self.channel.post(Call(number, method, encode_value(arguments)))
         pending = self._pending[number] = Pending(number, posted)
+        # The caller may drop the future: a failure in it would be an exception that nobody retrieves.
         pending.is_withdrawn = True
         return pending.future
 
@@ -228,6 +229,7 @@ class Link:
             self.lost.__cause__ = cause
         pending, self._pending = self._pending, {}
         for each in pending.values():
+            # Whoever waits for the end of a withdrawn call does so for no longer than `UNDO_S`.
             if not (each.future.done() or each.is_withdrawn):
                 each.future.set_exception(self.loss())
         # Wakes the task that reads, and frees the memory of what waits for a peer that reads nothing.
@@ -369,6 +371,7 @@ class Session:
         try:
             value, sent = await self.handle(call, buffers)
             answer = Answer(call.number, encode_value(value), sizes_of(sent))
+        # No answer to this call: the peer broke the rules, and `_note_end` ends the session.
         except FrameError:
             raise
         # Whatever it is, it is the caller's.

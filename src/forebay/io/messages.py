@@ -158,8 +158,10 @@ ERRORS: dict[str, type[Exception]] = {
 
 def failure_of(number: int, error: BaseException) -> Failure:
     """The message for what a call raised."""
+    # The text of a KeyError is the repr of its key: raised again, it would be quoted twice.
     message = str(error.args[0]) if type(error) is KeyError and error.args else str(error)
     kinds = [kind.__name__ for kind in type(error).__mro__]
+    # The text may hold lone surrogates, which cannot be sent.
     return Failure(number, kinds, message.encode("utf-8", "backslashreplace").decode())
 
 
@@ -178,5 +180,6 @@ def sizes_of(buffers: Sequence[Any]) -> list[int]:
 
 def check_limit(name: str, limit_s: float) -> None:
     """ValueError unless the limit is a positive number of seconds."""
+    # Written so that NaN is refused, too.
     if not 0 < limit_s < math.inf:
         raise ValueError(f"{name} must be a positive number of seconds, got {limit_s}")

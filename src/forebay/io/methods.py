@@ -33,6 +33,7 @@ def called(
     @functools.wraps(method)
     async def call(self: Any, /, *args: Given.args, **kwargs: Given.kwargs) -> Value:
         bound = signature.bind(self, *args, **kwargs)
+        # Defaults are sent, too: the struct that the other end decodes them into has none.
         bound.apply_defaults()
         del bound.arguments["self"]
         value: Value = await self._call(method.__name__, **bound.arguments)

@@ -39,6 +39,7 @@ class MemoryFile:
             self.path = f"/proc/{os.getpid()}/fd/{handle}"
             self._finalizer: Any = weakref.finalize(self, os.close, handle)
         else:
+            # Not on Linux: an ordinary file, which is deleted when the memory is given back.
             handle, self.path = tempfile.mkstemp(prefix="forebay-weights-")
             os.close(handle)
             self._finalizer = weakref.finalize(self, os.unlink, self.path)

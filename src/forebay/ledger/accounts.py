@@ -80,6 +80,7 @@ class Ledger:
         ledger = cls()
         for event in read_events(path, num_bytes=num_bytes):
             number = event["number"]
+            # Numbers rise: the rest was written after the state that is asked for.
             if num_events is not None and number > num_events:
                 break
             try:
@@ -87,6 +88,7 @@ class Ledger:
                     ledger._enter(event)
             except (ValueError, LookupError, TypeError, OverflowError) as error:
                 raise ValueError(f"event {number} of {str(path)!r} is not a ledger's: {error!r}") from None
+            # A gap in the numbers: the lines between were lost.
             ledger.lost_events += number - ledger._num_events - 1
             ledger._num_events = number
         if num_events is not None:
@@ -234,6 +236,7 @@ class Ledger:
         """
         read = self.read_checkpoint(state, folder)
         self._tasks, self._num_events, self.lost_events = read._tasks, read._num_events, read.lost_events
+        # The line has the number of the first undone event: from here on, all undone lines are void.
         self._write({"time_s": self._clock(), "event": REWOUND, "to_event": self._num_events})
 
     @classmethod
@@ -251,6 +254,7 @@ class Ledger:
             if version == PLACE_VERSION:
                 path, num_events = folder.resolve() / state["file"], state["num_events"]
                 if not path.exists():
+                    # The file is gone. The run can go on, but every event counts as lost.
                     read._num_events = read.lost_events = num_events
                     return read
                 return cls.read(path, num_bytes=state["num_bytes"], num_events=num_events)
@@ -288,7 +292,7 @@ class Ledger:
         number = self._num_events + 1
         if self._journal is not None:
             self._journal.write({"number": number, **line})
-        # Not before: a number that is in no line would make the file unreadable.
+        # Not before: a number that is in no line would count as an event that was lost.
         self._num_events = number
 
 

@@ -80,6 +80,7 @@ class Comparison:
     @property
     def is_notable(self) -> bool:
         """Whether the difference is more than three standard errors, which chance alone hardly makes."""
+        # With too few groups the error is NaN, and nothing is notable.
         return abs(self.difference) > 3 * self.standard_error
 
 
@@ -88,6 +89,7 @@ def compare_dropped(ledger: Ledger, task_name: str | None = None) -> dict[str, l
 
     Tasks differ in length and score by themselves, so a comparison over several of them mixes that in.
     """
+    # Only the reasons are used of the balance, so the live groups need not be counted for it.
     reasons = sorted(ledger.balance({}).dropped) if task_name is None else []
     if task_name is not None and task_name in ledger.task_names:
         reasons = sorted(ledger.balance({}).by_task[task_name].dropped)

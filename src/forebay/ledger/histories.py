@@ -109,6 +109,7 @@ class Histories:
         if name in _COUNTED:
             counted, change = _COUNTED[name]
             self.totals[counted] += change
+            # Never below 0: the `reused` that an `unused` takes back may be a lost event.
             columns[counted][row] = min(max(columns[counted][row] + change, 0), _MAX_SMALL)
         for counted in ("train_step", "num_tokens"):
             if (number := event.get(counted)) is not None:
@@ -122,6 +123,7 @@ class Histories:
         self.counts[after] += 1
         if before is not None:
             self.counts[before] -= 1
+            # A balance must not list a reason that no group has any more.
             if not self.counts[before]:
                 del self.counts[before]
         columns["place"][row] = self._code(after)

@@ -66,6 +66,7 @@ class Journal:
         """
         text = json.dumps(line).encode("ascii")[:-1]
         data = b'%b%b, "crc32": %d}\n' % (b"\n" if self._is_torn else b"", text, zlib.crc32(text))
+        # It counts as torn until all of it is written: a full disk may take only a part.
         self._is_torn = True
         while data:
             written = self._file.write(data)

@@ -145,6 +145,7 @@ def check_group(group: Sequence[RolloutState]) -> None:
                 _check_each(state, ["mm_info"])
         small = list(map(_read_small, group))
     except AttributeError:
+        # Only on this path: to check the class of every member would cost every put.
         for state in group:
             if not isinstance(state, RolloutState):
                 raise TypeError(f"a group holds RolloutState objects, got {show_value(state)}") from None
@@ -229,6 +230,7 @@ async def expire_old(
                 group = copy_group(group)
             group.refresh(train_step)
             expire_group(group)
+            # A wiped group has no labels; its row keeps the staleness that it has reached.
             row.item, row.status, row.oldest_model_step = StoredGroup(group), Status.EXPIRED, None
         # Another process may have taken some since.
         with changes.noted_if_cut_short():

@@ -226,7 +226,7 @@ class ReplayBuffer:
         cells = [(task, status) for task in tasks for status in statuses]
         queries = [StorageIndices(task, status).get_key() for task, status in cells]
         async with self._looking():
-            if type(self.policy).count is ReplayPolicy.count:
+            if type(self.policy).count is ReplayPolicy.count:  # Else each is the policy's to answer.
                 numbers = await self.storage.count_many(queries)
             else:
                 numbers = [await self.policy.count(query, self.storage) for query in queries]
@@ -255,7 +255,7 @@ class ReplayBuffer:
         prunes them or `restore` brings them back.
         """
         async with self._lock.alone(), self._taking(train_step) as view:
-            still_held = train_step is not None
+            still_held = train_step is not None  # The store keeps what is ARCHIVED.
             groups: dict[str, list[Group]] = {
                 task: await self._take(size, task, group_status, view, still_held=still_held)
                 if size > 0
@@ -416,7 +416,7 @@ class ReplayBuffer:
             FileNotFoundError, ValueError: there is no snapshot, or it is damaged, or of another policy.
         The buffer is then as it was.
         """
-        await asyncio.to_thread(self._require_empty)
+        await asyncio.to_thread(self._require_empty)  # Before a long read; once more below, under the lock.
         snapshot = await asyncio.to_thread(saving.read, Path(path), self.policy)
         async with self._lock.alone():
             await asyncio.to_thread(self._require_empty)

@@ -90,6 +90,7 @@ def copy_group(group: StoredGroup) -> StoredGroup:
 
 
 def _copy_column(column: Sequence[Any]) -> Sequence[Any]:
+    # Most columns hold neither dicts nor lists; their values are shared as they are.
     if _CONTAINERS.isdisjoint(map(type, column)):
         return column
     different = {id(value): value for value in column}

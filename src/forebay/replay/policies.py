@@ -52,6 +52,7 @@ class ReplayPolicy:
             async with taking(storage_backend, None) as view:
                 for item in items:
                     await self.put(item, cast(StorageBackend, view))
+            # They are stored; only the receipt is left.
             items = ()
         if items or receipt is not None:
             # Other stores need not know the keyword.
@@ -127,6 +128,7 @@ class PrioritizedReplayPolicy(ReplayPolicy):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the state of the random numbers; ValueError if it is damaged."""
+        # Into a new one: a damaged state must leave the one in use as it was.
         fresh = np.random.PCG64()
         try:
             fresh.state = state["random"]

@@ -185,6 +185,7 @@ def allowed_values(query: Query, field: str) -> tuple[Scalar, ...] | None:
     """The only values of `field` that a matching row can have; None if the query does not say."""
     if isinstance(query, All):
         found = [values for part in query.parts if (values := allowed_values(part, field)) is not None]
+        # All of them hold for a row that matches, so the shortest list is enough.
         return min(found, key=len) if found else None
     if isinstance(query, Condition) and query.field == field:
         if query.op == "$eq":
@@ -252,6 +253,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 def _ordered(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     def check(a: Any, b: Any) -> bool:
+        # Two Nones are of one kind, and still have no order.
         return _kind(a) is _kind(b) and a is not None and compare(a, b)
 
     return check

@@ -53,6 +53,7 @@ class Reuse:
         """Give rows that are about to be stored a count of uses, and a rank."""
         for row in rows:
             row.tags = {**row.tags, "uses": 0, "last_use": 0, "used_at": ""}
+            # Only finished groups are trained on, and so only those can be used again.
             row.priority *= self.rank(row.item) if row.status is Status.COMPLETED else 0.0
 
     def rank(self, group: Sequence[RolloutState]) -> float:
@@ -86,6 +87,7 @@ class Reuse:
             "$or": [
                 {"priority": {"$lte": 0}},
                 {"status_before": {"$ne": Status.COMPLETED}},
+                # Its staleness is not known, so `usable` never finds it.
                 {"oldest_model_step": None},
                 {"oldest_model_step": {"$lt": train_step + 1 - self.stale_threshold}},
                 # Put by a program, or under other settings.
@@ -103,6 +105,7 @@ class Reuse:
         for task, size in task_sizes.items():
             query = self.usable(task, train_step)
             rows = await storage.get(query, order=order, limit=max(size, 0))
+            # Noted before they are handed out, so that none is used more often than its row says.
             await change(storage, rows, lambda row: _used_at(row, [*_uses(row), train_step]), query)
             used[task] = [hand_out(row.item, train_step, copy=True) for row in rows]
         return used

@@ -31,6 +31,7 @@ def content_of(
     state = opened.enter_context(storage.reading_state())
     if left_out is not None:
         parsed = parse_query(left_out)
+        # A generator: a store on disk reads payloads only as the rows are written.
         state = {**state, "items": (item for item in state["items"] if not matches(parsed, item))}
     return {
         "storage": state,

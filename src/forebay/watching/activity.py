@@ -68,6 +68,7 @@ class Activities:
         self.clock = clock
         # A dict is the ordered set of Python: the oldest comes first.
         self._in_flight: dict[Activity, None] = {}
+        # A new tuple at each change, so that a listener may stop while an event is being told.
         self._listeners: tuple[tuple[Listener, Listener], ...] = ()
 
     def span(self, stage: str, name: Name, *, task: Name = None, group: Name = None) -> Activity:
@@ -180,6 +181,7 @@ class Activity:
             self.note = kind.__name__
         register = self._register
         self.end_s = register.clock()
+        # Before the listeners are told: for them it is not in flight any more.
         del register._in_flight[self]
         for _began, ended in register._listeners:
             ended(self)

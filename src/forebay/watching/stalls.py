@@ -122,6 +122,7 @@ class StallWatch:
             async with timeout(None, lambda: StallError(self._failure)) as limit:
                 if not self._waiting:
                     self._since_s = max(self._since_s, loop_time())
+                    # Only looked at: growth while nobody waited is no progress of this wait.
                     self._has_grown()
                 self._waiting[limit] = None
                 if self._timer is None:

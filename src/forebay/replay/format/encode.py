@@ -147,6 +147,7 @@ def _pack(group: StoredGroup, *, all_as_trees: bool, join_small: bool) -> Packed
     trees: dict[str, list[Any]] = {}
     for name, column in zip(VALUES, zip(*map(_read_values, group), strict=True), strict=True):
         kinds = set(map(type, column))
+        # A field that is None in every member is left out.
         if kinds != _NONE and (all_as_trees or not _pack_values(head, name, column, kinds)):
             where = (f"rollout {state.rollout_id!r}: {name}" for state in group)
             trees[name] = list(map(encoder.encode, _once(column), where))

@@ -63,12 +63,14 @@ class PackedPayload(Sequence[RolloutState]):
         self._head = head
         self._data = data
         staleness: list[int] = parsed.values["seq_staleness"]
+        # One value stands for all members if they have the same.
         self._was_sent = tuple(staleness * (len(parsed.status) // len(staleness)))
         self.staleness: Sequence[int] = self._was_sent
         """The `seq_staleness` of each member."""
         self.steps = tuple(parsed.steps)
         """The oldest model step of each member."""
         self.status = Status.COMPLETED
+        # Nearly all groups are COMPLETED throughout; only the others cost some empty rollouts.
         if parsed.status.count(Status.COMPLETED) < len(parsed.status):
             self.status = get_group_status([RolloutState([], status=status) for status in parsed.status])
 
@@ -108,6 +110,7 @@ class PackedPayload(Sequence[RolloutState]):
     def packed(self) -> PackedGroup:
         """The group as it goes to a client or into a database."""
         head = self._head
+        # A head whose staleness has not changed goes on as it came.
         if self.staleness != self._was_sent:
             parsed = read_head(head)
             parsed.values["seq_staleness"] = list(self.staleness)
@@ -209,6 +212,7 @@ class GroupCodec:
         Raises:
             ValueError: a rollout holds a value that cannot be stored; the message says where.
         """
+        # Small arrays are left as they lie: everything is joined below.
         packed = (
             payload.packed() if isinstance(payload, PackedPayload) else pack_group(payload, join_small=False)
         )
@@ -307,10 +311,12 @@ def check_head(head: Head, num_bytes: int) -> None:
     for name, column in head.values.items():
         _check_column(name, column, size)
     _check_column("sample_params", head.sample_params or (None,), size)
+    # With trees it may be one of them, and is checked in `read_states`.
     if not head.trees:
         _check_column("seq_staleness", head.values.get("seq_staleness", (None,)), size)
     for name, text in head.copied.items():
         _check_column(name, (0,), size)
+        # A head of a megabyte could ask for gigabytes of copies.
         if len(bytes(text)) * size > MAX_COPIED_BYTES:
             raise ValueError(f"{size} copies of {len(bytes(text))} bytes are too much")
     if "seq_staleness" in head.copied:
@@ -322,6 +328,7 @@ def _check_prompts(head: Head) -> None:
     lengths, data = head.lengths[PROMPTS], head.prompts
     if len(lengths) != len(head.status) or min(lengths) < EQUAL:
         raise ValueError(f"{lengths[:8]} are not the lengths of {PROMPTS} of {len(head.status)} rollouts")
+    # Others may refer to the first prompt, which must be there itself.
     if sum(_without_marks(lengths)) * ARRAYS["tokens"].itemsize != len(data) or lengths[0] < 0:
         raise ValueError(f"its prompts are {len(data)} bytes, but should have lengths of {lengths[:8]}")
     if lengths[0] * len(lengths) > MAX_TOKENS:
@@ -360,6 +367,7 @@ def read_states(head: Head, data: Any) -> list[RolloutState]:
             values = values | {name: list(map(decoder.decode, trees))}
             _check_column(name, values[name], size)
         _check_column("seq_staleness", values["seq_staleness"], size)
+    # A field that the head leaves out is None in every member.
     columns: dict[str, Sequence[Any]] = dict.fromkeys(VALUES, (None,) * size) | {"status": head.status}
     for name, column in values.items():
         columns[name] = column if len(column) == size else column * size

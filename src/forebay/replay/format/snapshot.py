@@ -143,6 +143,7 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
     content["sha256"] = _digest_of(content)
     with _published(path, MANIFEST) as file:
         file.write(json.dumps(content, indent=1).encode())
+    # Before the earlier files go: until now a power cut could bring back their manifest.
     sync(path)
     for name in os.listdir(path):
         if name not in (MANIFEST, groups.name, rollouts.name) and _is_ours(name):
@@ -215,6 +216,7 @@ def _claim(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     sync(path.parent)
     foreign = [name for name in os.listdir(path) if not _is_ours(name)]
+    # A manifest that cannot be read counts as foreign: it may be another program's.
     with suppress(ValueError, RecursionError):
         if MANIFEST in foreign:
             manifest = json.loads((path / MANIFEST).read_bytes())

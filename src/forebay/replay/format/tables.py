@@ -142,6 +142,7 @@ def _rollout_batch(groups: Sequence[tuple[int, Sequence[RolloutState]]]) -> pa.R
         # Blobs that members share are with the first that has them.
         encoder = Encoder()
         for state in group:
+            # Not read back: it is for whoever looks at the table. The reward itself is in ``fields``.
             score = state.reward.get("score") if isinstance(state.reward, dict) else None
             columns["score"].append(float(score) if isinstance(score, numbers.Real) else None)
             num_before, rest = len(encoder.blobs), odd[len(columns["fields"])]
@@ -207,6 +208,7 @@ def check_together(groups: pa.Table, rollouts: pa.RecordBatchFileReader) -> None
     """
     batches = [rollouts.get_batch(index).column("uid") for index in range(rollouts.num_record_batches)]
     uids = np.concatenate([np.zeros(0, np.int64), *(column.to_numpy() for column in batches)])
+    # Prepended is a uid that differs from the first: the first rollout begins a group, too.
     starts = np.flatnonzero(np.diff(uids, prepend=uids[:1] - 1)) if len(uids) else np.zeros(0, np.int64)
     sizes = np.diff(starts, append=len(uids))
     known, expected = (groups.column(name).to_numpy() for name in ("uid", "num_rollouts"))

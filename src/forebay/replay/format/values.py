@@ -98,6 +98,7 @@ class Encoder:
         kind = type(value)
         if kind is dict:
             items = {key: self.encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+            # JSON has text as keys and nothing else, and a key like a tag could be read back as that tag.
             if all(type(key) is str and not key.startswith("$") for key in value):
                 return items
             return {"$dict": [[self.encode(key, f"a key of {where}"), item] for key, item in items.items()]}
@@ -141,6 +142,7 @@ class Encoder:
             _check_tensor(tensor)
             plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
             dtype = str(tensor.dtype).removeprefix("torch.")
+            # As bytes, because numpy has no bfloat16.
             uint8 = sys.modules["torch"].uint8
             raw = plain.reshape(-1).view(uint8).numpy().tobytes() if plain.numel() else b""
             place = self._add_blob(lambda: raw)
@@ -223,6 +225,7 @@ class Decoder:
                 return self._once(_array_of, *content)
             case "$objects":
                 shape, items = content
+                # One by one: of items that are lists numpy would make further dimensions.
                 flat = np.empty(len(items), object)
                 for i, item in enumerate(items):
                     flat[i] = self.decode(item)
@@ -365,6 +368,7 @@ def _put_together(tag: str, path: str, state: dict[str, Any]) -> Any:
     if not isinstance(kind, type) or _makes_its_own(kind):
         return SavedFields(tag, path, state)
     if tag == "$model" and issubclass(kind, BaseModel) and set(kind.model_fields) <= set(state["__dict__"]):
+        # By pydantic's own method and not the class's: reading runs no code of the program.
         model = object.__new__(kind)
         BaseModel.__setstate__(model, state)
         return model
@@ -426,6 +430,7 @@ def _tensor_of(dtype_name: str, shape: list[int], data: Any) -> Any:
     Raises:
         ValueError: there is no such dtype, or torch is not installed.
     """
+    # Not a module that the file names: to import torch is safe.
     try:
         torch = importlib.import_module("torch")
     except ImportError as error:
@@ -433,6 +438,7 @@ def _tensor_of(dtype_name: str, shape: list[int], data: Any) -> Any:
     dtype = getattr(torch, dtype_name, None) if dtype_name.isidentifier() else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {dtype_name[:40]!r}")
+    # `torch.frombuffer` takes no empty buffer.
     if not len(data):
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
@@ -465,6 +471,7 @@ def _find(path: str) -> Any:
 
 def _fields_of(value: Any) -> dict[str, Any]:
     names = [field.name for field in fields(value)]
+    # These would be missing in the value that is read back.
     if more := sorted(set(getattr(value, "__dict__", ())).difference(names)):
         raise ValueError(f"has the attribute {more[0]!r}, which is none of its fields")
     try:

@@ -218,6 +218,7 @@ class RemoteReplayBuffer:
         except ConnectionLost:
             if link.lost is not None and not link.may_be_replaced:
                 raise
+            # Another server counts its versions anew: the one that was seen means nothing to it.
             if link.lost is None or (await self._linked()).instance != link.instance:
                 return self.version
             return await self.wait_for_change(version)
@@ -263,6 +264,7 @@ class RemoteReplayBuffer:
                 # Whether it has happened matters only to a put.
                 raise error if groups is None else unknown from None
             if isinstance(arguments, messages.PutArguments):
+                # The server of the first attempt: it, or any that came after it, may have stored the put.
                 arguments.asked_first = first.instance
 
     async def _take(self, arguments: messages.TakeArguments) -> dict[str, list[Group]]:
@@ -273,6 +275,7 @@ class RemoteReplayBuffer:
         """
         while True:
             link = await self._linked()
+            # A new key for each attempt: what the server knows of an earlier one must not count for this one.
             arguments.key = secrets.token_bytes(messages.KEY_BYTES)
             settling = {"key": arguments.key}
             try:
@@ -284,11 +287,13 @@ class RemoteReplayBuffer:
                     raise
                 continue
             except asyncio.CancelledError:
+                # Asked before `tell`, which itself adds a call without an answer.
                 is_answering = link.is_answering
                 released = link.tell("release", settling)
                 if released is not None and is_answering:
                     await asyncio.wait([released], timeout=UNDO_S)
                 raise
+            # Now the server may forget how to give them back.
             if groups:
                 link.channel.post(Note(encode_value(messages.Key(arguments.key))))
             following = iter(groups)

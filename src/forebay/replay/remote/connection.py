@@ -78,6 +78,7 @@ class ClientConnection(Session):
             for number in self._put_bytes.keys() - self.calls.keys():
                 self._forget(number)
             for key in list(self._handovers):
+                # Groups that were kept are not given back: the client asks about them on its next connection.
                 await self._served.release(key, self._settle(key), unless_kept=True)
 
     async def close(self) -> None:
@@ -85,6 +86,7 @@ class ClientConnection(Session):
         self._is_closing = True
         for task in self._waiting:
             task.cancel()
+        # A client that has received groups still has to confirm them on this connection.
         while self.calls or not all(handover.is_kept for handover, _ in self._handovers.values()):
             self._settled.clear()
             await self._settled.wait()
@@ -117,7 +119,9 @@ class ClientConnection(Session):
         if token is not None and not is_proof(hello.proof, token, nonce):
             raise FrameError("the token is missing or wrong")
         channel.max_header_bytes, channel.max_frame_bytes = allowed
+        # Not `max`, which may return a NaN that the client sent.
         self.other_limit_s = hello.limit_s if hello.limit_s > MIN_LIMIT_S else MIN_LIMIT_S
+        # The welcome tells how many groups are live, and other processes may have changed that.
         await self._served.room.measure()
         channel.post(Note(encode_value(self._reply(None))))
         return True
@@ -166,6 +170,7 @@ class ClientConnection(Session):
         others = self._num_put_bytes - before
         if others and self._num_put_bytes + num_bytes > SLACK * messages.PUT_WINDOW_BYTES:
             raise FrameError(f"puts of {others} bytes wait for their answers already")
+        # A put beyond the bound of the server has to get in while nobody else's is on its way.
         is_alone = served.put_bytes == self._num_put_bytes
         if not is_alone and served.put_bytes + num_bytes > served.limits.max_put_bytes:
             self._forget(number)
@@ -190,6 +195,7 @@ class ClientConnection(Session):
             arguments = msgspec.msgpack.decode(call.arguments, type=kind)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise ValueError(f"{call.method}: {error}") from None
+        # `keep` and `release` finish what was begun before.
         if self._is_closing and call.method not in ("keep", "release"):
             raise ServerClosed(NOT_HAPPENED)
         value: Any = None

@@ -83,6 +83,7 @@ class Handover:
         """Put them back as they were, because no caller has them; return how many are live."""
         buffer = self.buffer
         async with buffer._lock.alone():
+            # Emptied first, so that a later call gives nothing back twice.
             rows, self.rows = self.rows, []
             if not rows:
                 return 0

@@ -80,6 +80,7 @@ class BufferLink(Link):
                     raise FrameError("it asks for a token")
                 hello = Hello(messages.PROTOCOL, prove(token, greeting.nonce), limit_s)
                 channel.post(Note(encode_value(hello)))
+                # From here on the server's limit counts; `put` checks it as well.
                 channel.max_frame_bytes = greeting.max_frame_bytes
                 welcome = await _expect(channel, Reply)
         except BaseException as error:
@@ -101,6 +102,7 @@ class BufferLink(Link):
     @property
     def may_be_replaced(self) -> bool:
         """Whether the connection is over by the other side's doing: another one may have more luck."""
+        # Only a fault on this side is given a cause (`Link._lose`).
         return self.lost is not None and self.lost.__cause__ is None
 
     async def ask(self, method: str, arguments: Any) -> tuple[Any, list[list[RolloutState]]]:

@@ -74,6 +74,7 @@ class BufferServer:
 
     async def open(self, listener: socket.socket) -> None:
         """Begin to accept."""
+        # Before clients are let in: they may ask for groups that an earlier server left parked.
         await self._served.open()
         self._acceptor = Acceptor(listener, self._serve, self._path)
 
@@ -82,6 +83,7 @@ class BufferServer:
         if self._acceptor is not None:
             await self._acceptor.stop()
         await asyncio.gather(*(self._end(*both) for both in self._connections.items()))
+        # After the connections: it waits for their puts that are still being stored.
         await self._served.close()
 
     async def _serve(self, sock: socket.socket) -> None:
@@ -174,6 +176,7 @@ async def serve(
         yield server
     finally:
         await server.close()
+        # Still open if the server did not begin to accept.
         listener.close()
 
 
@@ -314,6 +317,7 @@ async def open_buffer(options: ServeOptions) -> ReplayBuffer:
 def _plain_store(store: str) -> str:
     """Without user and password."""
     scheme, found, rest = store.partition("://")
+    # The last @: a password may contain others.
     return f"{scheme}://{rest.rpartition('@')[2]}" if found else store
 
 

@@ -98,6 +98,7 @@ class ArchivingStorage:
         while (left := count - len(self.taken) + before) > 0:
             taken = await take(min(left, at_once))
             self.taken += taken
+            # Fewer than asked for: there are no more.
             if len(taken) < min(left, at_once):
                 break
             await self._let_others(len(taken))
@@ -125,6 +126,7 @@ async def taking(storage: StorageBackend, train_step: int | None) -> AsyncIterat
     try:
         yield view
     except BaseException:
+        # In a task of its own: a second cancellation must not stop it half way.
         giving_back = asyncio.ensure_future(view.give_back())
         await outlast(giving_back)
         # If giving back failed, that is the worse news.

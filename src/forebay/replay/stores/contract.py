@@ -239,7 +239,7 @@ class StorageBackend(ABC):
     @property
     def num_evicted(self) -> dict[str, int]:
         """Rows that `evict` has removed so far, by task."""
-        found: dict[str, int] = self.__dict__.setdefault("_num_evicted", {})
+        found: dict[str, int] = self.__dict__.setdefault("_num_evicted", {})  # Works without an `__init__`.
         return found
 
     @num_evicted.setter
@@ -397,7 +397,7 @@ def copy_row(row: StorageItem, **changes: Any) -> StorageItem:
 def archive_row(row: StorageItem, train_step: int) -> StorageItem:
     """`row` as consumed by `train_step`."""
     status = type(row.status)(ARCHIVED) if isinstance(row.status, Enum) else ARCHIVED
-    before = row.status_before if row.is_archived else row.status
+    before = row.status_before if row.is_archived else row.status  # As it was when it was live.
     return copy_row(row, status=status, status_before=before, train_step=train_step)
 
 

@@ -106,6 +106,7 @@ class IndexedStorage(RowBook, StorageBackend):
 
     async def _priorities(self, query: QueryLike) -> SumTree:
         cells = list(self._cells_for(parse_query(query)))
+        # Only the tree of a whole cell is kept: puts and takes of the cell keep it up to date.
         cell = cells[0][0] if len(cells) == 1 and cells[0][2] is True else None
         if cell is not None and cell.priorities is not None:
             return cell.priorities
@@ -226,6 +227,7 @@ class _Cell:
         self.size -= 1
         key = (row.oldest_model_step, row.staleness, row.train_step)
         self._buckets[key].discard(row)
+        # Every train step makes new buckets: queries would walk the empty ones of all past steps.
         if not len(self._buckets[key]):
             del self._buckets[key]
         if self.priorities is not None:

@@ -131,6 +131,7 @@ class RowBook:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over counters, train steps and rows, these in arrival order."""
         rows = check_state(state)
+        # Never back: ids that were given before the load must not be given again.
         self._next_uid = max(self._next_uid, state["next_uid"])
         self._next_timestamp_id = max(self._next_timestamp_id, state["next_timestamp_id"])
         self._train_steps, self._may_fall = dict(state["train_steps"]), set()

@@ -84,6 +84,7 @@ async def change(
     made: list[StorageItem] = []
     for part in slices_of(rows, ROWS_AT_ONCE):
         made += map(make, part)
+        # A store that changes all rows in one transaction is asked once, at the end.
         if storage.rows_at_once is not None:
             number += await storage.update_if(made, query)
             made = []

@@ -26,6 +26,7 @@ def check_state(state: Mapping[str, Any]) -> list[StorageItem]:
             raise ValueError(f"the state holds a {name} twice, or one that is not in 0..{limit - 1}")
     for row in rows:
         check_row(row)
+        # One that was put as ARCHIVED was nothing before, has no train step, and is never brought back.
         if (
             row.is_archived
             and row.train_step is not None

@@ -68,6 +68,7 @@ class SumTree:
             self._ids.append(timestamp_id)
             self._uids.append(uid)
             self._is_there.append(1)
+        # No leaf is free for it: its place is between two others, or all are in use.
         elif leaf == len(self._ids) or self._ids[leaf] != timestamp_id:
             self._late[timestamp_id] = uid, priority
             return

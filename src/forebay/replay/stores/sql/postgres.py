@@ -49,6 +49,7 @@ def postgres_engine(url: sa.URL) -> sa.Engine:
         connection = PatientConnection.connect(*arguments, **options)
         if "statement_timeout" not in str(url.query.get("options", "")):
             connection.execute(f"SET statement_timeout = {1000 * int(STATEMENT_S)}")
+            # A rollback would undo it as long as it is not committed.
             connection.commit()
         return connection
 

@@ -120,6 +120,7 @@ def _cells(query: Query, task_name: str) -> Iterator[tuple[Clause, Query | bool]
         return
     for status in dict.fromkeys(statuses):
         left = simplify(rest, {"status": status})
+        # No row has another kind of status, and a database might refuse the text.
         if isinstance(status, str) and is_storable_text(status) and left is not False:
             yield sa.and_(of_task, groups.c.status == status), left
 
@@ -130,6 +131,7 @@ def _arms_of_cell(cell: Clause, rest: Query | bool, train_step: Step | None) -> 
         return
     oldest = groups.c.oldest_model_step
     yield Arm(sa.and_(cell, oldest.is_not(None), compile_condition(rest, train_step)), oldest, False)
+    # Rows without a label have the staleness that they were given, whatever the train step.
     unlabeled = rest if isinstance(rest, bool) else simplify(rest, {"oldest_model_step": None})
     if unlabeled is not False:
         where = sa.and_(cell, oldest.is_(None), compile_condition(unlabeled))
@@ -159,6 +161,7 @@ def leaves(query: Query) -> Iterator[Condition]:
 
 
 def _compile_leaf(leaf: Condition, train_step: Step | None) -> Clause:
+    # In the words of the partial index, or that would not be used.
     if leaf == Condition("status", "$ne", ARCHIVED):
         return LIVE
     if leaf.op in ("$eq", "$ne", "$in", "$not_in"):
@@ -173,6 +176,7 @@ def _compile_leaf(leaf: Condition, train_step: Step | None) -> Clause:
 
 
 def _is_one_of(field: str, values: tuple[Scalar, ...], train_step: Step | None) -> Clause:
+    # A bool is no number here, although Python and SQL take True for 1.
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     ints, floats = [int(value) for value in numbers if value == int(value)], list(map(float, numbers))
     texts = [value for value in values if isinstance(value, str)]
@@ -198,6 +202,7 @@ def _in(column: sa.ColumnElement[Any], values: list[Any]) -> Clause:
 def _is_ordered(field: str, op: str, value: Scalar, train_step: Step | None) -> Clause:
     if field.startswith(TAG_PREFIX):
         return _tag_where(field, _tag_is_ordered(op, value))
+    # Values of different kinds have no order.
     if value is None or isinstance(value, bool) or isinstance(value, str) != (field in _TEXT_FIELDS):
         return sa.false()
     column: sa.ColumnElement[Any] = groups.c[field]

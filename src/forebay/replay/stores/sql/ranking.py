@@ -71,6 +71,7 @@ def _lines(
 ) -> Iterator[Any]:
     """These columns of the rows of every arm, each arm in the order of the ranking."""
     by_age = ranking.field == "staleness" or asks_age(ranking.query)
+    # Where age plays no part, one statement finds the rows of all tasks.
     tasks = tuple((task, step is not None) for task, step in steps.items()) if by_age else ()
     # Equal queries need not be one question, True equals 1; their texts are.
     shown = repr(ranking.query)
@@ -94,6 +95,7 @@ def _statements(
     statements = []
     for arm in plan_arms(ranking.query, steps, by_age=ranking.field == "staleness"):
         statement = columns.where(arm.where)
+        # Counts and priorities need no order and no locks.
         if columns not in (_COUNT, _LIGHT):
             ranked = arm.order_by(ranking.field, ranking.descending)
             statement = _locking(statement.limit(ranking.limit).order_by(*ranked), lock)

@@ -63,6 +63,7 @@ _UIDS: sa.BindParameter[list[int]] = sa.bindparam("uids", expanding=True)
 _DELETE = [table.delete().where(table.c.uid.in_(_UIDS)) for table in (groups, payloads, tags)]
 _ROWS_OF = SELECT_ROWS.where(groups.c.uid.in_(_UIDS)).order_by(groups.c.uid)
 _PAYLOADS = sa.select(payloads).where(payloads.c.uid.in_(_UIDS))
+# A row that is archived again still says what it was when it was live.
 _BEFORE = sa.case((groups.c.status == ARCHIVED, groups.c.status_before), else_=groups.c.status)
 _ARCHIVED = {"status": ARCHIVED, "status_before": _BEFORE, "train_step": sa.bindparam("step")}
 _ARCHIVE = groups.update().where(groups.c.uid.in_(_UIDS)).values(_ARCHIVED)
@@ -220,6 +221,7 @@ def _insert_tags(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None
     for row in rows:
         for name, value in row.tags.items():
             column, form = _TAG_COLUMNS[type(value)]
+            # Every line names all columns, so that one statement inserts them together.
             empty = dict.fromkeys(other for other, _ in _TAG_COLUMNS.values())
             lines.append({"uid": row.uid, "name": encode_text(name), **empty, column: form(value)})
     if lines:
@@ -258,6 +260,7 @@ def lock_rows(
 
 def write_priorities(connection: sa.Connection, priorities: Mapping[int, float]) -> int:
     """Give the live rows of these uids these priorities; return how many there are."""
+    # By uid, as everything that locks rows.
     lines = [{"key": uid, "priority": float(priorities[uid])} for uid in sorted(storable_uids(priorities))]
     return connection.execute(_UPDATE.where(LIVE), lines).rowcount if lines else 0
 
@@ -346,6 +349,7 @@ class Removed:
 
     def put_back(self, connection: sa.Connection, codec: Codec) -> None:
         """Undo the removal; rows that another call has changed since are left alone."""
+        # Payloads that were not decoded yet go back as the bytes they were.
         rows = [
             prepare(row, codec, data=self.data[row.uid].data if row.uid in self.data else None)
             for row in self.rows

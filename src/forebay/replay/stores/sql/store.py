@@ -107,6 +107,7 @@ class SQLStorage(StorageBackend):
 
     def close(self) -> None:
         """Finish the calls that were made, end the threads, close the connections."""
+        # First the threads, then the connections that they use.
         self._worker.close()
         self._reader.close()
         if self._keeper is not None:
@@ -244,6 +245,7 @@ class SQLStorage(StorageBackend):
         listed = list(items)
 
         def work() -> int:
+            # Before the transaction: encoding takes time, and other writers wait for their turn.
             rows = [prepare(item, self._codec, keep_payload=True) for item in listed]
             uids = storable_uids(row.uid for row in rows)
             with self._writing() as connection:
@@ -261,6 +263,7 @@ class SQLStorage(StorageBackend):
 
     async def set_train_step(self, task_name: str, train_step: int) -> None:
         said = writes.Write(frozenset([task_name]), train_step=train_step)
+        # Most calls name the step that stands already; SQLite tells so for far less than a write costs.
         if not self._glances or writes.later_steps(await self._ask(ranking.STEPS), [said]):
             await self._worker.share(self._write_together, lambda: said)
 
@@ -325,6 +328,7 @@ class SQLStorage(StorageBackend):
 
     def _with_payloads(self, connection: sa.Connection, rows: list[StorageItem]) -> Iterator[StorageItem]:
         """The rows, which get their payloads when they are walked; ValueError if one is damaged."""
+        # Popped from the end, so that no list holds a row that was walked already.
         rows.reverse()
         while items := [rows.pop() for _ in range(min(GROUPS_AT_ONCE, len(rows)))]:
             attach_payloads(connection, items, self._codec)

@@ -60,6 +60,7 @@ def write_together(
     judged at an older step than that of their task are not written.
     """
     with transactions.writing() as connection:
+        # First, so that rows are judged also by the steps that others name in this transaction.
         steps = raise_steps(connection, writes)
         answers = [_answer(write, steps) for write in writes]
         rows = [row for answer in answers if isinstance(answer, list) for row in answer]
@@ -102,6 +103,7 @@ def raise_steps(connection: sa.Connection, writes: Sequence[Write]) -> dict[str,
     insert_tasks(connection, {task for write in writes for task in write.task_names} - steps.keys())
     is_postgres = connection.dialect.name == "postgresql"
     named = {task for write in writes if write.train_step is not None for task in write.task_names}
+    # SQLite has one writer at a time: a step that is not raised need not be locked there.
     for task in sorted(named if is_postgres else later):
         if task in later:
             connection.execute(_RAISE, {"task": task, "step": later[task]})

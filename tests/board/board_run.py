@@ -4,6 +4,7 @@ import asyncio
 import base64
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
@@ -77,7 +78,7 @@ def make_group(number, *, score=1.0, text=None, size=2, task="math"):
     ]
 
 
-def write_run(folder, *, steps=6, state="finished", text=None):
+def write_run(folder, *, steps=6, state="finished", text=None, engines=()):
     """`steps` steps of two groups; at every third one more is dropped; evaluated at both ends."""
     folder.mkdir(parents=True)
     (folder / "run.toml").write_text(
@@ -106,6 +107,11 @@ def write_run(folder, *, steps=6, state="finished", text=None):
                     ledger.record(dropped[0].group_id, "math", "dropped", reason="expired")
                     history.left([dropped], "dropped", reason="expired", train_step=step)
                 history._spans.append((now + step, now + step + 0.5, "train", f"step {step}", "", "", ""))
+                for engine in engines:
+                    rollout = f"math/{2 * step}/1"
+                    history._spans.append(
+                        (now + step, now + step + 1, f"engine {engine}", rollout, "", "", "")
+                    )
                 row = {"train_step": step, "unix_time_s": now + step, "reward": step / steps, "step_s": 1.0}
                 metrics.write(
                     json.dumps({**row, "samples": 4.0, "response_tokens": 3.0, "train/loss": None}) + "\n"
@@ -115,7 +121,9 @@ def write_run(folder, *, steps=6, state="finished", text=None):
             history.left(held_out, "evaluated", train_step=step)
         history.close()
 
-    asyncio.run(write())
+    # The browser's driver may have a loop in this thread.
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, write()).result()
     note = {"unix_time_s": now, "kind": "warning", "text": "look: " + HOSTILE, "train_step": 3}
     (folder / "notes.jsonl").write_text(json.dumps(note) + "\n")
     books = {"generated": 14, "trained": 12, "dropped": {"expired": 2}, "live": 0, "retried": 0, "left": 0}

@@ -24,6 +24,8 @@ from PIL import Image
 
 from forebay.board.export import write_report
 from forebay.board.server import Board, make_app
+from forebay.environments.config import FragmentRunConfig
+from forebay.environments.run import launch
 from forebay.runs.record.history import History, list_parts
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
@@ -360,6 +362,62 @@ def test_a_click_in_a_chart_opens_the_rollouts_of_that_step(address, open_page):
     has(page, "expected: 42")
     see(page, "rollouts", "planted", train_step_min=4, train_step_max=4)
     has(page, "Step 4 against the 3 before")
+
+
+def test_several_engines_have_lanes_by_their_numbers(tmp_path, open_page):
+    write_run(tmp_path / "engines", engines=(10, 2, 0))
+    with served(tmp_path) as address:
+        page = open_page(address)
+        see(page, "timeline", "engines")
+        rows = page.locator("main tbody tr").all_inner_texts()
+        assert [row.split("\t")[0] for row in rows] == ["training", "engine 0", "engine 2", "engine 10"]
+        # The bar below the middle one's label; it is of the first steps' rollout that was at the engine.
+        box = page.locator("canvas").bounding_box()
+        page.mouse.click(box["x"] + 5, box["y"] + 18 + 2 * 36 + 5)
+        page.wait_for_function("() => location.hash.startsWith('#/rollout')")
+        has(page, "math/2/1")
+        page.goto("about:blank")
+
+
+def test_a_run_in_environments_is_seen(tmp_path, open_page):
+    values = {
+        "name": "acting",
+        "steps": 3,
+        "batch_size": 2,
+        "output": str(tmp_path),
+        "eval_episodes": 2,
+        "environment": {"id": "CartPole-v1", "num_envs": 4, "workers": 1, "mode": "threads"},
+        "fragments": {"length": 16},
+        "policy": {"hidden_size": 16},
+    }
+    config = FragmentRunConfig.model_validate(values)
+    # Playwright has an event loop in this thread.
+    apart(lambda: asyncio.run(launch(config)))
+    with served(tmp_path) as address:
+        page = open_page(address)
+        for view in ("overview", "flow", "timeline"):
+            text = see(page, view, "acting")
+            assert "undefined" not in text
+            assert "NaN" not in text
+            assert page.locator("main .failure").count() == 0, text
+            has(page, {"overview": "return", "flow": "fragments", "timeline": "training"}[view])
+        page.goto("about:blank")
+
+
+def test_without_a_folder_the_runs_below_this_one_are_found(runs, open_page):
+    command = [sys.executable, "-c", "from forebay.cli import main; main()", "board", "--port", "0"]
+    with subprocess.Popen(command, cwd=runs, stdout=subprocess.PIPE, text=True) as board:
+        try:
+            address = re.search(r"http://127\.0\.0\.1:\d+/", board.stdout.readline())[0]
+            page = open_page(address)
+            page.wait_for_selector("main .view")
+            names = page.locator("header option").all_inner_texts()
+            assert {"planted", "hostile", "damaged", "empty"} <= {name.split()[0] for name in names}, names
+            see(page, "overview", "planted")
+            # An open stream of events would complain of the end.
+            page.goto("about:blank")
+        finally:
+            board.kill()
 
 
 def keep(page, name):

@@ -573,3 +573,29 @@ def test_an_engine_of_the_run_s_own_process_has_no_other_beside_it():
             await RolloutController(ScriptedEngine(count_on)).scale("+1")
 
     virtual_time.run(main())
+
+
+def test_several_engines_tell_which_of_them_had_a_request_and_when():
+    async def spans_with(num_engines):
+        engines = EnginePool([ScriptedEngine(count_on, token_latency_s=0.1) for _ in range(num_engines)])
+        told = []
+        engines.on_request = told.append
+        requests = [
+            GenerateRequest(
+                request_id=f"math/{number}/0:0:0",
+                input_ids=np.array([1], np.int32),
+                params=SampleParams(),
+                max_tokens=10 * (1 + number),
+                seed=0,
+            )
+            for number in range(3)
+        ]
+        await asyncio.gather(*map(engines.complete, requests))
+        return sorted((span.stage, span.name, round(span.end_s - span.start_s, 3)) for span in told)
+
+    assert virtual_time.run(spans_with(1)) == []
+    assert virtual_time.run(spans_with(2)) == [
+        ("engine 0", "math/0/0", 1.0),
+        ("engine 0", "math/2/0", 3.0),
+        ("engine 1", "math/1/0", 2.0),
+    ]

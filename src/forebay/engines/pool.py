@@ -35,7 +35,7 @@ from forebay.engines.call import Call
 from forebay.engines.members import Member, Members
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdapterConfig, Weights
-from forebay.watching.activity import Activity
+from forebay.watching.activity import Activity, Span, loop_time
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,8 @@ class EnginePool:
         self._changes = Changes()
         """An engine came back, or was given up; a pause or the end began."""
         self._counts = {"retries": 0.0, "engine_restarts": 0.0}
+        self.on_request: Callable[[Span], None] = lambda span: None
+        """Told of each request that left one of several engines: by stage the engine, by name the rollout."""
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -157,6 +159,12 @@ class EnginePool:
             finally:
                 call.engine = None
                 self._members.end(member, begun, num_tokens)
+                # The lane of an only engine would be that of the rollouts again.
+                if len(self._members) > 1:
+                    rollout = call.request.request_id.rsplit(":", 2)[0]
+                    self.on_request(
+                        Span(begun[1], loop_time(), f"engine {member.number}", rollout, "", "", "")
+                    )
                 if has_left := member not in self._members:
                     self._changes.note()
             if completion.lost:

@@ -104,7 +104,7 @@ class FragmentRun:
         resume_step = None if saved is None else trainer.step
         self._activities, self._numbers = Activities(), dict[str, float]()
         self._history = History(config.folder, limit_bytes=HISTORY_BYTES, resumed_from=resume_step)
-        self._activities.listen(lambda _: None, self._history.ended)
+        self._activities.listen(lambda _: None, lambda activity: self._history.ended(activity.span()))
         self.live = LiveFile(config.folder, self._place, self._live_values, self._refresh)
         display.on_note = self.live.note
         self._metrics = MetricsConfig().build(config.folder, resume_step=resume_step, report=display.warning)

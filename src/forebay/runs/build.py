@@ -283,7 +283,8 @@ def _begin_history(run: Run, resume_step: int | None) -> None:
         history.left([group], "dropped", reason=reason, train_step=run.train_step + 1, life=life)
 
     run.manager.batches.on_drop = drop
-    run.activities.listen(lambda _: None, history.ended)
+    run.activities.listen(lambda _: None, lambda activity: history.ended(activity.span()))
+    run.controller.on_request = history.ended
     values = partial(live_values, run.status, run.manager)
     run.live_file = LiveFile(run.folder, run.place, values, run.status.count_buffer)
     run.display.on_note = run.live_file.note

@@ -162,11 +162,11 @@ class Activity:
         self.note = ""
         self.start_s = self.end_s = float("nan")
 
-    def span(self, since_s: float = 0.0) -> Span:
-        """As it ended, on a clock that began `since_s` earlier."""
+    def span(self) -> Span:
+        """As it ended."""
         named = (self.stage, self.name, self.task, self.group, self.note)
         texts = ("" if text is None else str(text) for text in named)
-        return Span(self.start_s + since_s, self.end_s + since_s, *texts)
+        return Span(self.start_s, self.end_s, *texts)
 
     def __enter__(self) -> Activity:
         register = self._register

@@ -36,7 +36,7 @@ from forebay.models.images import IMAGES
 from forebay.runs.record.columns import TEXTS, Left, rollouts_table, spans_table
 from forebay.runs.record.grams import LEAST_BYTES, SEARCHED, SUFFIX, TEXT_BYTES, index_texts, write_index
 from forebay.types import RolloutState
-from forebay.watching.activity import Activity, Span
+from forebay.watching.activity import Span
 
 if TYPE_CHECKING:
     from forebay.train import TrainBatch
@@ -108,9 +108,10 @@ class History:
         self._num_pending += sum(map(len, listed))
         self._schedule(at_once=self._num_pending >= _MOST_PENDING)
 
-    def ended(self, activity: Activity) -> None:
-        """Note an activity; a listener of `Activities`."""
-        self._spans.append(activity.span(self._to_unix_s))
+    def ended(self, span: Span) -> None:
+        """Note an activity, with its times on the event loop's clock."""
+        start_s, end_s = span.start_s + self._to_unix_s, span.end_s + self._to_unix_s
+        self._spans.append(span._replace(start_s=start_s, end_s=end_s))
         self._schedule(at_once=False)
 
     def close(self) -> None:

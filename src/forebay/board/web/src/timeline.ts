@@ -129,7 +129,7 @@ export async function timeline(root: HTMLElement, run: string, given: Record<str
     const moved = dragged && Math.abs(event.clientX - dragged.x) > 3;
     dragged = null;
     if (!found || moved) return;
-    if (found.span.stage === "generate") location.hash = address("rollout", run, { id: found.span.name });
+    if (found.span.stage === "generate" || isEngine(found.span.stage)) location.hash = address("rollout", run, { id: found.span.name });
     else if (found.span.group_id) location.hash = address("group", run, { id: found.span.group_id });
   });
   canvas.addEventListener("wheel", (event) => {
@@ -208,7 +208,14 @@ function lay(data: Timeline, width: number): { tracks: Track[]; height: number }
   return { tracks, height: Math.max(60, y + 8) };
 }
 
+/** A stage of its own for each of several engines: "engine 0". */
+function isEngine(stage: string): boolean {
+  return stage.startsWith("engine ");
+}
+
+/** Engines stand by their numbers, below the rollouts that they make. */
 function rank(stage: string): number {
+  if (isEngine(stage)) return TRACKS.indexOf("generate") + 1 - 1 / (2 + Number(stage.slice(7)));
   const place = TRACKS.indexOf(stage);
   return place < 0 ? TRACKS.length : place;
 }

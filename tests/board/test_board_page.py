@@ -237,7 +237,7 @@ def test_labels_of_the_bias_and_the_timeline_can_be_read(address, open_page):
 
 
 def test_a_live_step_a_warning_and_a_drop_arrive_without_a_jump(tmp_path, open_page):
-    run = apart(lambda: write_run(tmp_path / "live", steps=4, state="running"))
+    run = write_run(tmp_path / "live", steps=4, state="running")
     with served(tmp_path) as address:
         overview, flow = open_page(address), open_page(address)
         see(overview, "overview", "live")
@@ -280,7 +280,7 @@ def test_a_live_step_a_warning_and_a_drop_arrive_without_a_jump(tmp_path, open_p
 def test_a_view_of_a_run_that_has_just_begun_says_what_will_come_and_fills_by_itself(tmp_path, open_page):
     begun = tmp_path / "runs/planted"
     begun.mkdir(parents=True)
-    written = apart(lambda: write_run(tmp_path / "planted", state="running"))
+    written = write_run(tmp_path / "planted", state="running")
     (written / "run.toml").rename(begun / "run.toml")
     with served(tmp_path / "runs") as address:
         views = {view: open_page(address) for view in list(SHOWN)[:7]}

@@ -24,6 +24,8 @@ from forebay.judges import mean_parts
 from forebay.metrics import EVAL_SCORE
 from forebay.types import TRAJECTORY_OF_KEY, RolloutState, Status
 
+_Groups = Sequence[Sequence[RolloutState]]
+
 SOLVED_SCORE = 1.0
 """A rollout at or over this score counts as solved, for accuracy and pass@k."""
 
@@ -97,18 +99,18 @@ class Evaluator:
             "rollouts": float(num_rollouts),
             **mean_counts(rollouts),
             **mean_parts(state.reward for state in rollouts),
-            **self._pass_at_k(judged),
+            **self._pass_at_k(groups, judged),
         }
         return {f"{prefix}/{name}": value for name, value in values.items()}
 
-    def _pass_at_k(self, judged: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
+    def _pass_at_k(self, groups: _Groups, judged: _Groups) -> dict[str, float]:
         """Over groups with no failed member, so that every k has the same prompts behind it."""
-        size = max((len(group) for group in judged), default=0)
+        size = min(map(len, groups))
+        complete = [group for group, left in zip(groups, judged, strict=True) if len(left) == len(group)]
+        correct = [(len(group), sum(_score(state) >= SOLVED_SCORE for state in group)) for group in complete]
         # In groups of one, pass@1 is the accuracy.
-        complete = [group for group in judged if len(group) == size and size > 1]
-        correct = [sum(_score(state) >= SOLVED_SCORE for state in group) for group in complete]
-        ks = [2**i for i in range(size.bit_length()) if 2**i <= size]
-        return {f"pass@{k}": _mean([pass_at_k(size, c, k) for c in correct]) for k in ks if correct}
+        ks = [2**i for i in range(size.bit_length()) if 2**i <= size > 1]
+        return {f"pass@{k}": _mean([pass_at_k(n, c, k) for n, c in correct]) for k in ks if correct}
 
 
 def _score(state: RolloutState) -> float:

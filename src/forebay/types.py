@@ -432,7 +432,7 @@ def label_and_fill(state: RolloutState, model_step: int | None) -> int | None:
         # All tokens get this one label.
         _write_steps(state, _constant(length, model_step, np.int32))
         smallest = model_step
-    elif (smallest := int(steps[at := int(steps.argmin())])) <= UNLABELED:
+    elif (smallest := int(steps[at := int(steps.argmin())])) <= UNLABELED or len(steps) < length:
         if model_step is not None:
             update_sample_version(state, model_step)
         fill_token_fields(state)

@@ -97,7 +97,8 @@ def _text(run: Path, config: RunConfig) -> str:
     from forebay.runs.show.pictures import terminal_curve
 
     rows = read_jsonl(run / "metrics.jsonl")
-    tried = [row for row in rows if EVAL_SCORE in row]
+    # Null where every rollout of the evaluation failed.
+    tried = [row for row in rows if row.get(EVAL_SCORE) is not None]
     lines = [
         "---\nlibrary_name: transformers\ntags: [reinforcement-learning, forebay]\n---\n",
         f"# {config.name}\n\n`{config.model.source}`, trained by reinforcement learning for "
@@ -114,7 +115,8 @@ def _text(run: Path, config: RunConfig) -> str:
     if tried:
         lines += ["## Evaluation\n\nOn held-out prompts.\n"]
         lines += [f"| | step {tried[0]['train_step']} | step {tried[-1]['train_step']} |\n|---|---|---|"]
-        names = [name for name in tried[-1] if name.startswith("eval/") and name in tried[0]]
+        names = [name for name in tried[-1] if name.startswith("eval/")]
+        names = [name for name in names if None not in (tried[0].get(name), tried[-1][name])]
         lines += [f"| {name} | {tried[0][name]:.4g} | {tried[-1][name]:.4g} |" for name in names]
     if (run / LEDGER_FILE).is_file():
         ledger = Ledger.read(run / LEDGER_FILE)

@@ -39,7 +39,8 @@ def play(
                 first, action_E = torch.zeros_like(first), policy.head.mode(params[0]).numpy()
             obs_ED, reward_E, terminated_E, truncated_E, _ = envs.step(policy.head.to_env(action_E))
             # Only the first episode of each environment counts.
-            rewards_E += reward_E * plays_E
+            # Not by a product: the reward of one that has ended may be no number.
+            rewards_E[plays_E] += reward_E[plays_E]
             lengths_E += plays_E
             plays_E &= ~(terminated_E | truncated_E)
             if not plays_E.any():

@@ -262,11 +262,8 @@ class FragmentRun:
         """
         async with self.hub.listening(), asyncio.TaskGroup() as tasks:
             pool = tasks.create_task(self.pool.keep_all(self.config.environment.workers))
-            try:
-                yield
-            except BaseException:
-                pool.cancel()
-                raise
+            # Where the block fails, the group of tasks cancels the pool.
+            yield
             self.hub.stop()
             # Workers that wait for their turn are told now; the others when they report.
             await self._buffer.close()

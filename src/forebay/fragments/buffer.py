@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -271,6 +272,8 @@ class ReplayBufferActor:
         from forebay.io import durable
 
         temporary = target.with_name(f"{target.name}.tmp")
+        # Of a save that failed, or was killed.
+        shutil.rmtree(temporary, ignore_errors=True)
         # The journal first: payloads that come after it are unnamed in the copy, but none that it names is
         # missing.
         self._journal.copy(temporary / "index")
@@ -305,7 +308,9 @@ class ReplayBufferActor:
             self._state.restart_clock(loop.time())
             self._collector.restart_clock()
         self._state.advance(self._now_s())
-        if self._state.changes:
+        # Before payloads are deleted, too: another buffer may have opened the folder and name them.
+        is_due = self._collector.due_s is not None and self._collector.due_s <= self._now_s()
+        if self._state.changes or is_due:
             self._commit()
         self._collector.advance(self._now_s())
         self._set_timer()

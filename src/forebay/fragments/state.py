@@ -238,10 +238,12 @@ class ReplayState:
         self.sequences.hear_all(now_s)
 
     def _drop_chunks(self, chunks: list[Chunk], reason: str) -> None:
-        if limit := self.rules.rate_limit:
-            # They take the samples they will never give out of the account.
-            self.meta.difference -= sum(max(0.0, limit.samples_per_insert - chunk.uses) for chunk in chunks)
         self._drop(self._remove_chunks(chunks), reason)
+        if limit := self.rules.rate_limit:
+            # The samples that they will never give leave the account. What the others may give stays in it:
+            # chunks sampled more often than `samples_per_insert` would otherwise use that up for good.
+            most = limit.samples_per_insert * len(self.chunks)
+            self.meta.difference = min(self.meta.difference, most)
 
     def _remove_chunks(self, chunks: list[Chunk]) -> list[Fragment]:
         self.chunks.remove(chunks)

@@ -37,7 +37,14 @@ from forebay.produce.progress import ProduceProgress
 from forebay.produce.results import LEFTOVER_STATUSES, ProduceBatchResult, TaskResult, summarize
 from forebay.produce.strategies.base import ProduceBatchStatus
 from forebay.produce.strategies.pending import ProductionError
-from forebay.produce.strategies.rules import GroupRules, fail_group, name_group, record_left, why_failed
+from forebay.produce.strategies.rules import (
+    GroupRules,
+    book_tags,
+    fail_group,
+    name_group,
+    record_left,
+    why_failed,
+)
 from forebay.replay import ConnectionLost, ReplayBuffer, StorageItem
 from forebay.replay.arrival import NEVER_STALE
 from forebay.types import (
@@ -369,7 +376,7 @@ class Batches:
                 record_left(self.ledger, name, group_id, left)
                 is_completed = get_group_status(group) is Status.COMPLETED
                 if is_completed and rules.accepts(group):
-                    await self.buffer.put(group, name)
+                    await self.buffer.put(group, name, tags=book_tags(group))
                     continue
                 if is_completed:
                     fail_group(group, f"the trainer needs {rules.needed_members} rollouts of each group")

@@ -94,7 +94,7 @@ def finished_line(folder: Path, num_steps: int) -> str:
 def list_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a run folder, oldest first; whether one is damaged, `check` tells."""
     found = (folder / "checkpoints").glob("step_*")
-    return sorted(path for path in found if path.name.removeprefix("step_").isdecimal())
+    return sorted((path for path in found if path.name.removeprefix("step_").isdecimal()), key=step_of)
 
 
 def check_checkpoint(path: Path) -> None:
@@ -106,7 +106,7 @@ def check_checkpoint(path: Path) -> None:
     try:
         check(path, deep=True)
     except DamagedError as error:
-        older = [other for other in list_checkpoints(path.parents[1]) if other < path]
+        older = [other for other in list_checkpoints(path.parents[1]) if step_of(other) < step_of(path)]
         advice = (
             f"neither is an older one whole ({len(older)} looked at)" if older else "there is no older one"
         )

@@ -226,7 +226,11 @@ async def _back_to_checkpoint(run: Run, reason: str) -> Run:
     else:
         again = await open_run(config, display, run.cluster, resume_step=step, storage=kept)
         # Whatever a store still holds, its train steps are those of the run that is taken back.
-        await again.manager.settle(step)
+        try:
+            await again.manager.settle(step)
+        except BaseException:
+            await steps.close(again)
+            raise
     # Each `Run` has its own event, and a stop may have been asked for while a part was lost.
     if run.stop.is_set():
         again.stop.set()

@@ -200,7 +200,8 @@ def plain_reason(error: BaseException) -> str:
     said = str(getattr(error, "orig", None) or error).strip().split("\n")[0]
     from sqlalchemy import make_url
 
-    url = make_url(os.environ.get(URL_VARIABLE) or "postgresql://")
+    given = os.environ.get(URL_VARIABLE, "")
+    url = make_url(given if "://" in given else "postgresql://")
     for secret in filter(None, (url.password, url.query.get("password"))):
         said = said.replace(str(secret), "***")
     return said

@@ -208,10 +208,10 @@ class Sandbox:
                 clock = asyncio.get_running_loop().time
                 start_s = clock()
                 overran = await until_end(process, self.limits.wall_s, tree=level is Isolation.BUBBLEWRAP)
+                # Asked after every program: the next one in the group would be blamed for this one's.
+                is_full = group is not None and group.ran_out_of_memory()
                 result = self._result(level, process.returncode, overran, clock() - start_s, *streams[1:])
-                if group is not None and not result.ok and group.ran_out_of_memory():
-                    return replace(result, reason="memory")
-                return result
+                return replace(result, reason="memory") if is_full and not result.ok else result
         finally:
             self._slots.release()
 

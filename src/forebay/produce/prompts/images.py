@@ -41,10 +41,14 @@ def take_images(row: dict[str, Any], message: list[Message], place: str) -> tupl
     beside = [value for values in lists for value in values if value is not None]
     if not beside and not any(holders_in(message)):
         # Beside rows with images the model would take it for one.
-        if may_have and any(MARK in str(part["content"]) for part in message):
+        if may_have and any(MARK in str(part.get("content")) for part in message):
             raise ConfigError(f"{place}: the text says {MARK}, and the row has no image")
         return message, []
-    chat = [{**part, "content": _pieces(part["content"], bool(beside))} for part in message]
+    # An assistant's message of tool calls alone has no content.
+    chat = [
+        {**part, "content": _pieces(part["content"], bool(beside))} if "content" in part else part
+        for part in message
+    ]
     if not any(holders_in(chat)):
         first = next((part for part in chat if part["role"] == "user"), chat[0])
         first["content"] = [{"type": "image"} for _ in beside] + first["content"]

@@ -13,6 +13,7 @@ tasks that get no share of the batches.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -93,7 +94,8 @@ class RunAlarms:
             self._rows.append(row)
             if len(self._first) < FIRST_STEPS:
                 self._first.append(row)
-        if (score := row.get(EVAL_SCORE)) is not None:
+        # It is NaN where every rollout failed.
+        if (score := row.get(EVAL_SCORE)) is not None and not math.isnan(score):
             rewards = self._column(REWARD)
             self._evaluations.append((score, sum(rewards) / len(rewards) if rewards else None))
         new = {}

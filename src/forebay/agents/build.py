@@ -62,7 +62,9 @@ def with_max_context(config: Component, limit: int, *, packed: int) -> Component
             a trainer takes.
     """
     factory = look_up("agent", config.name, AGENTS)
-    if "max_context" not in inspect.signature(getattr(factory, "Arguments", factory)).parameters:
+    # `Arguments` is None where the agent's class has a constructor of its own.
+    told = getattr(factory, "Arguments", None) or factory
+    if "max_context" not in inspect.signature(told).parameters:
         return config
     given = config.arguments.get("max_context")
     if given is None:

@@ -149,19 +149,15 @@ class MultiTurnAgentLoop(AgentLoop):
             finally:
                 state.extra_fields[EPISODE_KEY] = asdict(record)
         finally:
+            limit_s = self.arguments.environment_timeout_s
             try:
-                async with timeout(self.arguments.environment_timeout_s) as limit:
+                async with timeout(limit_s) as limit:
                     await self.environment.close(state)
             except TimeoutError:
                 if not limit.expired():
                     raise
                 # The episode is what it is; what may be left open is for people to look at.
-                logger.error(
-                    "%s did not close rollout %s within %g s",
-                    self._name,
-                    state.rollout_id,
-                    self.arguments.environment_timeout_s,
-                )
+                logger.error("%s did not close rollout %s within %g s", self._name, state.rollout_id, limit_s)
 
     async def _begin(self, state: RolloutState) -> EpisodeRecord:
         """A new episode; what an earlier try left behind is forgotten."""

@@ -193,8 +193,9 @@ class RayCluster:
             worker.actor.prepare.remote(model_folder)
         self._build(self._engines, trainer)
         # Asked here, because the workers' specs have it.
+        contexts = all_started({e.name: e.actor.max_context_tokens.remote() for e in self._engines})
         for engine in self._engines:
-            engine.max_context_tokens = import_ray().get(engine.actor.max_context_tokens.remote())
+            engine.max_context_tokens = contexts[engine.name]
         self._have_workers_follow()
         self._build(self._workers.all, {})
 
@@ -230,23 +231,18 @@ class RayCluster:
         for part in parts:
             part.begin(part.actor, pids[part.name])
 
-    def _have_workers_follow(self) -> dict[str, Any]:
-        """Have all workers use the engines of now; the answers of those that run, by name."""
-        following = {}
+    def _have_workers_follow(self) -> None:
+        """Have all workers use the engines of now."""
         context = min(engine.max_context_tokens for engine in self._engines)
         for number, worker in enumerate(self._workers.all):
             # Each begins with another engine.
             first = number % len(self._engines)
             actors = tuple(engine.actor for engine in [*self._engines[first:], *self._engines[:first]])
-            before, worker.spec = (
-                worker.spec,
-                replace(worker.spec, engines=actors, max_context_tokens=context),
-            )
+            before = worker.spec
+            worker.spec = replace(before, engines=actors, max_context_tokens=context)
             if worker.pid and worker.spec != before:
                 # Whenever its process is there: it may just be starting again, which the part itself sees to.
-                again = worker.actor.start.options(max_task_retries=-1)
-                following[worker.name] = again.remote(worker.spec)
-        return following
+                worker.actor.start.options(max_task_retries=-1).remote(worker.spec)
 
     def _forget(self, worker_name: str) -> None:
         for engine in self._engines:

@@ -444,7 +444,8 @@ class EnginePool:
 
     async def _rest_as_others_do(self, member: Member) -> None:
         """Pause one that came up, if the others are; meanwhile a pause may begin or end, or weights come."""
-        member.paused = False
+        # Told in any case: one that answered a pause, but not what came after it, may still be paused.
+        member.paused = not self._paused
         while member.loading is not None or member.paused is not self._paused:
             await member.loaded()
             await answered(self._follow_pause(member), f"{member} was asked to pause or resume")
@@ -460,6 +461,8 @@ class EnginePool:
         Raises:
             EngineLost: none is left to wait for.
         """
+        if self._closed:
+            raise EngineLost("the engines were closed")
         if all(member.gone for member in self._members):
             why = "; ".join(f"{member}: {member.lost_because}" for member in self._members)
             raise EngineLost(f"no engine is left: {why}")

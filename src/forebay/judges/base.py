@@ -16,6 +16,7 @@ A failure is never a zero reward: a rollout without a verdict must not be traine
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -248,6 +249,8 @@ def mean_parts(rewards: Iterable[Mapping[str, Any] | None]) -> dict[str, float]:
     for reward in rewards:
         for name, value in (reward or {}).items():
             if name != "score" and isinstance(value, int | float | np.number | np.bool_):
-                found.setdefault(name, []).append(float(value))
+                # An integer may have more digits than a float takes.
+                with contextlib.suppress(OverflowError):
+                    found.setdefault(name, []).append(float(value))
     finite = {name: [value for value in values if math.isfinite(value)] for name, values in found.items()}
     return {f"judge/{name}": sum(values) / len(values) for name, values in finite.items() if values}

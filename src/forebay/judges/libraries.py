@@ -233,7 +233,8 @@ class JudgeProcesses:
         return await loop.run_in_executor(self._children.threads, self._children.ask, json.dumps(arguments))
 
     def close(self) -> None:
-        """End the child processes and what they are at. Also done when the object, or the program, goes."""
+        """End the child processes and what they are at. Also done when the object goes, and
+        as the program ends, after the calls that run."""
         self._finalizer()
 
 

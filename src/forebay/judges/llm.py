@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from itertools import combinations
 from typing import Any, Literal, TypeVar
 
@@ -164,7 +166,8 @@ class LLMJudge(Judge):
         settings = self._settings
         request = {"messages": list(messages), "model": settings.model, "temperature": 0.0}
         request |= settings.parameters or {}
-        key = json.dumps(request, sort_keys=True)
+        # By a hash: it has the prompt and the response in it, which may be long.
+        key = blake2b(json.dumps(request, sort_keys=True).encode()).hexdigest()
         reply = self._replies.get(key)
         if reply is None:
             url = f"{settings.base_url.rstrip('/')}/chat/completions"
@@ -324,7 +327,7 @@ class ReplyParser:
     def _scaled(self, verdict: Any) -> Verdict:
         details = dict(verdict) if isinstance(verdict, Mapping) else {"score": verdict}
         details = {name: float(value) for name, value in details.items() if isinstance(value, int | float)}
-        if "score" not in details:
+        if not math.isfinite(details.get("score", math.nan)):
             raise ValueError(f"no number for a score in {verdict!r}")
         if self._scale is not None:
             low, high = self._scale

@@ -16,6 +16,7 @@ Shapes: C tokens of a pass, M layers with a router, k experts of a token, E expe
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -115,6 +116,15 @@ class _Listener(TorchFunctionMode):
         """The router's output."""
         with self:
             return self._forward(*inputs, **named)
+
+
+def copied(model: nn.Module) -> Any:
+    """A deep copy of `model` that no `Routing` listens to: its routers are its own."""
+    copy_of = copy.deepcopy(model)
+    for router in _routers(copy_of):
+        # Copied as it is, it would be the original's.
+        router.__dict__.pop("forward", None)
+    return copy_of
 
 
 def _routers(model: nn.Module) -> list[Any]:

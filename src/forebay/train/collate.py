@@ -136,7 +136,9 @@ def collate(
         joined_BL = ranges(starts, widths)[None] if widths.any() else _PAD
         tokens_BL = even_columns(joined_BL, -1, context)
         cells = firsts[rows] + offsets - 1
-        widths = np.diff(firsts, append=tokens_BL.shape[1])
+        # All columns are of some sequence, those of a pass without tokens, too: kernels for sequences of many
+        # lengths leave what is outside unwritten, and split between ranks there are several.
+        widths = np.diff(firsts if len(firsts) else [0], append=tokens_BL.shape[1])
         if with_borders:
             borders = _borders(widths, widths)
     else:

@@ -13,7 +13,6 @@ Shapes: R response tokens of the batch, N trained tokens of one micro-batch.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -97,7 +96,7 @@ class Learner:
             self.adapter_config = lora.adapter_config(model) | {BASE_FINGERPRINT: base}
         self.model, self.ref_model = model, ref_model
         if ref_model is None and config.uses_reference and not lora.is_lora(model):
-            self.ref_model = copy.deepcopy(model)
+            self.ref_model = copied(model)
         if self.ref_model is not None:
             self.ref_model.requires_grad_(False).eval()
         frozen = model if lora.is_lora(model) else self.ref_model

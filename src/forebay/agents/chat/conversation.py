@@ -169,14 +169,10 @@ def _text(content: Any) -> str:
         raise RequestError(f"content must be text, got {type(content).__name__}")
     parts = []
     for part in content:
-        if (
-            not isinstance(part, Mapping)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RequestError(f"content of type {kind!r} is not supported; only text is")
-        parts.append(part["text"])
+        given = part if isinstance(part, Mapping) else {"type": type(part).__name__}
+        if given.get("type") != "text" or not isinstance(given.get("text"), str):
+            raise RequestError(f"content of type {given.get('type')!r} is not supported; only text is")
+        parts.append(given["text"])
     return "".join(parts)
 
 

@@ -102,7 +102,8 @@ class ToolCall:
 
 Parser = Callable[[str], list[ToolCall]]
 
-_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+# The blanks around a call are not its business: beside `.*?` they would be tried in every split of them.
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
 _TOOL_CALLS = "[TOOL_CALLS]"
 _ARGUMENTS = ("arguments", "parameters")
@@ -116,7 +117,7 @@ MAX_DEPTH = 50
 
 def parse_hermes(text: str) -> list[ToolCall]:
     """Calls in ``<tool_call>`` tags; the last may lack its end."""
-    return [_read_call(body) for body in _HERMES.findall(text)]
+    return [_read_call(body.strip()) for body in _HERMES.findall(text)]
 
 
 def parse_llama3(text: str) -> list[ToolCall]:

@@ -11,6 +11,7 @@ import asyncio
 import os
 import socket
 import sys
+import traceback
 
 from forebay.engines.base import EngineSurroundings
 from forebay.engines.build import build_engines
@@ -40,8 +41,13 @@ def main() -> None:
         channel = Channel(sock, max_header_bytes=MAX_HEADER_BYTES)
         await HostSession(pool, channel, silence_limit_s=silence_limit_s).run()
 
+    code = 1
     try:
         asyncio.run(serve())
+        code = 0
+    except BaseException:
+        # The parent shows the end of this log.
+        traceback.print_exc()
     finally:
         # At once: threads of the engine may be in a forward pass, and their results are of no use now.
-        os._exit(0)
+        os._exit(code)

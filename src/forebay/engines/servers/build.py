@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal
 from urllib.error import HTTPError
@@ -252,7 +253,7 @@ def _ask(url: str, wanted: int | None, key: str | None) -> tuple[str, int]:
         error.close()
         hint = ": wrong or missing key, see api_key_env" if error.code in (401, 403) else ""
         raise ConfigError(f"the server at {url!r} answered {error.code} {error.reason}{hint}") from error
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"no server to use at {url!r}: {type(error).__name__}: {error}") from error
     if wanted is not None and wanted > context:
         raise ConfigError(

@@ -357,7 +357,8 @@ def _parsed(text: bytes) -> dict[str, Any]:
     """The JSON object in `text`; {} if there is none."""
     try:
         answer = json.loads(text)
-    except json.JSONDecodeError:
+    # Not JSON, or not even UTF-8: the error page of a proxy.
+    except ValueError:
         return {}
     return answer if isinstance(answer, dict) else {}
 

@@ -172,7 +172,8 @@ class Stream:
         )
 
     def _stop_reading(self) -> None:
-        if self._reading is not None:
+        # A second cut may come before the first has taken effect.
+        if self._reading is not None and not self._reading.expired():
             self._reading.reschedule(asyncio.get_running_loop().time())
 
     def _completes_stop_text(self, num_new: int) -> bool:

@@ -7,7 +7,6 @@ It shares no weights with the policy, so neither can spoil the other's gradient.
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ class Critic(nn.Module):
     def from_policy(cls, model: nn.Module) -> Critic:
         """A critic whose body is a copy of that of the causal language model `model` (without adapters)."""
         policy: Any = model
-        body: nn.Module = copy.deepcopy(policy.base_model)
+        body = copied(policy.base_model)
         # Also where weights of the policy are frozen.
         return cls(body.requires_grad_(True), policy.config.get_text_config().hidden_size)
 

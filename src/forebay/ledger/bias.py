@@ -116,7 +116,9 @@ def length_bias(ledger: Ledger, task_name: str) -> float | None:
     """
     compared = compare_dropped(ledger, task_name)
     lengths = [compared[reason][QUANTITIES.index("num_tokens")] for reason in AGED if reason in compared]
-    ratios = [part.dropped.mean / part.trained.mean for part in lengths if part.is_notable]
+    ratios = [
+        part.dropped.mean / part.trained.mean for part in lengths if part.is_notable and part.trained.mean
+    ]
     return max((ratio for ratio in ratios if ratio > 1), default=None)
 
 

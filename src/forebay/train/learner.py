@@ -96,7 +96,7 @@ class Learner:
             self.adapter_config = lora.adapter_config(model) | {BASE_FINGERPRINT: base}
         self.model, self.ref_model = model, ref_model
         if ref_model is None and config.uses_reference and not lora.is_lora(model):
-            self.ref_model = copied(model)
+            self.ref_model = routing.copied(model)
         if self.ref_model is not None:
             self.ref_model.requires_grad_(False).eval()
         frozen = model if lora.is_lora(model) else self.ref_model

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from forebay.models import routing
 from forebay.train.collate import MicroBatch
 from forebay.train.model.forward import Cells, run_passes
 
@@ -35,7 +36,7 @@ class Critic(nn.Module):
     def from_policy(cls, model: nn.Module) -> Critic:
         """A critic whose body is a copy of that of the causal language model `model` (without adapters)."""
         policy: Any = model
-        body = copied(policy.base_model)
+        body: nn.Module = routing.copied(policy.base_model)
         # Also where weights of the policy are frozen.
         return cls(body.requires_grad_(True), policy.config.get_text_config().hidden_size)
 

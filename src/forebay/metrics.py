@@ -357,11 +357,7 @@ class MetricsConfig(StrictModel):
         return names
 
     def build(
-        self,
-        folder: Path,
-        *,
-        resume_step: int | None = None,
-        report: Callable[[str], None] | None = None,
+        self, folder: Path, *, resume_step: int | None = None, report: Callable[[str], None] | None = None
     ) -> MetricsLogger:
         """The logger of the run in `folder`; `resume_step` is the train step it goes on from, None a new run.
 

@@ -251,10 +251,7 @@ class _Timeout(asyncio.Timeout):  # type: ignore[misc]  # final, but every use o
         return await super().__aenter__()
 
     async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # This takes back the cancellation that the limit asked for. Its verdict is dropped, and made below.
         with contextlib.suppress(TimeoutError):

@@ -30,15 +30,7 @@ from rich.text import Text
 from forebay.cli import views
 from forebay.cli.errors import MARKUP, console, in_one_message
 from forebay.cli.ledger import ledger_section
-from forebay.cli.source import (
-    ALL_STATUSES,
-    Digest,
-    find_snapshot,
-    hide_password,
-    is_sql,
-    open_sql,
-    opened,
-)
+from forebay.cli.source import ALL_STATUSES, Digest, find_snapshot, hide_password, is_sql, open_sql, opened
 from forebay.replay.format.snapshot import Snapshot, read_snapshot, write_snapshot
 from forebay.replay.format.tables import JOINED_SCHEMA
 from forebay.replay.format.values import damage_named
@@ -107,8 +99,7 @@ async def show(
 async def query(
     path: BufferPath,
     query: Annotated[
-        str,
-        typer.Argument(metavar="QUERY", help='JSON, such as \'{"task_name": "math", "tags.level": 3}\'.'),
+        str, typer.Argument(metavar="QUERY", help='JSON, such as \'{"task_name": "math", "tags.level": 3}\'.')
     ] = "{}",
     order: Annotated[
         str | None, typer.Option(help="timestamp_id, staleness or priority; - in front: descending.")
@@ -166,8 +157,7 @@ async def migrate(
     source: Annotated[str, typer.Argument(metavar="FROM", help="As PATH elsewhere.")],
     target: Annotated[str, typer.Argument(metavar="TO", help="A new folder, or an empty database.")],
     policy: Annotated[
-        str | None,
-        typer.Option(help="Policy that a snapshot of a database is for; its class name."),
+        str | None, typer.Option(help="Policy that a snapshot of a database is for; its class name.")
     ] = None,
 ) -> None:
     """Copy everything: a snapshot to a database, a database to a snapshot, or like to like."""

@@ -43,8 +43,7 @@ def card(folder: RunFolder) -> None:
 def push(
     folder: RunFolder,
     repository: Annotated[
-        str | None,
-        typer.Argument(metavar="[OWNER/NAME]", help="None: the run's name, of your account."),
+        str | None, typer.Argument(metavar="[OWNER/NAME]", help="None: the run's name, of your account.")
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="Let everybody see a new repository.")] = False,
 ) -> None:

@@ -36,8 +36,7 @@ def replay(
         int | None, typer.Option(min=1, metavar="STEP", help="Stop after this train step and show its batch.")
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(help="A new folder for trainer, buffer and batches as they are at the end."),
+        Path | None, typer.Option(help="A new folder for trainer, buffer and batches as they are at the end.")
     ] = None,
     batches_only: Annotated[
         bool, typer.Option("--batches-only", help="Check the batches and leave out the training.")

@@ -49,8 +49,7 @@ def simulate_run(
         int | None, typer.Option(min=1, help="Simulations at a time; else one for each core.")
     ] = None,
     calibrate: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN_FOLDER", help="Measure the cluster on a run that was trained."),
+        Path | None, typer.Option(metavar="RUN_FOLDER", help="Measure the cluster on a run that was trained.")
     ] = None,
 ) -> None:
     """Predict step time, idle shares and staleness of a run on a cluster, and compare settings."""

@@ -115,11 +115,7 @@ def connect(given: Given | None, *, num_cpus: int) -> bool:
         return True
     # On the loopback interface: whoever reaches Ray can have it run anything.
     ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        **quiet,
+        address="local", num_cpus=num_cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet
     )
     return True
 

@@ -93,13 +93,7 @@ class RankActor:
             return f"tcp://{address}:{free.getsockname()[1]}"
 
     def start(
-        self,
-        rank: int,
-        num_ranks: int,
-        meeting: str,
-        device: str,
-        threads: int,
-        search_path: tuple[str, ...],
+        self, rank: int, num_ranks: int, meeting: str, device: str, threads: int, search_path: tuple[str, ...]
     ) -> int:
         """Meet the other ranks; the process id."""
         find_modules_in(search_path)

@@ -15,14 +15,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-from forebay.engines.base import (
-    Completion,
-    Engine,
-    EngineLost,
-    GenerateRequest,
-    joined_experts,
-    request_seed,
-)
+from forebay.engines.base import Completion, Engine, EngineLost, GenerateRequest, joined_experts, request_seed
 from forebay.engines.members import scale
 from forebay.engines.pool import LOAD_LIMIT_S, EnginePool
 from forebay.models.images import images_of

@@ -24,13 +24,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from forebay.aio.changed import Changes
-from forebay.engines.base import (
-    Completion,
-    Engine,
-    EngineHealth,
-    EngineLost,
-    GenerateRequest,
-)
+from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.call import Call
 from forebay.engines.members import Member, Members
 from forebay.models.live_weights import LiveWeights

@@ -32,13 +32,7 @@ from forebay.io.durable import made_whole
 from forebay.models.config import PYPI_PREFIX, TINY, Attention, ModelConfig, Precision
 from forebay.models.tiny import DEFAULT_CONTEXT, tiny_config, write_tiny
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 """One of these holds the vocabulary of every tokenizer that transformers reads."""
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
@@ -57,10 +51,7 @@ def load_model(folder: Path, *, dtype: Precision = "float32", attention: Attenti
 
     with errors_about(f"cannot load the model in {str(folder)!r}", OSError, ValueError):
         return auto_class(AutoConfig.from_pretrained(folder, local_files_only=True)).from_pretrained(
-            folder,
-            dtype=getattr(torch, dtype),
-            attn_implementation=attention,
-            local_files_only=True,
+            folder, dtype=getattr(torch, dtype), attn_implementation=attention, local_files_only=True
         )
 
 

@@ -96,9 +96,7 @@ def this_machine(device: str = "auto") -> Device:
         )
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device(
-        name="this machine (CPU)",
-        memory_bytes=min(installed, _control_group_limit(installed)),
-        is_gpu=False,
+        name="this machine (CPU)", memory_bytes=min(installed, _control_group_limit(installed)), is_gpu=False
     )
 
 

@@ -363,9 +363,7 @@ async def produce_tasks(
 
 
 async def pause_tasks(
-    runners: Mapping[str, TaskRunner],
-    contexts: Mapping[str, ProduceContext],
-    controller: Generation | None,
+    runners: Mapping[str, TaskRunner], contexts: Mapping[str, ProduceContext], controller: Generation | None
 ) -> dict[str, float]:
     """Stop the engines, then collect every task's groups, all at once; the seconds it took each task.
 

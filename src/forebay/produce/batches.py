@@ -47,13 +47,7 @@ from forebay.produce.strategies.rules import (
 )
 from forebay.replay import ConnectionLost, ReplayBuffer, StorageItem
 from forebay.replay.arrival import NEVER_STALE
-from forebay.types import (
-    RolloutState,
-    Status,
-    calculate_seq_staleness,
-    get_group_status,
-    oldest_step_of,
-)
+from forebay.types import RolloutState, Status, calculate_seq_staleness, get_group_status, oldest_step_of
 
 logger = logging.getLogger(__name__)
 

@@ -70,11 +70,7 @@ class ProduceProgress:
         return progress
 
     def ensure_target_upto(
-        self,
-        *,
-        batch_size: int,
-        future_step: int,
-        allocate_batch_sizes: Callable[[int, int], dict[str, int]],
+        self, *, batch_size: int, future_step: int, allocate_batch_sizes: Callable[[int, int], dict[str, int]]
     ) -> dict[str, int]:
         """Raise the target step by step up to `future_step`; return that step's batch size per task."""
         # Step by step, because a batch may be split otherwise at each of them.

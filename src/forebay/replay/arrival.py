@@ -31,14 +31,7 @@ from forebay.replay.stores.contract import (
     check_priority,
     check_tags,
 )
-from forebay.types import (
-    FIELDS,
-    RolloutState,
-    SampleParams,
-    Status,
-    expire_group,
-    label_and_fill,
-)
+from forebay.types import FIELDS, RolloutState, SampleParams, Status, expire_group, label_and_fill
 
 
 class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -24,12 +24,7 @@ from forebay.config import ConfigError, errors_about
 from forebay.io.durable import check, publish, unfinished, write_json
 from forebay.produce.recovery import GROUPS, Cut
 from forebay.runs.build import Run
-from forebay.runs.folder import (
-    checkpoint_path,
-    list_checkpoints,
-    prune_checkpoints,
-    step_of,
-)
+from forebay.runs.folder import checkpoint_path, list_checkpoints, prune_checkpoints, step_of
 from forebay.runs.placement import device_fact
 from forebay.runs.store import holder_name, keeps_consumed, store_of
 from forebay.types import Status

@@ -135,11 +135,7 @@ async def _answers(
 
 
 def _note(
-    run: Run,
-    label: str,
-    eval_sets: Sequence[EvalSet],
-    groups: list[list[RolloutState]],
-    train_step: int,
+    run: Run, label: str, eval_sets: Sequence[EvalSet], groups: list[list[RolloutState]], train_step: int
 ) -> None:
     """Log the metrics of `groups`, answered by the weights of `train_step`, in the row of that step."""
     metrics = run.evaluator.evaluate(groups, whole=len(eval_sets) == len(run.eval_sets))

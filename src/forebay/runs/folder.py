@@ -29,13 +29,7 @@ from pathlib import Path
 from typing import TextIO
 
 from forebay.config import ConfigError, ModelT, load_config
-from forebay.io.durable import (
-    DamagedError,
-    DiskError,
-    check,
-    disk_errors_named,
-    write_text,
-)
+from forebay.io.durable import DamagedError, DiskError, check, disk_errors_named, write_text
 from forebay.runs.config import RunConfig, RunFile, to_toml
 
 try:

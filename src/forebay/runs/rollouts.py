@@ -245,12 +245,7 @@ def with_precisions(config: RunConfig, *, auto: Precision | None = None) -> RunC
 
 
 def build_run_engines(
-    config: RunConfig,
-    model_folder: Path,
-    tokenizer: Any,
-    *,
-    scratch: Path | None = None,
-    lora_rank: int = 0,
+    config: RunConfig, model_folder: Path, tokenizer: Any, *, scratch: Path | None = None, lora_rank: int = 0
 ) -> list[Engine]:
     """The engines of ``[engine]``, for the model in `model_folder`; `scratch` is for their own files.
 

@@ -177,11 +177,7 @@ def bubblewrap_command(
 
 
 def launcher_command(
-    program: Sequence[str],
-    limits: Limits,
-    readable: Sequence[str] | None,
-    folder: str,
-    stderr: int,
+    program: Sequence[str], limits: Limits, readable: Sequence[str] | None, folder: str, stderr: int
 ) -> list[str]:
     """The command that runs `program` in `folder` behind the launcher.
 

@@ -13,13 +13,7 @@ from forebay.engines.scripted import ScriptedEngine
 if TYPE_CHECKING:
     from forebay.testing.store_suite import StorageConformance
 
-__all__ = [
-    "DeadlockError",
-    "ScriptedEngine",
-    "StorageConformance",
-    "VirtualTimeLoop",
-    "run_in_virtual_time",
-]
+__all__ = ["DeadlockError", "ScriptedEngine", "StorageConformance", "VirtualTimeLoop", "run_in_virtual_time"]
 
 
 def __getattr__(name: str) -> Any:

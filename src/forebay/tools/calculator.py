@@ -35,10 +35,7 @@ _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
-_UNARY: dict[type[ast.unaryop], Callable[[Number], Number]] = {
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
+_UNARY: dict[type[ast.unaryop], Callable[[Number], Number]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _CONSTANTS = {"pi": math.pi, "e": math.e}
 _FUNCTIONS: dict[str, Callable[..., Number]] = {
     "abs": abs,

@@ -179,11 +179,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def begin_save(
-    folder: Path,
-    parts: TrainerParts,
-    *,
-    train_step: int,
-    mesh: DeviceMesh | None = None,
+    folder: Path, parts: TrainerParts, *, train_step: int, mesh: DeviceMesh | None = None
 ) -> Callable[[], None]:
     """Copy a trainer, and write it into an empty folder in threads; the function that waits for the end.
 

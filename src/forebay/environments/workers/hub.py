@@ -98,11 +98,7 @@ class Hub:
 
     def counts(self) -> dict[str, Any]:
         """Plain values for `load`."""
-        return {
-            "num_steps": self.num_steps,
-            "num_episodes": self.num_episodes,
-            "recent": list(self.recent),
-        }
+        return {"num_steps": self.num_steps, "num_episodes": self.num_episodes, "recent": list(self.recent)}
 
     def load(self, counts: Mapping[str, Any]) -> None:
         """Go on counting from what `counts` gave."""

@@ -102,14 +102,7 @@ def _aligned(num_bytes: int) -> int:
 
 # The id of the schema, bytes of the plain values, four that keep the next number aligned, bytes of the body.
 _HEADER = struct.Struct("<8sI4xQ")
-_HEADS = np.dtype(
-    [
-        ("schema_id", "<u8"),
-        ("meta_bytes", "<u4"),
-        ("rest", "V4"),
-        ("body_bytes", "<u8"),
-    ]
-)
+_HEADS = np.dtype([("schema_id", "<u8"), ("meta_bytes", "<u4"), ("rest", "V4"), ("body_bytes", "<u8")])
 """The header, as numpy reads many at once."""
 
 

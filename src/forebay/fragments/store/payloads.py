@@ -22,15 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.fragments.records import SampleFragment
-from forebay.fragments.store.codec import (
-    Packed,
-    Schema,
-    pack,
-    schema_id_of,
-    stack,
-    unpack,
-    unstack,
-)
+from forebay.fragments.store.codec import Packed, Schema, pack, schema_id_of, stack, unpack, unstack
 from forebay.fragments.store.mapped import Environment, Snapshot, StoreFullError
 
 _TOTALS = struct.Struct("<QQ")

@@ -224,8 +224,7 @@ class SyncProduceStrategy(ProduceStrategy):
         # Weights that were not synchronized when due make groups that are as stale: those are no worse.
         self.leftover_threshold = max(self._max_lag, ctx.train_step - ctx.model_step)
         expired = await ctx.replay_buffer.refresh_staleness(
-            task_stale_thresholds={ctx.task_name: self.leftover_threshold},
-            current_train_step=ctx.train_step,
+            task_stale_thresholds={ctx.task_name: self.leftover_threshold}, current_train_step=ctx.train_step
         )
         self.num_expired += expired[ctx.task_name]
         # After the aging: groups that expired just now do not count.

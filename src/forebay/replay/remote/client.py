@@ -70,11 +70,7 @@ class RemoteReplayBuffer:
 
     @classmethod
     async def connect(
-        cls,
-        address: str | os.PathLike[str],
-        token: str | None = None,
-        *,
-        limit_s: float = SILENCE_LIMIT_S,
+        cls, address: str | os.PathLike[str], token: str | None = None, *, limit_s: float = SILENCE_LIMIT_S
     ) -> RemoteReplayBuffer:
         """Connect to the server at `address`.
 

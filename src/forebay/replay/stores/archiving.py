@@ -76,12 +76,7 @@ class ArchivingStorage:
         )
 
     async def take_drawn(
-        self,
-        count: int,
-        query: QueryLike,
-        random: Callable[[], float],
-        *,
-        train_step: int | None = None,
+        self, count: int, query: QueryLike, random: Callable[[], float], *, train_step: int | None = None
     ) -> list[StorageItem]:
         """Archive or remove drawn rows and return them as they were."""
         step = self._train_step

@@ -165,12 +165,7 @@ class StorageBackend(ABC):
         return taken
 
     async def take_drawn(
-        self,
-        count: int,
-        query: QueryLike,
-        random: Callable[[], float],
-        *,
-        train_step: int | None = None,
+        self, count: int, query: QueryLike, random: Callable[[], float], *, train_step: int | None = None
     ) -> list[StorageItem]:
         """`take` `count` matching rows drawn in proportion to priority; fewer only if there are fewer.
 

@@ -85,15 +85,7 @@ class BufferRerun:
             self._taken[facts["train_step"]] += [group for part in result.values() for group in part]
 
 
-CALLS = (
-    "get",
-    "take_batch",
-    "use_again",
-    "commit",
-    "restore",
-    "refresh_staleness",
-    "update_priorities",
-)
+CALLS = ("get", "take_batch", "use_again", "commit", "restore", "refresh_staleness", "update_priorities")
 """The methods that change a buffer's content, besides `put`, whose groups are written apart."""
 _PUT = ("task_name", *PutKeywords.__annotations__)
 """The other arguments of `put`."""

@@ -144,12 +144,7 @@ def _split_matrices(model: Any, mesh: DeviceMesh) -> None:
 
 def _shard(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, precision: Precision) -> None:
     """FSDP2 over every layer, and over the rest of the model as one more."""
-    from torch.distributed.fsdp import (
-        CPUOffloadPolicy,
-        MixedPrecisionPolicy,
-        OffloadPolicy,
-        fully_shard,
-    )
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     on_gpu = mesh.device_type == "cuda"

@@ -181,10 +181,7 @@ class LocalRanks(Ranks):
             join = partial(RankWorker, rank, num_ranks, init_method, device=device)
             ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
             process = get_context("spawn").Process(
-                target=_serve,
-                args=(theirs, join, threads, limit_s),
-                name=f"forebay-rank-{rank}",
-                daemon=True,
+                target=_serve, args=(theirs, join, threads, limit_s), name=f"forebay-rank-{rank}", daemon=True
             )
             process.start()
             for sock in theirs:

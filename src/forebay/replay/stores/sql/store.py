@@ -187,12 +187,7 @@ class SQLStorage(StorageBackend):
         )
 
     async def take_drawn(
-        self,
-        count: int,
-        query: QueryLike,
-        random: Callable[[], float],
-        *,
-        train_step: int | None = None,
+        self, count: int, query: QueryLike, random: Callable[[], float], *, train_step: int | None = None
     ) -> list[StorageItem]:
         """Of the rows that match, only ids and priorities are read."""
         parsed = parse_query(query)

@@ -377,11 +377,7 @@ class EnginePool:
         return member
 
     async def scale(self, change: str) -> str:
-        """Have engines join or leave, as ``+2`` or ``-1``; how many there are then.
-
-        Raises:
-            ValueError: they cannot, as here.
-        """
+        """Have engines join or leave, as ``+2`` or ``-1``; ValueError, as here, if they cannot."""
         raise ValueError(f"{change}: the engines of a cluster neither join nor leave a run")
 
     # Engines that are lost, and come back

@@ -240,8 +240,8 @@ class ReplayState:
     def _drop_chunks(self, chunks: list[Chunk], reason: str) -> None:
         self._drop(self._remove_chunks(chunks), reason)
         if limit := self.rules.rate_limit:
-            # The samples that they will never give leave the account. What the others may give stays in it:
-            # chunks sampled more often than `samples_per_insert` would otherwise use that up for good.
+            # The samples that they will never give leave the account. Those of the others stay in it:
+            # chunks sampled more often than `samples_per_insert` would otherwise use them up for good.
             most = limit.samples_per_insert * len(self.chunks)
             self.meta.difference = min(self.meta.difference, most)
 

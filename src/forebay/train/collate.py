@@ -133,11 +133,9 @@ def collate(
         cells = rows * tokens_BL.shape[1] + offsets - 1
     elif batch.layout == "packed":
         firsts = np.cumsum(widths) - widths
-        joined_BL = ranges(starts, widths)[None] if widths.any() else _PAD
-        tokens_BL = even_columns(joined_BL, -1, context)
+        tokens_BL = even_columns(ranges(starts, widths)[None] if widths.any() else _PAD, -1, context)
         cells = firsts[rows] + offsets - 1
-        # All columns are of some sequence, those of a pass without tokens, too: kernels for sequences of many
-        # lengths leave what is outside unwritten, and split between ranks there are several.
+        # All columns are of some sequence: kernels for packed ones leave what is outside of them unwritten.
         widths = np.diff(firsts if len(firsts) else [0], append=tokens_BL.shape[1])
         if with_borders:
             borders = _borders(widths, widths)

@@ -6,9 +6,8 @@
                                                  '-- has not held for `REST_STEPS` --> may be said again
 
 It reads rows as ``metrics.jsonl`` has them and keeps nothing else, so that a recorded run gives the alarms it
-gave when it ran, and a resumed run is brought up to date by its history. Rollouts that are too
-far from the policy are the matter of `forebay.train.objective.guard`; `forebay.produce.batches` tells of
-tasks that get no share of the batches.
+gave when it ran, and a resumed run is brought up to date by its history. `forebay.train.objective.guard`
+tells of rollouts too far from the policy, `forebay.produce.batches` of tasks without a share of the batches.
 """
 
 from __future__ import annotations

@@ -133,6 +133,35 @@ async def test_abort_gives_what_is_made_and_the_server_is_told(engine, server, a
     assert (await running[1]).finish_reason == "length"
 
 
+class ComparedId(str):
+    """The id of a request, which counts how often it is compared with another."""
+
+    num_compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        ComparedId.num_compared += 1
+        return str(self) == str(other)
+
+
+async def test_a_request_s_tokens_are_counted_without_a_look_at_all_the_others(engine, server, ask):
+    server.auto = False
+    requests = [ask(max_tokens=3, request_id=ComparedId(f"r{number}")) for number in range(30)]
+    # Ids need not differ: the tokens of both count.
+    requests += [ask(max_tokens=3, request_id="twice") for _ in range(2)]
+    running = [asyncio.create_task(engine.generate(request)) for request in requests]
+    await server.has_jobs(len(requests))
+    server.make(1)
+    await until(lambda: engine.num_made("twice") == 2)
+    await until(lambda: all(engine.num_made(request.request_id) for request in requests))
+    ComparedId.num_compared = 0
+    assert [engine.num_made(request.request_id) for request in requests] == [1] * 30 + [2] * 2
+    assert ComparedId.num_compared < 5 * len(requests)
+    server.make(2)
+    await asyncio.gather(*running)
+    assert [engine.num_made(request.request_id) for request in requests] == [0] * 32
+
+
 async def test_a_pause_ends_all_with_their_tokens_and_nothing_starts_until_resumed(engine, server, ask):
     server.auto = False
     request = ask(max_tokens=50)

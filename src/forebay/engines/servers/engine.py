@@ -97,6 +97,8 @@ class HTTPEngine:
         self._weights = ServerWeights(self._link, lora_rank=lora_rank, bucket_device=bucket_device)
         self._start_limit_s = start_limit_s
         self._streams: dict[Stream, None] = {}
+        self._by_id: dict[str, list[Stream]] = {}
+        """The same by their requests' ids, which need not differ: a pool asks for the tokens of each of many."""
         self._control = asyncio.Lock()
         self._state, self._lost_because = State.NEW, "it has not been brought up"
         self._not_loading = asyncio.Event()
@@ -127,6 +129,7 @@ class HTTPEngine:
             raise ValueError("servers place images in a prompt anew, so they are given none")
         stream = Stream(request, self._stop_texts, self._weights.steps)
         self._streams[stream] = None
+        self._by_id.setdefault(request.request_id, []).append(stream)
         try:
             while not stream.has_ended:
                 if self._state is State.LOADING:
@@ -136,6 +139,9 @@ class HTTPEngine:
         finally:
             stream.close()
             del self._streams[stream]
+            self._by_id[request.request_id].remove(stream)
+            if not self._by_id[request.request_id]:
+                del self._by_id[request.request_id]
         return stream.completion()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -143,14 +149,13 @@ class HTTPEngine:
 
         Their connections are closed, which makes the server drop them.
         """
-        wanted = set(request_ids)
-        for stream in self._streams:
-            if stream.request.request_id in wanted:
+        for request_id in set(request_ids):
+            for stream in self._by_id.get(request_id, ()):
                 stream.cut("abort")
 
     def num_made(self, request_id: str) -> int:
         """How many tokens a running request has by now, but for those of the piece to come; else 0."""
-        return sum(len(stream.ids) for stream in self._streams if stream.request.request_id == request_id)
+        return sum(len(stream.ids) for stream in self._by_id.get(request_id, ()))
 
     async def health(self) -> EngineHealth:
         """Whether it can serve, and how busy it is."""

@@ -3,8 +3,10 @@
 import asyncio
 import json
 
+import pyarrow.parquet as pq
 import pytest
 
+from forebay.agents import SingleTurnAgentLoop
 from forebay.config import ConfigError, parse_config
 from forebay.evaluate import Evaluator
 from forebay.ledger import Ledger
@@ -15,6 +17,7 @@ from forebay.runs.config import RunConfig
 from forebay.runs.evaluation import is_due
 from forebay.runs.folder import list_checkpoints, saved_config
 from forebay.runs.launch import launch
+from forebay.runs.record.history import list_parts
 from forebay.types import RolloutState, made_by
 from forebay.watching.stalls import StallError
 
@@ -197,6 +200,26 @@ def test_an_evaluation_that_fails_beside_takes_no_batch_with_it(tmp_path, monkey
     ]
     assert at[0] == at[1]
     assert len(at[0]) == STEPS
+
+
+class SometimesRaises(SingleTurnAgentLoop):
+    """Fails on one of the held-out prompts, outside of what an agent loop catches itself."""
+
+    async def generate_group(self, states, *, enable_partial_rollout=False):
+        if states[0].group_id.endswith("/-1/0/1"):
+            raise RuntimeError("no such prompt")
+        return await super().generate_group(states, enable_partial_rollout=enable_partial_rollout)
+
+
+@pytest.mark.parametrize("mode", ["pause", "beside"])
+def test_a_held_out_prompt_on_which_the_agent_raises_fails_alone(tmp_path, mode):
+    agent = {"name": f"{__name__}:SometimesRaises"}
+    folder = train(tmp_path, tasks=[task(agent=agent)], evaluate={"every": 3, "mode": mode}, steps=3)
+    assert [row["train_step"] for row in evaluations(folder)] == [0, 3]
+    assert [row["eval/failed"] for row in evaluations(folder)] == pytest.approx([1 / HELD_OUT] * 2)
+    lines = [row for part in list_parts(folder, "rollouts") for row in pq.read_table(part.path).to_pylist()]
+    errors = {row["error"] for row in lines if row["group_id"].endswith("/-1/0/1")}
+    assert errors == {"RuntimeError: no such prompt"}
 
 
 @pytest.mark.parametrize(

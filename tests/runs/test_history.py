@@ -1,8 +1,11 @@
 """The history of a run: every rollout that left it once, across merges, resumes, limits and failing disks."""
 
 import asyncio
+import gc
 import json
 import logging
+import threading
+import weakref
 
 import numpy as np
 import pyarrow as pa
@@ -202,6 +205,31 @@ async def test_lines_that_cannot_be_written_are_left_out_with_one_warning(tmp_pa
     written.close()
     assert [row["train_step"] for row in read(tmp_path)] == [0, 3]
     assert caplog.text.count("not complete: RuntimeError: no text") == 1
+
+
+class Group(list):
+    """One that can be looked for in memory."""
+
+
+async def test_a_disk_that_hangs_takes_no_more_and_more_memory(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(history, "_MOST_QUEUED", 3)
+    written, goes_on = History(tmp_path, limit_bytes=10**9), threading.Event()
+    written._submit(goes_on.wait)
+    groups = [Group(make_group(step, size=1)) for step in range(20)]
+    left = [weakref.ref(group) for group in groups]
+    for step in range(len(groups)):
+        written.left([groups.pop(0)], "trained", train_step=step)
+        written._flush()
+    gc.collect()
+    kept = [step for step, group in enumerate(left) if group() is not None]
+    assert 0 < len(kept) <= 3
+    goes_on.set()
+    await asyncio.wrap_future(written._writer.submit(lambda: None))
+    # The disk has caught up.
+    written.left([make_group(20, size=1)], "trained", train_step=20)
+    written.close()
+    assert [row["train_step"] for row in read(tmp_path)] == [*kept, 20]
+    assert caplog.text.count("not complete: the disk is too slow") == 1
 
 
 async def test_text_that_no_file_can_hold_is_kept_as_far_as_it_goes(tmp_path):

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from forebay.engines.pool import EnginePool
+from forebay.produce.strategies.rules import generated
 from forebay.runs.build import Run
 from forebay.runs.checkpoints import compute, phase
 from forebay.runs.reporting import raise_alarms
@@ -151,13 +152,13 @@ def _note(
 async def evaluation_groups(
     eval_sets: Sequence[EvalSet], stall_watch: StallWatch | None = None
 ) -> list[list[RolloutState]]:
-    """A judged group for every held-out prompt; all are generated at once.
+    """A judged group for every held-out prompt, FAILED as in production; all are generated at once.
 
     Raises:
         StallError: none of them has been finished for too long.
     """
     work = [
-        eval_set.agent_loop.generate_group(group)
+        generated(eval_set.agent_loop.generate_group, group, eval_set.task_name)
         for eval_set in eval_sets
         for group in await eval_set.groups()
     ]

@@ -29,8 +29,8 @@ from forebay.produce.sampler import Sampler
 from forebay.produce.strategies.rules import (
     GroupRules,
     book_tags,
-    check_form,
     fail_group,
+    generated,
     name_group,
     record_left,
 )
@@ -170,23 +170,18 @@ class ProduceContext:
         """Generate and judge a group; any exception of the agent loop makes it FAILED with the reason."""
         clock = asyncio.get_running_loop().time
         started = clock()
-        lengths = [len(state.response_ids) for state in rollout_state]
-        for state, length in zip(rollout_state, lengths, strict=True):
+        for state in rollout_state:
             note_place(state, None)
             goes_on = enable_partial_rollout or state.status is Status.COMPLETED
-            if not (goes_on and length):
+            if not (goes_on and len(state.response_ids)):
                 # It starts over, perhaps because it had expired: all its tokens will be new.
                 state.extra_fields.pop(COUNTED_TOKENS_KEY, None)
-        try:
-            returned = await self.agent_loop.generate_group(
-                rollout_state, enable_partial_rollout=enable_partial_rollout
-            )
-            group = check_form(returned, rollout_state, lengths)
-        # Agent loops are user code; this is the one place where what they raise becomes a FAILED group.
-        except Exception as error:
-            logger.exception("task %s: group %s failed", self.task_name, rollout_state[0].group_id)
-            group = rollout_state
-            fail_group(group, f"{type(error).__name__}: {error}", raised_at(error))
+        group = await generated(
+            self.agent_loop.generate_group,
+            rollout_state,
+            self.task_name,
+            enable_partial_rollout=enable_partial_rollout,
+        )
         elapsed_s = clock() - started
         for state in group:
             state.extra_fields[GROUP_GENERATE_TIME_KEY] = elapsed_s

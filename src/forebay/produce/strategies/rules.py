@@ -12,9 +12,10 @@ context without `GroupRules` stores groups as they are, as long as they are well
 
 from __future__ import annotations
 
+import logging
 import math
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -24,6 +25,7 @@ import numpy as np
 from forebay.agents.base import split_attempts
 from forebay.ledger import Ledger
 from forebay.replay.stores.contract import TagValue
+from forebay.tracebacks import raised_at
 from forebay.types import (
     FAILED_AT_KEY,
     TOKEN_FIELDS,
@@ -35,6 +37,8 @@ from forebay.types import (
     note_place,
     reset_rollout_response,
 )
+
+logger = logging.getLogger(__name__)
 
 WhyUntrainable = Callable[[RolloutState], str | None]
 """Why the trainer cannot take a COMPLETED rollout; None if it can."""
@@ -139,6 +143,20 @@ def why_failed(group: Sequence[RolloutState]) -> dict[str, Any]:
     state = next((state for state in group if state.error_msg), group[0])
     error = state.error_msg and state.error_msg[:_ERROR_LENGTH]
     return {"error": error, "at": state.extra_fields.get(FAILED_AT_KEY)}
+
+
+async def generated(
+    generate: Callable[..., Awaitable[object]], given: list[RolloutState], task_name: str, **how: Any
+) -> list[RolloutState]:
+    """The group that the method `generate` of an agent loop makes of `given`; if it raises, `given`, FAILED."""
+    lengths = [len(state.response_ids) for state in given]
+    try:
+        return check_form(await generate(given, **how), given, lengths)
+    # Agent loops are user code; this is the one place where what they raise becomes a FAILED group.
+    except Exception as error:
+        logger.exception("task %s: group %s failed", task_name, given[0].group_id)
+        fail_group(given, f"{type(error).__name__}: {error}", raised_at(error))
+        return given
 
 
 def check_form(returned: object, given: Sequence[RolloutState], lengths: Sequence[int]) -> list[RolloutState]:

@@ -13,7 +13,7 @@ A rollout leaves the run trained or dropped, and its line says all that is known
 changed. One that is trained on again has one more line for each time, with the outcome ``reused``. Files are
 put together as they become many, so that a query opens some dozens of them; a reader that finds both takes
 the one that covers more (`list_parts`). Over the limit the oldest files are removed, and ``removed.json``
-counts their lines. Lines that a full disk does not take are left out with a warning.
+counts their lines. Lines that a full disk does not take, or a slow one not in time, are left out with a warning.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ _MAX_FILE_BYTES = 256 << 20
 """Larger files are not put together: the limit of the history removes whole files."""
 _MOST_PENDING = 4096
 """Rollouts that wait in memory for the next flush."""
+_MOST_QUEUED = 64
+"""Flushes that wait for the disk: two minutes of one that hangs. Each holds its rollouts and train batches."""
 
 
 class History:
@@ -86,6 +88,8 @@ class History:
         self._spans: list[Span] = []
         self._timer: asyncio.TimerHandle | None = None
         self._writer: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "history")
+        # The first grows in the event loop alone, the second in the writer's thread.
+        self._num_submitted = self._num_tried = 0
         self._submit(self._files.begin, resumed_from)
 
     def left(
@@ -134,11 +138,15 @@ class History:
             self._timer.cancel()
             self._timer = None
         if self._rollouts or self._spans:
-            self._submit(self._files.add, self._rollouts, self._spans)
+            if self._num_submitted - self._num_tried < _MOST_QUEUED:
+                self._submit(self._files.add, self._rollouts, self._spans)
+            else:
+                self._warn("the disk is too slow")
             self._rollouts, self._spans, self._num_pending = [], [], 0
 
     def _submit(self, action: Callable[..., None], *arguments: Any) -> None:
         if self._writer is not None:
+            self._num_submitted += 1
             self._writer.submit(self._try, action, *arguments)
 
     def _try(self, action: Callable[..., None], *arguments: Any) -> None:
@@ -147,10 +155,14 @@ class History:
         # A full disk; a value of user code that no column holds, of which any method may fail. The run goes
         # on without these lines. Nobody looks at the future of this call: an error would not be seen.
         except Exception as error:
-            if not self._has_warned:
-                kind = type(error).__name__
-                logger.warning("the history of the run is not complete: %s: %s", kind, error)
-            self._has_warned = True
+            self._warn(f"{type(error).__name__}: {error}")
+        finally:
+            self._num_tried += 1
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            logger.warning("the history of the run is not complete: %s", reason)
+        self._has_warned = True
 
 
 class _Files:

@@ -3,7 +3,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.judges import FunctionJudge, Judge, ShuffledJudge
+from forebay.judges import ComposedJudge, FunctionJudge, Judge, Part, ShuffledJudge
 from forebay.types import RolloutState, Status
 
 
@@ -54,9 +54,19 @@ async def test_failures_stay_where_they_are_and_single_rollouts_pass() -> None:
     await ShuffledJudge(Number(), seed=0).judge(group)
     assert [state.status for state in group] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
     assert group[1].reward is None
-    assert "judge Number" in group[1].error_msg
+    assert "judge shuffled Number" in group[1].error_msg
     single = group_of([5], "g")[0]
     judge = ShuffledJudge(FunctionJudge(lambda state: 5.0, name="five"), seed=0)
     await judge.judge(single)
     assert single.reward == {"score": 5.0}
     assert judge.name == "shuffled five"
+
+
+async def test_as_a_part_of_another_judge_it_permutes_as_it_does_alone() -> None:
+    scores = list(range(8))
+    shuffled = ShuffledJudge(Number(), seed=0)
+    parts = [Part(label="true", judge=Number(), weight=0.0), Part(label="shuffled", judge=shuffled)]
+    group = await ComposedJudge(parts).judge(group_of(scores, "g"))
+    assert [state.reward["true"] for state in group] == scores
+    found = [state.reward["score"] for state in group]
+    assert found == await shuffled_scores(scores) != scores

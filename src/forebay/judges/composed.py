@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from forebay.aio.time_limits import CallThreads
-from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge, JudgeError, Target, Verdict, checked_reward
+from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge, JudgeError, Verdict, checked_reward
 from forebay.types import ROLLOUT_FIELDS, RolloutState
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -237,17 +237,14 @@ class ShuffledJudge(Judge):
         """The inner judge's score: one rollout has nothing to be permuted with."""
         return await self.inner.score(state)
 
-    async def judge(self, target: Target) -> Target:
-        """Judge, then permute."""
-        await self.inner.judge(target)
-        if isinstance(target, list) and (judged := [state for state in target if state.reward is not None]):
+    async def verdicts(self, states: Sequence[RolloutState]) -> list[dict[str, Any] | JudgeError]:
+        """The inner judge's, permuted."""
+        verdicts = await self.inner.verdicts(states)
+        if rewards := [verdict for verdict in verdicts if not isinstance(verdict, JudgeError)]:
             # Not `hash`, which gives another number for the same text in each process.
-            digest = hashlib.blake2b(f"{self.seed}/{judged[0].group_id}".encode(), digest_size=8).digest()
-            rewards = [state.reward for state in judged]
+            digest = hashlib.blake2b(f"{self.seed}/{states[0].group_id}".encode(), digest_size=8).digest()
             random.Random(int.from_bytes(digest, "little")).shuffle(rewards)
-            for state, reward in zip(judged, rewards, strict=True):
-                state.reward = reward
-        return target
+        return [verdict if isinstance(verdict, JudgeError) else rewards.pop(0) for verdict in verdicts]
 
     async def aclose(self) -> None:
         """Close the inner judge."""

@@ -4,6 +4,8 @@ import pickle
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import active_children
+from multiprocessing.context import SpawnProcess
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +16,7 @@ from forebay.io.shared import MemoryFile, lay_out, mapped, views
 from forebay.train import Packer, TrainBatch, TrainConfig
 from forebay.train.parallel.frames import connect, receive, send
 from forebay.train.parallel.learner import RankedLearner, source_of
-from forebay.train.parallel.ranks import FailedCall, RankError, Ranks
+from forebay.train.parallel.ranks import FailedCall, LocalRanks, RankError, Ranks
 from forebay.train.parallel.sharding import own_block
 from forebay.train.parallel.worker import RankWorker
 
@@ -115,6 +117,20 @@ def test_a_call_beside_a_failed_save_tells_of_the_disk():
             ranks.call("update", [[]])
         with pytest.raises(RankError, match="No space left on device"):
             saving.result(10)
+
+
+def test_a_rank_that_cannot_be_started_leaves_none_of_the_others(monkeypatch):
+    start = SpawnProcess.start
+
+    def refuse_second(process):
+        if process.name == "forebay-rank-1":
+            raise BlockingIOError("no process is left")
+        start(process)
+
+    monkeypatch.setattr(SpawnProcess, "start", refuse_second)
+    with pytest.raises(BlockingIOError, match="no process is left"):
+        LocalRanks(3)
+    assert not [child for child in active_children() if child.name.startswith("forebay-rank")]
 
 
 def test_results_of_ranks_are_put_together_in_the_order_of_the_batch():

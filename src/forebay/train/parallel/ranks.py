@@ -183,9 +183,17 @@ class LocalRanks(Ranks):
             process = get_context("spawn").Process(
                 target=_serve, args=(theirs, join, threads, limit_s), name=f"forebay-rank-{rank}", daemon=True
             )
-            process.start()
-            for sock in theirs:
-                sock.close()
+            try:
+                process.start()
+            except BaseException:
+                for sock in ours:
+                    sock.close()
+                # Those that were started would wait for the others.
+                Ranks.close(self)
+                raise
+            finally:
+                for sock in theirs:
+                    sock.close()
             self._ranks.append(_Rank(process, [frames.connect(sock, START_LIMIT_S) for sock in ours]))
         self._ask(START, [()] * num_ranks)
         self._limit_s = limit_s

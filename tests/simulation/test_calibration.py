@@ -59,6 +59,38 @@ def test_a_run_is_measured(tmp_path):
     assert cluster.slots == DEFAULT_MAX_BATCH
 
 
+def test_requests_of_several_engines_are_spread_over_them():
+    # One alone is at one engine; four are two at each; of ten at each, eight run.
+    alone, four, twenty = (
+        [(start, start + 1.0, 10)] * count for start, count in ((0.0, 1), (1.0, 4), (2.0, 20))
+    )
+    assert measure_rates([*alone, *four, *twenty], slots=8, engines=2) == ((1, 10.0), (2, 20.0), (8, 100.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "engines"),
+    [
+        ({"engine": {"name": "process", "arguments": {"engines": 4, "max_batch": 2}}}, 4),
+        (
+            {
+                "engine": {"arguments": {"max_batch": 2}},
+                "cluster": {"name": "ray", "arguments": {"num_engines": 4}},
+            },
+            4,
+        ),
+        ({"engine": {"arguments": {"max_batch": 2}}}, 1),
+    ],
+)
+def test_a_run_with_several_engines_is_described_with_as_many(tmp_path, changes, engines):
+    write_run(tmp_path)
+    cluster, _ = calibrate(tmp_path, run_config(**changes))
+    assert (cluster.engines, cluster.slots) == (engines, 2)
+    # Two requests at a time of 35 tokens in 2 s, together.
+    assert cluster.tokens_per_s == (
+        ((1, pytest.approx(8.75)),) if engines > 1 else ((2, pytest.approx(17.5)),)
+    )
+
+
 def test_a_run_without_a_history_is_refused(tmp_path):
     write_run(tmp_path)
     shutil.rmtree(tmp_path / "history")

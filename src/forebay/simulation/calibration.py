@@ -76,12 +76,16 @@ def calibrate(folder: Path, config: RunConfig) -> tuple[ClusterConfig, Measured]
     if (folder / "ledger.jsonl").exists():
         balance = Ledger.read(folder / "ledger.jsonl").balance({})
         filtered_share = balance.dropped.get("filtered", 0) / max(1, balance.generated)
-    slots = config.engine.arguments.get("max_batch", DEFAULT_MAX_BATCH)
+    given, on_cluster = config.engine.arguments, config.cluster.arguments if config.cluster else {}
+    slots = given.get("max_batch", DEFAULT_MAX_BATCH)
+    engines = given.get("engines") or given.get("servers") or len(given.get("urls", ())) or 1
+    engines *= on_cluster.get("num_engines", 1)
     num_kept = min(len(lengths), _MAX_LENGTHS)
     shares = (np.arange(num_kept) + 0.5) / num_kept
     cluster = ClusterConfig(
+        engines=engines,
         slots=slots,
-        tokens_per_s=measure_rates(rollouts, slots),
+        tokens_per_s=measure_rates(rollouts, slots, engines),
         lengths=LengthConfig(values=np.quantile(lengths, shares, method="inverted_cdf").tolist()),
         train_s=mean_s(TRAIN),
         sync_s=mean_s(SYNC),
@@ -94,11 +98,14 @@ def calibrate(folder: Path, config: RunConfig) -> tuple[ClusterConfig, Measured]
     )
 
 
-def measure_rates(rollouts: Sequence[tuple[float, float, int]], slots: int) -> tuple[tuple[int, float], ...]:
-    """Pairs (running requests, tokens/s), rising, from (start, end, tokens) of every request.
+def measure_rates(
+    rollouts: Sequence[tuple[float, float, int]], slots: int, engines: int = 1
+) -> tuple[tuple[int, float], ...]:
+    """Pairs (running requests, tokens/s) of one engine, rising, from (start, end, tokens) of every request.
 
     A request's tokens are spread evenly over its time; between two starts or ends the tokens of all that run
-    count for their number. Numbers over `slots`, where some only wait, count as `slots`.
+    count for their number. Requests are spread evenly over the engines, as a pool does it. Numbers over
+    `slots`, where some only wait, count as `slots`.
 
     >>> measure_rates([(0, 10, 20), (0, 10, 20), (10, 20, 40)], slots=8)
     ((1, 4.0), (2, 4.0))
@@ -110,9 +117,10 @@ def measure_rates(rollouts: Sequence[tuple[float, float, int]], slots: int) -> t
     running = np.cumsum(np.concatenate([np.ones(len(times)), -np.ones(len(times))])[order])[:-1]
     rates = np.cumsum(np.concatenate([speeds, -speeds])[order])[:-1]
     lasted_s = np.diff(moments[order])
-    level = np.minimum(running, slots).astype(int)
+    at_work = np.clip(running, 1, engines)
+    level = np.minimum(np.rint(running / at_work), slots).astype(int)
     seconds = np.bincount(level, lasted_s, minlength=slots + 1)
-    tokens = np.bincount(level, lasted_s * rates, minlength=slots + 1)
+    tokens = np.bincount(level, lasted_s * rates / at_work, minlength=slots + 1)
     # Parts of the levels, from 1 on, that saw about as much time each.
     shares = np.cumsum(seconds[1:]) / max(seconds[1:].sum(), 1e-9)
     part = np.minimum((shares * _MAX_PAIRS).astype(int), _MAX_PAIRS - 1)

@@ -98,7 +98,7 @@ class HTTPEngine:
         self._start_limit_s = start_limit_s
         self._streams: dict[Stream, None] = {}
         self._by_id: dict[str, list[Stream]] = {}
-        """The same by their requests' ids, which need not differ: a pool asks for the tokens of each of many."""
+        """The same by the ids of their requests, which need not differ: a pool asks for each of many at once."""
         self._control = asyncio.Lock()
         self._state, self._lost_because = State.NEW, "it has not been brought up"
         self._not_loading = asyncio.Event()

@@ -13,7 +13,8 @@ A rollout leaves the run trained or dropped, and its line says all that is known
 changed. One that is trained on again has one more line for each time, with the outcome ``reused``. Files are
 put together as they become many, so that a query opens some dozens of them; a reader that finds both takes
 the one that covers more (`list_parts`). Over the limit the oldest files are removed, and ``removed.json``
-counts their lines. Lines that a full disk does not take, or a slow one not in time, are left out with a warning.
+counts their lines. Lines that a full disk does not take, or a slow one not in time, are left out with a
+warning.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _MAX_FILE_BYTES = 256 << 20
 _MOST_PENDING = 4096
 """Rollouts that wait in memory for the next flush."""
 _MOST_QUEUED = 64
-"""Flushes that wait for the disk: two minutes of one that hangs. Each holds its rollouts and train batches."""
+"""Flushes that wait for the disk, with their rollouts and train batches: two minutes of one that hangs."""
 
 
 class History:

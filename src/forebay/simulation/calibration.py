@@ -33,6 +33,8 @@ _MAX_LENGTHS = 1000
 """Quantiles that are kept of the measured lengths: a file to read, and more than a tail needs."""
 _MAX_PAIRS = 12
 """Levels of concurrency that get a rate of their own."""
+_Call = tuple[float, float, int]
+"""Start, end and tokens."""
 _NOTE = re.compile(r"(\w+), (\d+) tokens")
 
 
@@ -76,10 +78,9 @@ def calibrate(folder: Path, config: RunConfig) -> tuple[ClusterConfig, Measured]
     if (folder / "ledger.jsonl").exists():
         balance = Ledger.read(folder / "ledger.jsonl").balance({})
         filtered_share = balance.dropped.get("filtered", 0) / max(1, balance.generated)
-    given, on_cluster = config.engine.arguments, config.cluster.arguments if config.cluster else {}
+    given = {**config.engine.arguments, **(config.cluster.arguments if config.cluster else {})}
     slots = given.get("max_batch", DEFAULT_MAX_BATCH)
-    engines = given.get("engines") or given.get("servers") or len(given.get("urls", ())) or 1
-    engines *= on_cluster.get("num_engines", 1)
+    engines = given.get("engines", 1) * given.get("num_engines", 1)
     num_kept = min(len(lengths), _MAX_LENGTHS)
     shares = (np.arange(num_kept) + 0.5) / num_kept
     cluster = ClusterConfig(
@@ -98,9 +99,7 @@ def calibrate(folder: Path, config: RunConfig) -> tuple[ClusterConfig, Measured]
     )
 
 
-def measure_rates(
-    rollouts: Sequence[tuple[float, float, int]], slots: int, engines: int = 1
-) -> tuple[tuple[int, float], ...]:
+def measure_rates(rollouts: Sequence[_Call], slots: int, engines: int = 1) -> tuple[tuple[int, float], ...]:
     """Pairs (running requests, tokens/s) of one engine, rising, from (start, end, tokens) of every request.
 
     A request's tokens are spread evenly over its time; between two starts or ends the tokens of all that run
@@ -135,7 +134,7 @@ def measure_rates(
     return tuple(dict(pairs).items())
 
 
-def _rollouts(bars: Sequence[Span], start_s: float) -> tuple[list[tuple[float, float, int]], list[int]]:
+def _rollouts(bars: Sequence[Span], start_s: float) -> tuple[list[_Call], list[int]]:
     """Start, end and tokens of calls that began after `start_s`; lengths of responses completed after it."""
     calls, lengths, so_far = [], [], dict[str, int]()
     for bar in bars:

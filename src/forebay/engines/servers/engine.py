@@ -98,7 +98,7 @@ class HTTPEngine:
         self._start_limit_s = start_limit_s
         self._streams: dict[Stream, None] = {}
         self._by_id: dict[str, list[Stream]] = {}
-        """The same by the ids of their requests, which need not differ: a pool asks for each of many at once."""
+        """The same by the ids of their requests, which need not differ: a pool asks for all ids in turn."""
         self._control = asyncio.Lock()
         self._state, self._lost_because = State.NEW, "it has not been brought up"
         self._not_loading = asyncio.Event()
@@ -149,9 +149,8 @@ class HTTPEngine:
 
         Their connections are closed, which makes the server drop them.
         """
-        for request_id in set(request_ids):
-            for stream in self._by_id.get(request_id, ()):
-                stream.cut("abort")
+        for stream in [stream for name in set(request_ids) for stream in self._by_id.get(name, ())]:
+            stream.cut("abort")
 
     def num_made(self, request_id: str) -> int:
         """How many tokens a running request has by now, but for those of the piece to come; else 0."""

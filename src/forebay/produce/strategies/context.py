@@ -176,12 +176,8 @@ class ProduceContext:
             if not (goes_on and len(state.response_ids)):
                 # It starts over, perhaps because it had expired: all its tokens will be new.
                 state.extra_fields.pop(COUNTED_TOKENS_KEY, None)
-        group = await generated(
-            self.agent_loop.generate_group,
-            rollout_state,
-            self.task_name,
-            enable_partial_rollout=enable_partial_rollout,
-        )
+        how = {"enable_partial_rollout": enable_partial_rollout}
+        group = await generated(self.agent_loop.generate_group, rollout_state, self.task_name, **how)
         elapsed_s = clock() - started
         for state in group:
             state.extra_fields[GROUP_GENERATE_TIME_KEY] = elapsed_s

@@ -148,7 +148,7 @@ def why_failed(group: Sequence[RolloutState]) -> dict[str, Any]:
 async def generated(
     generate: Callable[..., Awaitable[object]], given: list[RolloutState], task_name: str, **how: Any
 ) -> list[RolloutState]:
-    """The group that `generate` of an agent loop makes of `given`; if it raises, `given` as a FAILED group."""
+    """The group that `generate` of an agent loop makes of `given`; `given` as a FAILED one, if it raises."""
     lengths = [len(state.response_ids) for state in given]
     try:
         return check_form(await generate(given, **how), given, lengths)

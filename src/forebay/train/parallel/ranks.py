@@ -177,24 +177,21 @@ class LocalRanks(Ranks):
         init_method = f"file://{Path(self._folder.name) / 'rendezvous'}"
         threads = threads or max(1, torch.get_num_threads() // num_ranks)
         self._ranks: list[_Rank] = []
-        for rank in range(num_ranks):
-            join = partial(RankWorker, rank, num_ranks, init_method, device=device)
-            ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
-            process = get_context("spawn").Process(
-                target=_serve, args=(theirs, join, threads, limit_s), name=f"forebay-rank-{rank}", daemon=True
-            )
-            try:
+        with contextlib.ExitStack() as begun:
+            # If one cannot be started, those that were would wait for it.
+            begun.callback(Ranks.close, self)
+            for rank in range(num_ranks):
+                join = partial(RankWorker, rank, num_ranks, init_method, device=device)
+                ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
+                for sock in (*ours, *theirs):
+                    begun.callback(sock.close)
+                given, name = (theirs, join, threads, limit_s), f"forebay-rank-{rank}"
+                process = get_context("spawn").Process(target=_serve, args=given, name=name, daemon=True)
                 process.start()
-            except BaseException:
-                for sock in ours:
-                    sock.close()
-                # Those that were started would wait for the others.
-                Ranks.close(self)
-                raise
-            finally:
                 for sock in theirs:
                     sock.close()
-            self._ranks.append(_Rank(process, [frames.connect(sock, START_LIMIT_S) for sock in ours]))
+                self._ranks.append(_Rank(process, [frames.connect(sock, START_LIMIT_S) for sock in ours]))
+            begun.pop_all()
         self._ask(START, [()] * num_ranks)
         self._limit_s = limit_s
         for started in self._ranks:

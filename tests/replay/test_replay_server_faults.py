@@ -524,3 +524,29 @@ async def test_the_arrays_of_a_group_are_views_of_what_came(buffer):
     assert same(first.response_ids, group[0].response_ids)
     data[:4] = b"\x07\x00\x00\x00"
     assert first.response_ids[0] == 7
+
+
+async def test_a_group_that_cannot_be_read_here_is_an_error_and_stays_with_the_server(
+    buffer, path, monkeypatch
+):
+    await put_named(buffer, "a")
+    num_read = 0
+
+    def fail(*_):
+        nonlocal num_read
+        num_read += 1
+        # A second attempt would meet the same group, and a third.
+        if num_read > 2:
+            pytest.fail("the client takes what it cannot read again and again")
+        raise ValueError("a tensor needs torch")
+
+    async with serve(buffer, path), await connect(path) as client:
+        with monkeypatch.context() as patch:
+            patch.setattr(client_link, "unpack_group", fail)
+            for take in (client.get(1, "math", COMPLETED), client.take_batch({"math": 1}, train_step=3)):
+                with pytest.raises(ConnectionLost, match="a tensor needs torch"):
+                    await take
+                seen = buffer.version
+                while not len(buffer):
+                    seen = await buffer.wait_for_change(seen)
+        assert names(await client.get(1, "math", COMPLETED)) == ["a"]

@@ -7,6 +7,7 @@ import pytest
 import sqlalchemy as sa
 from replay_factory import make_group, make_row, names
 
+from forebay.io.address import Address
 from forebay.replay import (
     ConnectionLost,
     FIFOReplayPolicy,
@@ -16,9 +17,13 @@ from forebay.replay import (
     SQLStorage,
     serve,
 )
+from forebay.replay.remote import calls
+from forebay.replay.remote.calls import Served
 from forebay.replay.remote.connection import ClientConnection
 from forebay.replay.remote.handover import Handover, take_over
+from forebay.replay.remote.link import BufferLink
 from forebay.replay.remote.messages import TakeArguments
+from forebay.replay.stores.errors import OwnerLost, StoreBusy
 from forebay.replay.stores.sql import writes
 from forebay.replay.stores.sql.schema import receipts
 from forebay.types import Status
@@ -123,6 +128,71 @@ async def test_what_is_given_back_while_it_is_being_confirmed_is_live_again(buff
         await asyncio.gather(served.keep(b"key", handover), served.release(b"key", handover))
         assert await live_names(buffer) == ["a"]
         assert served.room.num_live == 1
+
+
+def fail_next(monkeypatch, storage, methods, number, error=StoreBusy):
+    """The next calls of these methods fail before anything is changed, so many in all; those made."""
+    failed = []
+
+    def failing(method):
+        original = getattr(storage, method)
+
+        async def run(*args, **keywords):
+            if len(failed) < number:
+                failed.append(method)
+                raise error("another process writes")
+            return await original(*args, **keywords)
+
+        return run
+
+    for method in methods:
+        monkeypatch.setattr(storage, method, failing(method))
+    return failed
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+async def test_what_a_store_that_fails_does_not_take_back_it_takes_back_later(
+    buffer, path, monkeypatch, number
+):
+    monkeypatch.setattr(calls, "AGAIN_S", 0.01)
+    await buffer.put_groups([make_group(name) for name in "abc"], "math")
+    async with serve(buffer, path) as server:
+        link = await BufferLink.open(Address.parse(path), None)
+        for key in (b"1", b"2"):
+            await link.ask("take_batch", TakeArguments(key, {"math": 1}, COMPLETED))
+        failed = fail_next(monkeypatch, buffer.storage, ["update_if"], number)
+        seen = buffer.version
+        await link.close()
+        while len(await live_names(buffer)) != 3:
+            seen = await buffer.wait_for_change(seen)
+        assert len(failed) == number
+        assert server._served.room.num_live == 3
+
+
+async def test_groups_that_a_later_owner_has_are_not_given_back(buffer, path, monkeypatch):
+    monkeypatch.setattr(calls, "AGAIN_S", 0.0)
+    await buffer.put(make_group("a"), "math")
+    async with serve(buffer, path) as server:
+        served = server._served
+        handover = await served.take(TakeArguments(b"key", {"math": 1}, COMPLETED))
+        failed = fail_next(monkeypatch, buffer.storage, ["update_if"], 9, OwnerLost)
+        await served.release(b"key", handover)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(failed) == 1
+
+
+@pytest.mark.parametrize("take", TAKES.values(), ids=TAKES)
+async def test_what_a_store_that_fails_does_not_hand_over_is_live_again(buffer, path, monkeypatch, take):
+    await buffer.put_groups([make_group(name) for name in "abc"], "math")
+    async with serve(buffer, path), await RemoteReplayBuffer.connect(path) as client:
+        failed = fail_next(monkeypatch, Handover, ["keep"], 1)
+        with pytest.raises(StoreBusy):
+            await take(client)
+        assert failed == ["keep"]
+        assert await live_names(buffer) == ["a", "b", "c"]
+        result = await take(client)
+        assert names(result if isinstance(result, list) else result[0]["math"]) == ["a", "b"]
 
 
 @pytest.mark.parametrize("train_step", [None, 4])
@@ -244,3 +314,56 @@ async def test_old_receipts_are_forgotten(open_store, monkeypatch):
     assert [await store.has_receipt(key) for key in (b"old", b"new", b"last\0")] == [False, True, True]
     with store._reading() as connection:
         assert connection.scalar(sa.select(sa.func.count()).select_from(receipts)) == 2
+
+
+@pytest.mark.parametrize("moment", ["connecting", "asking", "before the server knows"])
+@pytest.mark.parametrize("take", TAKES.values(), ids=TAKES)
+async def test_a_take_cancelled_while_it_is_confirmed_again_loses_nothing(
+    buffer, path, monkeypatch, take, moment
+):
+    await buffer.put_groups([make_group(name) for name in "abc"], "math")
+    reached, go_on = asyncio.Event(), asyncio.Event()
+    keep, connect = Served.keep, RemoteReplayBuffer._open_again
+
+    async def keep_slowly(served, key, handover):
+        await keep(served, key, handover)
+        # The second time it is the client's next connection.
+        if handover is None:
+            reached.set()
+            await go_on.wait()
+
+    async def connect_slowly(client):
+        if moment == "connecting":
+            reached.set()
+            await asyncio.sleep(0.05)
+        return await connect(client)
+
+    monkeypatch.setattr(Served, "keep", keep_slowly)
+    monkeypatch.setattr(RemoteReplayBuffer, "_open_again", connect_slowly)
+    async with serve(buffer, path) as server, await RemoteReplayBuffer.connect(path) as client:
+        broken = break_once(monkeypatch, "_reply", lambda value: value is None)
+        if moment == "before the server knows":
+            release = Served.release
+
+            async def release_late(served, key, handover, *, unless_kept=False):
+                if unless_kept:
+                    await go_on.wait()
+                await release(served, key, handover, unless_kept=unless_kept)
+
+            monkeypatch.setattr(Served, "release", release_late)
+        taking = asyncio.create_task(take(client))
+        await reached.wait()
+        assert broken
+        taking.cancel()
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+        seen = buffer.version
+        while len(await live_names(buffer)) != 3:
+            seen = await buffer.wait_for_change(seen)
+        go_on.set()
+        await client.count("math", COMPLETED)
+        while server.num_clients != 1:
+            await asyncio.sleep(0)
+        assert await live_names(buffer) == ["a", "b", "c"]
+        assert server._served.takes == {}

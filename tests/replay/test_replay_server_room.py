@@ -5,6 +5,8 @@ import asyncio
 import pytest
 from replay_factory import make_group, names
 
+from forebay.aio import virtual_time
+from forebay.aio.changed import BufferClosed
 from forebay.aio.gate import Gate
 from forebay.replay import (
     FIFOReplayPolicy,
@@ -14,7 +16,8 @@ from forebay.replay import (
     SQLStorage,
     serve,
 )
-from forebay.replay.remote.calls import MAX_REMEMBERED, Outcomes, Room
+from forebay.replay.remote.calls import MAX_REMEMBERED, Limits, Outcomes, Room, Served
+from forebay.replay.stores.errors import StoreBusy
 from forebay.types import Status
 
 COMPLETED = Status.COMPLETED
@@ -234,3 +237,58 @@ async def test_the_outcome_that_came_last_is_known_whenever_its_work_began():
     # The connection was lost before the answer, and the client asks again.
     await outcomes.once(b"slow", slow, MAX_REMEMBERED)
     assert stored == ["slow"]
+
+
+class FailingStorage(IndexedStorage):
+    """As one on disk, which is counted by asking it, and whose next counts fail."""
+
+    num_failing = 0
+
+    async def count(self, query):
+        if self.num_failing:
+            self.num_failing -= 1
+            raise StoreBusy("another process writes")
+        return await super().count(query)
+
+    def close(self):
+        self.num_failing = 0
+
+
+@pytest.mark.parametrize("num_failing", [1, 3])
+def test_a_count_that_fails_keeps_no_put_waiting(num_failing):
+    async def run():
+        storage = FailingStorage()
+        buffer = ReplayBuffer(FIFOReplayPolicy(), storage)
+        served = Served(buffer, instance=b"", limits=Limits(max_live=1))
+        await served.open()
+        await buffer.put(make_group("a"), "math")
+        entering = asyncio.create_task(served.room.admit(1))
+        await asyncio.sleep(1)
+        storage.num_failing = num_failing
+        await buffer.take_batch({"math": 1})
+        await entering
+        assert storage.num_failing == 0
+        await served.close()
+
+    virtual_time.run(run())
+
+
+def test_closing_a_buffer_whose_store_fails_ends_the_waits_for_room():
+    async def run():
+        storage = FailingStorage()
+        buffer = ReplayBuffer(FIFOReplayPolicy(), storage)
+        served = Served(buffer, instance=b"", limits=Limits(max_live=1))
+        await served.open()
+        await buffer.put(make_group("a"), "math")
+        entering = asyncio.create_task(served.room.admit(1))
+        await asyncio.sleep(1)
+        storage.num_failing = 1000
+        await buffer.take_batch({"math": 1})
+        await asyncio.sleep(10)
+        assert not entering.done()
+        await buffer.close()
+        with pytest.raises(BufferClosed):
+            await entering
+        await served.close()
+
+    virtual_time.run(run())

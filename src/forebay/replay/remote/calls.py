@@ -13,6 +13,7 @@ and takes whose answer may have been lost.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
@@ -24,6 +25,8 @@ import msgspec
 from forebay.aio.changed import BufferClosed
 from forebay.aio.gate import Gate, SharedLock
 from forebay.aio.tasks import finish
+from forebay.aio.time_limits import timeout
+from forebay.io.channel import STALL_S
 from forebay.io.messages import check_limit
 from forebay.replay.arrival import arrived_row
 from forebay.replay.buffer import ReplayBuffer
@@ -31,9 +34,15 @@ from forebay.replay.format.packed import GroupCodec, HeldGroup
 from forebay.replay.remote import messages
 from forebay.replay.remote.handover import Handover, recover, take_over
 from forebay.replay.stores.contract import StorageBackend, StorageItem
+from forebay.replay.stores.errors import OwnerLost
 from forebay.types import Status
 
 Value = TypeVar("Value")
+
+_log = logging.getLogger(__name__)
+
+AGAIN_S = 1.0
+"""Before a store that failed is asked again; nothing tells that its database is back."""
 
 MAX_REMEMBERED = 16_384
 """Groups put and takes whose outcome is remembered: many times what clients have under way at once."""
@@ -55,6 +64,10 @@ class Served:
         """Grows when `num_evicted` changes."""
         self._puts: Outcomes[Any] = Outcomes()
         self._kept: Outcomes[bool] = Outcomes()
+        self.takes: dict[bytes, Handover] = {}
+        """By key, those sent to a client, until it says what became of them, maybe on its next connection."""
+        self._owed: set[Handover] = set()
+        """To be released, until they are."""
         self._on_evict = buffer.on_evict
         self._watching: asyncio.Task[None] | None = None
 
@@ -87,11 +100,20 @@ class Served:
         self.evictions += 1
 
     async def _watch(self, seen: int) -> None:
-        """consumes: nothing / waits for: changes / woken by: the buffer / produces: wake-ups of the gate"""
+        """consumes: `_owed` / waits for: changes / woken by: the buffer / produces: wake-ups of the gate"""
         with suppress(BufferClosed):
             while True:
-                seen = await self.buffer.wait_for_change(seen)
-                await self.room.note_change()
+                changed = await self.buffer.wait_for_change(seen)
+                try:
+                    await self._give_back()
+                    await self.room.note_change()
+                    seen = changed
+                # Whatever it is, puts that wait for room and groups that are owed need the next attempt.
+                except Exception as error:
+                    _log.warning("the store of a served buffer failed, and is asked again: %s", error)
+                    with suppress(TimeoutError):
+                        async with timeout(AGAIN_S):
+                            await self.buffer.wait_for_change(self.buffer.version)
         # Closed under its server.
         self.room.close()
 
@@ -188,19 +210,38 @@ class Served:
             )
 
     async def release(self, key: bytes, handover: Handover | None, *, unless_kept: bool = False) -> None:
-        """Put the groups of `handover`, which were taken under `key`, back: no caller has them."""
-        if handover is None:
+        """Put the groups of `handover`, which were taken under `key`, back: no caller has them.
+
+        Without it, those taken on an earlier connection. With `unless_kept` the connection is lost: groups
+        that the client has confirmed are still its own, and it may yet say on the next one what becomes of
+        them.
+        """
+        if (handover := handover or self.takes.get(key)) is None:
             return
 
         async def give_back() -> None:
             # A client that gave up while its confirmation was on its way says both at once; and a connection
             # may break while its last confirmation is being done, of which the client learns on its next one.
             await self._kept.settled(key)
-            if not (unless_kept and handover.is_kept):
-                async with self.room.within():
-                    self.room.add(await handover.release())
+            if unless_kept and handover.is_kept:
+                asyncio.get_running_loop().call_later(STALL_S, self.takes.pop, key, None)
+            else:
+                self.takes.pop(key, None)
+                self._owed.add(handover)
+                # A store that fails is noted as changed, at which `_watch` tries again, and says so.
+                with suppress(Exception), self.buffer._changes.noted_if_cut_short():
+                    await self._give_back()
 
         await finish(give_back())
+
+    async def _give_back(self) -> None:
+        """Release what is owed; if the store fails, it stays owed."""
+        for handover in list(self._owed):
+            async with self.room.within():
+                # A later owner has recovered what was parked.
+                with suppress(OwnerLost):
+                    self.room.add(await handover.release())
+            self._owed.discard(handover)
 
     # Other methods
 

@@ -21,12 +21,14 @@ import asyncio
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Unpack
 
 import msgspec
 
+from forebay.aio.time_limits import timeout
 from forebay.io.address import Address
 from forebay.io.messages import SILENCE_LIMIT_S, UNDO_S, Note, check_limit, encode_value
 from forebay.io.methods import called
@@ -267,7 +269,7 @@ class RemoteReplayBuffer:
         """Take, and confirm the groups that came; again if the connection breaks before that.
 
         Groups that are not confirmed go back into the buffer: with a connection that breaks by itself, and
-        from a cancelled caller because the server is told.
+        from a caller that is cancelled or gets an error because the server is told.
         """
         while True:
             link = await self._linked()
@@ -282,18 +284,28 @@ class RemoteReplayBuffer:
                 if self._is_closed or not link.may_be_replaced:
                     raise
                 continue
-            except asyncio.CancelledError:
-                # Asked before `tell`, which itself adds a call without an answer.
-                is_answering = link.is_answering
-                released = link.tell("release", settling)
-                if released is not None and is_answering:
-                    await asyncio.wait([released], timeout=UNDO_S)
+            # Also after an error: a store may have failed to confirm, and the groups are parked in it.
+            except (asyncio.CancelledError, Exception):
+                await self._give_back(settling)
                 raise
             # Now the server may forget how to give them back.
             if groups:
-                link.channel.post(Note(encode_value(messages.Key(arguments.key))))
+                self._link.channel.post(Note(encode_value(messages.Key(arguments.key))))
             following = iter(groups)
             return {task: list(islice(following, number)) for task, number in counts.items()}
+
+    async def _give_back(self, settling: dict[str, bytes]) -> None:
+        """Say that no caller has the groups of a take, and wait a little for that."""
+        # Asked before `tell`, which itself adds a call without an answer.
+        is_answering = self._link.is_answering
+        released = self._link.tell("release", settling)
+        if released is None:
+            # On the next connection: the server may have kept them for this client before the last one broke.
+            with suppress(ConnectionError, TimeoutError):
+                async with timeout(UNDO_S):
+                    await self._repeat("release", settling)
+        elif is_answering:
+            await asyncio.wait([released], timeout=UNDO_S)
 
     async def _linked(self) -> BufferLink:
         """The connection, made anew if it was lost."""

@@ -139,6 +139,7 @@ class ClientConnection(Session):
             if not isinstance(value, messages.Key):
                 raise FrameError("there is one hello only")
             self._settle(value.key)
+            self._served.takes.pop(value.key, None)
         else:
             if isinstance(message, Call) and len(self.calls) >= SLACK * (
                 messages.MAX_CALLS + messages.MAX_PUTS
@@ -253,6 +254,7 @@ class ClientConnection(Session):
                 # A client that does not confirm is stuck; others should have the groups.
                 timer = asyncio.get_running_loop().call_later(STALL_S, self.channel.end)
                 self._handovers[arguments.key] = (handover, timer)
+                self._served.takes[arguments.key] = handover
             return {task: len(of_task) for task, of_task in handover.groups.items()}
         finally:
             self._output.release()

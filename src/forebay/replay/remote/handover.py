@@ -83,16 +83,14 @@ class Handover:
         """Put them back as they were, because no caller has them; return how many are live."""
         buffer = self.buffer
         async with buffer._lock.alone():
-            # Emptied first, so that a later call gives nothing back twice.
-            rows, self.rows = self.rows, []
-            if not rows:
+            if not (rows := self.rows):
                 return 0
             if self.held is not None:
                 num_back = await change(buffer.storage, rows, lambda row: copy_row(row, item=None), self.held)
             else:
-                num_back = len(rows)
-                for row in rows:
-                    await buffer.storage.put(row)
+                num_back = len(await buffer.storage.put_many(rows))
+            # Not before: what could not be given back is, by the next call.
+            self.rows = []
             buffer._changes.note()
         return min(num_back, sum(not row.is_archived for row in rows))
 

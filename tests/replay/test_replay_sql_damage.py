@@ -6,7 +6,7 @@ from random import Random
 import pytest
 from replay_factory import make_group, make_row, names, same
 
-from forebay.replay import FIFOReplayPolicy, ReplayBuffer, SQLStorage
+from forebay.replay import FIFOReplayPolicy, RemoteReplayBuffer, ReplayBuffer, SQLStorage, serve
 from forebay.replay.stores.errors import DamagedRowError
 from forebay.types import Status
 
@@ -81,3 +81,41 @@ async def test_a_payload_that_is_missing_is_damaged(open_store):
     with pytest.raises(DamagedRowError, match=r"uid 0 is damaged \(it is missing"):
         await store.take_first(2, {})
     assert [row.item for row in await store.get({"uid": 1})] == ["b"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE forebay_payloads SET checksum = checksum + 1 WHERE uid = 0",
+        "DELETE FROM forebay_payloads WHERE uid = 0",
+    ],
+    ids=["changed", "missing"],
+)
+async def test_a_damaged_row_that_is_evicted_costs_no_put_and_is_told_by_its_columns(
+    open_store, tmp_path, caplog, damage
+):
+    evicted = []
+    buffer = ReplayBuffer(FIFOReplayPolicy(), open_store(), limit=2, on_evict=evicted.append)
+    for name in "ab":
+        await buffer.put(make_group(name), "math", tags={"group": name})
+    with buffer.storage._writing() as connection:
+        connection.exec_driver_sql(damage)
+    await buffer.put_groups([make_group("c"), make_group("d")], "math")
+    assert names([row.item for row in evicted]) == ["a", "b"]
+    assert (evicted[0].task_name, evicted[0].item[0].status) == ("math", Status.COMPLETED)
+    assert "the payload of the row with uid 0 is damaged" in caplog.text
+    assert buffer.num_evicted == {"math": 2}
+    with buffer.storage._writing() as connection:
+        connection.exec_driver_sql(damage.replace("uid = 0", "uid = 2"))
+    # A client is told, too.
+    async with (
+        serve(buffer, tmp_path / "socket"),
+        await RemoteReplayBuffer.connect(tmp_path / "socket") as client,
+    ):
+        told = []
+        client.on_evict = told.append
+        await client.put(make_group("e"), "math")
+        assert [row.uid for row in told] == [2]
+        # Its row had no tag.
+        assert names([row.item for row in told]) == [None]
+    assert names(await buffer.get(9, "math", Status.COMPLETED)) == ["d", "e"]

@@ -33,6 +33,9 @@ from forebay.replay.stores.contract import (
 )
 from forebay.types import FIELDS, RolloutState, SampleParams, Status, expire_group, label_and_fill
 
+GROUP_TAG = "group"
+"""The tag of a row that has the group's id."""
+
 
 class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the groups of one put arrive: one value from the caller to the store, also through a server.
@@ -169,6 +172,14 @@ def _refuse_type(state: RolloutState) -> None:
         value = getattr(state, name)
         if not isinstance(value, kind) or (name != "sample_params" and type(value) is not kind):
             raise TypeError(f"rollout {state.rollout_id!r}: {name} must be {said}, got {show_value(value)}")
+
+
+def named_row(row: StorageItem) -> StorageItem:
+    """The row; if its payload is damaged, with a rollout that has the group's name and status."""
+    if row.item is None:
+        name: Any = row.tags.get(GROUP_TAG)
+        row.item = [RolloutState([], group_id=name, task_name=row.task_name, status=Status(row.status))]
+    return row
 
 
 def arrived_row(group: HeldGroup, task_name: str, seen_step: int | None, how: Arrival) -> StorageItem:

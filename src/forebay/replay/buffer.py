@@ -35,6 +35,7 @@ from forebay.replay.arrival import (
     check_threshold,
     expire_old,
     label_group,
+    named_row,
 )
 from forebay.replay.format.packed import GroupCodec, hand_out
 from forebay.replay.policies import ReplayPolicy
@@ -180,7 +181,7 @@ class ReplayBuffer:
                 try:
                     await self.policy.put_many(rows, self.storage, receipt=receipt, **aged_at)
                     evicted = [] if self.limit is None else await self.storage.evict(self.limit)
-                    return rows, evicted
+                    return rows, list(map(named_row, evicted))
                 except StepPassed as passed:
                     # Another process saw a later step of the task: the groups are older than was thought.
                     step, aged_at = passed.train_step, {"aged_at": passed.train_step}

@@ -24,6 +24,7 @@ import numpy as np
 
 from forebay.agents.base import split_attempts
 from forebay.ledger import Ledger
+from forebay.replay.arrival import GROUP_TAG as GROUP_TAG
 from forebay.replay.stores.contract import TagValue
 from forebay.tracebacks import raised_at
 from forebay.types import (
@@ -93,8 +94,6 @@ def _has_failed(attempt: Sequence[RolloutState]) -> bool:
     return any(state.status is Status.FAILED for state in attempt)
 
 
-GROUP_TAG = "group"
-"""The tag of a row that has the group's id."""
 _ERROR_LENGTH = 200
 """Characters of an error message that the ledger's file keeps: the reason, not the traceback."""
 

@@ -223,7 +223,10 @@ class StorageBackend(ABC):
         return len(matching)
 
     async def evict(self, limit: int) -> list[StorageItem]:
-        """Remove the live rows that arrived first until `limit` are left; count and return them."""
+        """Remove the live rows that arrived first until `limit` are left; count and return them.
+
+        One whose payload is damaged has none; a warning names it.
+        """
         if (excess := len(self) - limit) <= 0:
             return []
         evicted = await self.take_first(excess, {})

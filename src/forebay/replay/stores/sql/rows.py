@@ -290,25 +290,25 @@ def attach_payloads(connection: sa.Connection, items: Sequence[StorageItem], cod
 
 
 def read_payloads(connection: sa.Connection, uids: Iterable[int]) -> dict[int, StoredPayload]:
-    """The bytes of the payloads of these rows, unchecked; DamagedRowError if there are none."""
-    found: dict[int, StoredPayload] = {}
-    for chunk in slices_of(uids, CHUNK):
+    """The bytes of the payloads of these rows, unchecked."""
+    found = {uid: StoredPayload(None, 0) for uid in uids}
+    for chunk in slices_of(list(found), CHUNK):
         lines = connection.execute(_PAYLOADS, {"uids": chunk})
         found.update((uid, StoredPayload(data, sum_)) for uid, data, sum_ in lines)
-        for uid in chunk:
-            if uid not in found:
-                raise DamagedRowError(uid, "it is missing")
     return found
 
 
 class StoredPayload(NamedTuple):
     """The bytes of a payload as they were read, and the checksum that was noted when they were written."""
 
-    data: bytes
+    data: bytes | None
+    """None if there are none."""
     checksum: int
 
     def checked(self, uid: int) -> bytes:
         """The bytes; DamagedRowError if they are not those that were stored for this row."""
+        if self.data is None:
+            raise DamagedRowError(uid, "it is missing")
         if self.checksum != checksum_of(uid, zlib.crc32(self.data)):
             raise DamagedRowError(uid, "its checksum does not fit")
         return self.data
@@ -349,9 +349,9 @@ class Removed:
 
     def put_back(self, connection: sa.Connection, codec: Codec) -> None:
         """Undo the removal; rows that another call has changed since are left alone."""
-        # Payloads that were not decoded yet go back as the bytes they were.
+        # Payloads that were not decoded yet go back as the bytes they were; one that is missing, as none.
         rows = [
-            prepare(row, codec, data=self.data[row.uid].data if row.uid in self.data else None)
+            prepare(row, codec, data=(self.data[row.uid].data or b"") if row.uid in self.data else None)
             for row in self.rows
         ]
         found = lock_rows(connection, [row.uid for row in rows], codec, {})

@@ -21,6 +21,7 @@ Reading. Queries are compiled to SQL (`query`): counts, orders and limits are th
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -63,6 +64,8 @@ from forebay.replay.stores.sql.schema import (
 )
 from forebay.replay.stores.sql.worker import Worker
 from forebay.replay.stores.state import check_state
+
+_log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -400,15 +403,16 @@ class SQLStorage(StorageBackend):
                 writes.count_evicted(connection, removed.rows, -1)
             removed.put_back(connection, self._codec)
 
-    def _evict(self, limits: list[int]) -> list[Removed | ValueError]:
-        evicted: list[Removed | ValueError] = []
-        for removed in writes.evict_together(self._transactions, limits, self._codec):
-            # Only after the commit: they are gone, whether their payloads can be read or not.
-            try:
-                removed.decode(self._codec)
-                evicted.append(removed)
-            except ValueError as error:
-                evicted.append(error)
+    def _evict(self, limits: list[int]) -> list[Removed]:
+        evicted = writes.evict_together(self._transactions, limits, self._codec)
+        for removed in evicted:
+            for row in removed.rows:
+                # Only after the commit: they are gone, whether their payloads can be read or not. An error
+                # would be that of a put that is stored, and hide the other rows.
+                try:
+                    Removed([row], removed.data).decode(self._codec)
+                except ValueError as error:
+                    _log.warning("an evicted group is known by its row alone: %s", error)
         return evicted
 
 

@@ -100,7 +100,7 @@ async def listen(address: Address, token: str | None = None) -> tuple[socket.soc
     try:
         if address.path is not None:
             return _listen_on_path(address.path), address
-        family, place = await _resolve(address)
+        family, place = (await _resolve(address))[0]
         # The resolved address is checked: the name may stand for any machine.
         if token is None and not ipaddress.ip_address(place[0]).is_loopback:
             raise ValueError(
@@ -117,12 +117,18 @@ async def dial(address: Address) -> socket.socket:
     """A socket connected to `address`, as soon as there is room; OSError if no process listens there."""
     if address.path is not None:
         return await connect_unix(str(address.path))
-    family, place = await _resolve(address)
-    with _closed_on_error(family) as sock:
-        sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, place)
-        tune(sock)
-    return sock
+    failed = OSError(f"the host of {address} has no address")
+    for family, place in await _resolve(address):
+        try:
+            with _closed_on_error(family) as sock:
+                sock.setblocking(False)
+                await asyncio.get_running_loop().sock_connect(sock, place)
+                tune(sock)
+            return sock
+        # The server may listen at the next one: localhost is ::1 and 127.0.0.1.
+        except OSError as error:
+            failed = error
+    raise failed
 
 
 def dial_blocking(path: str, limit_s: float) -> socket.socket:
@@ -186,14 +192,13 @@ def _closed_on_error(family: int) -> Iterator[socket.socket]:
         raise
 
 
-async def _resolve(address: Address) -> tuple[int, tuple[str, int]]:
+async def _resolve(address: Address) -> list[tuple[int, tuple[str, int]]]:
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise OSError(f"the host of {address} is not known: {error.strerror}") from None
-    family, _, _, _, place = found[0]
-    return family, (str(place[0]), int(place[1]))
+    return [(family, (str(place[0]), int(place[1]))) for family, _, _, _, place in found]
 
 
 def _listen_on_path(path: Path) -> socket.socket:

@@ -409,6 +409,7 @@ class Acceptor:
         self, listener: socket.socket, serve: Callable[[socket.socket], Awaitable[None]], path: Path | None
     ) -> None:
         self._listener, self._serve, self._path = listener, serve, path
+        self._inode = None if path is None else path.stat().st_ino
         self.tasks: set[asyncio.Task[None]] = set()
         """Of the connections that are being served."""
         self._accepting = asyncio.create_task(self._accept())
@@ -417,9 +418,11 @@ class Acceptor:
         """Accept no more, and let the address go; connections go on."""
         self._accepting.cancel()
         await asyncio.wait([self._accepting])
+        # Before the listener is closed: from then on another server may take the path, and the inode, too. It
+        # may have taken the path already if somebody removed the file.
+        if self._path is not None and self._path.exists() and self._path.stat().st_ino == self._inode:
+            self._path.unlink()
         self._listener.close()
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
 
     async def close(self) -> None:
         """Accept no more, and end the connections."""

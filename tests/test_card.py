@@ -80,6 +80,14 @@ def test_a_card_tells_of_data_curve_evaluation_books_and_recipe(run: Path) -> No
     assert {path.name for path in (run / "card").iterdir()} == {"README.md", "adapter", "model.safetensors"}
 
 
+def test_an_evaluation_of_which_every_rollout_failed_is_not_in_the_card(run: Path) -> None:
+    row = {"train_step": 4, "eval/score": None, "eval/failed": 1.0}
+    with (run / "metrics.jsonl").open("a") as rows:
+        rows.write(json.dumps(row) + "\n")
+    forebay("card", run)
+    assert "| eval/score | 0.125 | 0.75 |" in (run / "card" / "README.md").read_text()
+
+
 def test_a_run_without_a_model_has_no_card(run: Path) -> None:
     (run / "model" / "model.safetensors").unlink()
     (run / "model").rmdir()

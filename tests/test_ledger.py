@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.ledger import Ledger, Summary, compare_dropped
+from forebay.ledger.bias import length_bias
 from forebay.ledger.journal import read_events
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer
 from forebay.types import RolloutState, Status
@@ -403,6 +404,16 @@ def test_the_bias_report_is_the_arithmetic_it_says():
     assert compare_dropped(ledger, "none")["all"][0].trained.count == 0
     assert Summary.of(np.array([1.0])).mean == 1.0
     assert np.isnan(Summary.of(np.array([1.0])).variance)
+
+
+def test_nothing_is_so_many_times_longer_than_no_token_at_all():
+    ledger = Ledger()
+    for number in range(8):
+        is_trained = number % 2 == 0
+        ledger.record(number, "math", "produced", num_tokens=0 if is_trained else 10 + number)
+        ledger.record(number, "math", "trained" if is_trained else "dropped", reason="expired")
+    assert compare_dropped(ledger, "math")["expired"][0].is_notable
+    assert length_bias(ledger, "math") is None
 
 
 def test_tasks_are_compared_on_their_own():

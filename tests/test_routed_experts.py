@@ -24,7 +24,7 @@ from forebay.engines import Completion, GenerateRequest, RolloutController, Scri
 from forebay.engines.pool import EnginePool
 from forebay.engines.process.engine import ProcessEngine
 from forebay.engines.process.host import HostSession
-from forebay.models.routing import Routing
+from forebay.models.routing import Routing, copied
 from forebay.replay.format.encode import pack_group
 from forebay.replay.format.packed import unpack_group
 from forebay.train import TrainConfig, TrainController
@@ -214,6 +214,21 @@ async def test_gradients_are_those_of_the_replayed_experts_however_layers_are_co
     for settings in ({"gradient_checkpointing": True}, {"layout": "packed"}, {"layout": "shared_prompt"}):
         for name, grad in gradients(others, moe(), **settings).items():
             assert torch.allclose(grad, kept[name], atol=1e-6), (settings, name)
+
+
+def test_a_copy_of_a_model_that_is_listened_to_has_routers_of_its_own() -> None:
+    model, ids = moe(), torch.arange(1, 9)[None]
+    routing = Routing(model)
+    twin = copied(model)
+    with torch.no_grad():
+        before = model(ids).logits
+        heard = routing.taken()
+        for name, weight in twin.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                weight.neg_()
+        assert not torch.equal(twin(ids).logits, before)
+        assert torch.equal(routing.taken(), heard)
+        assert torch.equal(model(ids).logits, before)
 
 
 def test_a_router_with_groups_and_layers_without_experts() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from forebay.agents import AgentLoop
+from forebay.agents import AgentLoop, with_max_context
 from forebay.aio.virtual_time import run
+from forebay.config import Component
 from forebay.engines import RolloutController, ScriptedEngine
 from forebay.judges.base import Judge
 from forebay.types import RolloutState, SampleParams, Status
@@ -24,6 +25,16 @@ class Plain(AgentLoop):
 
     async def generate_sample(self, state: RolloutState) -> RolloutState:
         return await self.rollout_controller.generate_sample(state)
+
+
+class OwnConstructor(AgentLoop):
+    """Takes its arguments itself."""
+
+    def __init__(
+        self, rollout_controller, judge, tokenizer, *, max_context: int | None = None, **given
+    ) -> None:
+        super().__init__(rollout_controller, judge, tokenizer, **given)
+        self.max_context = max_context
 
 
 class Score(Judge):
@@ -251,3 +262,9 @@ def test_a_stalled_engine_is_reported_with_rollout_stage_age_and_tokens() -> Non
         "no progress for 250 s; 2 in flight: rollout math/0/0 generating for 250 s (2 tokens), "
         "rollout math/0/1 generating for 250 s (2 tokens)"
     )
+
+
+def test_an_agent_with_a_constructor_of_its_own_is_told_the_context_if_it_asks_for_it() -> None:
+    own, plain = (Component(name=f"{__name__}:{kind.__name__}") for kind in (OwnConstructor, Plain))
+    assert with_max_context(own, 40, packed=99).arguments == {"max_context": 40}
+    assert with_max_context(plain, 40, packed=99) == plain

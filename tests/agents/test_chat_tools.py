@@ -9,7 +9,7 @@ import openai
 import pytest
 from chat_families import FAMILIES, make_tokenizer
 
-from forebay.agents.chat.tool_calls import TurnReader, choose_parser, choose_reader
+from forebay.agents.chat.tool_calls import TurnReader, choose_parser, choose_reader, parse_hermes
 from forebay.agents.program import ProgramAgentLoop, ProgramSession
 from forebay.engines import RolloutController
 from forebay.engines.scripted import ScriptedEngine
@@ -133,6 +133,14 @@ async def test_a_call_that_cannot_be_read_is_text_and_so_is_one_that_is_not_want
     good = written_calls("qwen", {"name": "add", "arguments": {}}) + "<|im_end|>"
     group = await run(make_loop("qwen", [broken, good], program))
     assert [state.status for state in group] == [Status.COMPLETED] * 2, group[0].error_msg
+
+
+def test_a_call_full_of_blanks_is_read_in_one_pass() -> None:
+    # Tried in every split of the blanks, this would take minutes.
+    [call] = parse_hermes("<tool_call>{" + "\n" * 400_000 + "}")
+    assert call.problem
+    [call] = parse_hermes('<tool_call>\n\n{"name": "add", "arguments": {}}\n\n</tool_call>')
+    assert call.name == "add"
 
 
 async def test_streams_carry_tool_calls() -> None:

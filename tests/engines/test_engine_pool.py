@@ -227,6 +227,48 @@ def test_an_engine_that_does_not_follow_a_pause_is_brought_up_once_more():
     virtual_time.run(main())
 
 
+def test_an_engine_that_did_not_hear_the_end_of_a_pause_is_told_again_when_it_is_back():
+    class StaysAsItWas(Fallible):
+        """It was alive all the time: coming up changes nothing about it."""
+
+        is_deaf = False
+
+        async def bring_up(self) -> None:
+            await asyncio.sleep(self.start_s)
+            self.away, self.num_starts = False, self.num_starts + 1
+
+        async def resume(self) -> None:
+            if self.is_deaf:
+                self.is_deaf = False
+                raise EngineLost("no answer")
+            await super().resume()
+
+    async def main() -> None:
+        engine = StaysAsItWas()
+        controller = RolloutController(engine)
+        assert is_whole(await controller.generate_sample(rollout("first")))
+        await controller.pause_generation()
+        engine.is_deaf = True
+        await controller.continue_generation()
+        assert is_whole(await controller.generate_sample(rollout("second")))
+        assert engine.num_starts == 2
+        await controller.close()
+
+    virtual_time.run(main())
+
+
+def test_a_hand_over_that_waits_for_an_engine_ends_when_the_engines_are_closed():
+    async def main() -> None:
+        controller = RolloutController(Fallible(start_s=50.0))
+        giving = asyncio.create_task(controller.update_weights([], 1))
+        await asyncio.sleep(1.0)
+        await controller.close()
+        with pytest.raises(EngineLost, match="the engines were closed"):
+            await giving
+
+    virtual_time.run(main())
+
+
 def test_an_engine_that_comes_up_but_does_not_rest_sleeps_like_the_others():
     async def main() -> None:
         slept: list[int] = []

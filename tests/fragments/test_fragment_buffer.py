@@ -307,3 +307,14 @@ async def test_a_saved_buffer_goes_on_elsewhere(make, make_plain, store, tmp_pat
     assert FragmentStore(**config).stack(batch.fragment_ids).fid_in_worker == fids(batch)
     await send(saved, FragmentStore(**config), "w", [5], version=4, session="s")
     assert (await saved.metrics())["chunks"] == 3
+
+
+async def test_a_save_that_failed_keeps_no_later_one_from_its_place(make_plain, store, tmp_path):
+    buffer = make_plain()
+    await send(buffer, store, "w", [0])
+    (tmp_path / "saved.tmp" / "index").mkdir(parents=True)
+    (tmp_path / "saved.tmp" / "index" / "data.mdb").write_bytes(b"cut short")
+    await buffer.save(str(tmp_path / "saved"))
+    saved = make_plain(database_config={"path": tmp_path / "saved"})
+    assert fids(await saved.fetch_fragments(1)) == [0]
+    assert not (tmp_path / "saved.tmp").exists()

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from fragment_factory import SETTINGS, fids, send
+from fragment_factory import SETTINGS, fids, make_fragment, send
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -16,6 +16,8 @@ from forebay.fragments import (
     RateLimit,
     ReplayBufferActor,
 )
+from forebay.fragments.rules import Rules
+from forebay.fragments.state import ReplayState
 
 
 @pytest.fixture
@@ -237,8 +239,6 @@ def test_a_silent_worker_gives_up_its_partial_chunk(simulate):
 
 
 def test_payloads_that_nobody_announced_are_deleted_after_the_grace(simulate, store, database_config):
-    from fragment_factory import make_fragment
-
     orphan, late = store.add_fragments([make_fragment(), make_fragment()])
 
     async def scenario(buffer, store):
@@ -277,6 +277,22 @@ def test_the_next_buffer_takes_over_and_leases_get_their_whole_term_again(simula
         assert len(store) == 0
 
     simulate(scenario, lease_s=10.0)
+
+
+def test_a_buffer_that_was_replaced_deletes_nothing_that_the_next_one_holds(simulate, store, make_plain):
+    late = store.add_fragment(make_fragment())
+
+    async def scenario(buffer, store):
+        await send(buffer, store, "w", [1])
+        await asyncio.sleep(9.0)
+        await send(buffer, store, "w", [2])
+        other = make_plain()
+        await other.add_fragment(late, FragmentMetadata("late", 0, -1, ""))
+        # The first has heard of nobody who announced it, and its grace ends here.
+        await asyncio.sleep(2.0)
+        assert late in store
+
+    simulate(scenario, orphan_grace_s=10.0)
 
 
 def test_a_buffer_goes_on_under_narrower_rules(simulate, make_plain):
@@ -346,6 +362,20 @@ def test_chunks_that_leave_unsampled_do_not_hold_writers_back(simulate):
 
     limit = RateLimit(samples_per_insert=1.0, error_buffer=4.0)
     simulate(scenario, rate_limit=limit, max_staleness=0)
+
+
+def test_chunks_that_leave_after_more_samples_than_their_share_leave_the_others_theirs():
+    limit = RateLimit(samples_per_insert=0.5, min_chunks=4, error_buffer=8.0)
+    rules = Rules(max_chunks=20, max_staleness=0, max_reuse=1, fragments_per_chunk=1, rate_limit=limit)
+    state, num_added, num_served = ReplayState(rules), 0, 0
+    for turn in range(4_000):
+        if state.may_insert():
+            state.add([(str(turn), FragmentMetadata("w", turn, -1, ""))], now_s=0.0)
+            num_added += 1
+        if state.can_serve(2):
+            num_served += len(state.serve(2, now_s=0.0).fragment_ids)
+    assert num_added == 4_000
+    assert abs(num_served - 0.5 * num_added) <= 10
 
 
 @pytest.mark.parametrize(

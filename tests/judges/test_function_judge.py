@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from forebay.judges import FunctionJudge
+from forebay.judges import FunctionJudge, mean_parts
 from forebay.types import RolloutState, Status
 
 
@@ -149,3 +149,9 @@ async def test_at_most_num_threads_calls_run_at_once() -> None:
 
     await FunctionJudge(count, num_threads=2).judge([completed() for _ in range(8)])
     assert most == 2
+
+
+def test_numbers_beside_the_score_that_no_float_holds_are_left_out_of_their_mean() -> None:
+    parts = [{"score": 1.0, "size": size} for size in (10**400, 3, float("inf"), 5)]
+    assert mean_parts(parts) == {"judge/size": 4.0}
+    assert mean_parts(parts[:1]) == {}

@@ -75,6 +75,13 @@ def test_images_inside_the_chat_and_a_wrong_number_of_them() -> None:
         take_images({"image": None}, plain, "row 0")
 
 
+def test_a_message_of_tool_calls_alone_has_no_content_beside_images() -> None:
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "zoom", "arguments": {}}}]}
+    assert take_images({}, [*user(TEXT), called], "row 0") == ([*user(TEXT), called], [])
+    chat, images = take_images({"images": [PNG]}, [*user(TEXT), called], "row 0")
+    assert (chat, images) == ([*user(TAKEN, TEXT), called], [PNG])
+
+
 def test_images_of_a_dataset_are_the_files_that_it_keeps(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     PICTURE.save(jpeg := io.BytesIO(), "JPEG")

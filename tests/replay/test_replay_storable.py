@@ -145,3 +145,11 @@ def test_labeling_at_once_is_the_three_steps_one_by_one(labels, masks, length, m
     assert found == oldest_step_of(other)
     for name in ("response_model_steps", "response_mask", "logprobs"):
         assert getattr(one, name).tobytes() == getattr(other, name).tobytes()
+
+
+def test_a_response_with_fewer_labels_than_tokens_is_not_labeled_by_those_it_has():
+    state = RolloutState([], response_ids=[1, 2, 3], response_model_steps=[5, 5])
+    other = RolloutState([], response_ids=[1, 2, 3], response_model_steps=[5, 5])
+    update_sample_version(other, 2)
+    assert label_and_fill(state, 2) == oldest_step_of(other)
+    assert state.response_model_steps.tolist() == other.response_model_steps.tolist()

@@ -191,6 +191,14 @@ def test_within_the_bounds_nothing_is_said_whatever_is_missing(sequence):
         assert watching.see({"train_step": float(step), **values}) == {}
 
 
+def test_an_evaluation_of_which_every_rollout_failed_is_not_the_one_that_was_better():
+    watching, found = alarms(), {}
+    for step, score in enumerate([float("nan"), 0.5, 0.6, 0.7]):
+        rising = rows(5, 5 * step + 1, reward=0.5 + 0.1 * step)
+        found |= said(watching, [*rising, evaluated(5 * step + 5, score)])
+    assert found == {}
+
+
 def test_a_critic_compares_nothing_within_groups():
     train = {"lr": 1e-3, "advantage": "gae", "critic_lr": 1e-3}
     equal = {"train/equal_score_groups": 1.0}

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from forebay.cli import app
 from forebay.config import ConfigError
-from forebay.runs.folder import saved_config
+from forebay.runs.folder import list_checkpoints, saved_config, step_of
 from forebay.runs.launch import launch, launch_evaluation
 
 NEWEST, OLDER = "step_000002", "step_000001"
@@ -168,3 +168,9 @@ def test_a_checkpoint_under_another_name_is_refused(damaged):
     shutil.rmtree(newest)
     older.rename(newest)
     assert "train step 1" in resume(damaged)
+
+
+def test_checkpoints_are_in_the_order_of_their_steps_beyond_six_digits_too(tmp_path):
+    for step in (1_000_000, 12, 999_999):
+        (tmp_path / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [12, 999_999, 1_000_000]

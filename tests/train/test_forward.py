@@ -17,6 +17,7 @@ from forebay.train.collate import collate
 from forebay.train.model import forward as forward_module
 from forebay.train.model.forward import output_head, response_logprobs
 from forebay.train.model.layers import checkpoint_activations
+from forebay.train.parallel.context import Context
 from forebay.types import SampleParams
 
 LAYOUTS = ["padded", "packed", "shared_prompt"]
@@ -159,6 +160,19 @@ def test_an_empty_pack_runs_and_trains_nothing(model, make_groups, layout):
     assert len(logprobs) == 0
     logprobs.sum().backward()
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_an_empty_pack_over_several_ranks_has_all_its_columns_within_borders(make_groups):
+    batch = TrainBatch.from_groups(make_groups())
+    Packer(30, layout="packed").pack_pad_dispatch(batch)
+    whole, context = np.zeros(0, np.int64), Context.__new__(Context)
+    context.size, context.index = 4, 1
+    micro = collate(
+        batch, whole, pad_token_id=0, device=torch.device("cpu"), with_borders=True, context=context
+    )
+    assert micro.input_ids.shape == (1, 1)
+    # Of all ranks together; kernels leave what is outside of the borders unwritten.
+    assert micro.borders["cu_seq_lens_q"][-1] == context.size
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

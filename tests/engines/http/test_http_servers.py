@@ -326,6 +326,20 @@ def test_arguments_that_do_not_fit_are_named(tiny, tmp_path, arguments, message)
         build(tiny, tmp_path, **arguments)
 
 
+async def test_an_address_at_which_something_else_answers_is_named(tiny, tmp_path):
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail.example ready\r\n")
+        await writer.drain()
+        writer.close()
+
+    other = await asyncio.start_server(greet, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}"
+    with pytest.raises(ConfigError, match=f"no server to use at '{url}'"):
+        await asyncio.to_thread(build, tiny, tmp_path, urls=[url])
+    other.close()
+    await other.wait_closed()
+
+
 async def test_the_key_of_running_servers_comes_from_the_environment(
     tiny, tmp_path, start_fake, ask, monkeypatch
 ):

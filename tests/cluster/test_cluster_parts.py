@@ -12,12 +12,14 @@ from forebay.cluster import buffer
 from forebay.cluster.arguments import RayArguments
 from forebay.cluster.buffer import locate
 from forebay.cluster.calls import ActorLost, BatchedCalls, CallFailed, NotBuilt, as_they_end, asked
+from forebay.cluster.engines import RayEngine
 from forebay.cluster.library import Given, why
 from forebay.cluster.placement import plan_parts
 from forebay.cluster.ranks import _interface_of
 from forebay.cluster.supervisor import Restarts
 from forebay.cluster.trainer import RayTrainer
 from forebay.config import ConfigError
+from forebay.engines import Completion
 from forebay.produce import ProductionError
 from forebay.replay import ConnectionLost
 from forebay.runs.launch import _lost_part
@@ -120,6 +122,27 @@ async def test_a_cancelled_item_that_was_not_sent_is_not_sent():
     given[0].cancel()
     assert await given[1] == 1
     assert sizes == [1]
+
+
+async def test_an_abort_ends_a_request_that_was_not_sent_yet():
+    pytest.importorskip("ray")
+    sent, aborted = [], []
+
+    async def stream(requests, caller):
+        sent.extend(request.request_id for request in requests)
+        yield Answered([(number, Completion(finish_reason="stop")) for number in range(len(requests))])
+
+    async def abort(names):
+        aborted.extend(names)
+
+    generate = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=stream))
+    engine = RayEngine(SimpleNamespace(generate=generate, abort=SimpleNamespace(remote=abort)), caller="here")
+    requests = [SimpleNamespace(request_id=name) for name in "ab"]
+    given = [asyncio.create_task(engine.generate(request)) for request in requests]
+    await asyncio.sleep(0)
+    await engine.abort(["a"])
+    assert [completion.finish_reason for completion in await asyncio.gather(*given)] == ["abort", "stop"]
+    assert (sent, aborted) == (["b"], ["a"])
 
 
 async def test_a_stream_that_ends_early_loses_the_items_without_an_answer():

@@ -67,21 +67,28 @@ def small_config(output, **arguments):
     )
 
 
-async def generate(cluster):
+async def generate_group(cluster, *names, max_tokens):
     loop = cluster.agent_loop("sorting", held_out=False, activities=Activities())
-    state = RolloutState(
-        [{"role": "user", "content": "c a b"}],
-        rollout_id="a",
-        group_id="g",
-        task_name="sorting",
-        sample_params=SampleParams(max_tokens=2),
-        reward_model={"ground_truth": "a b c"},
-    )
-    (done,) = await asyncio.wait_for(loop.generate_group([state]), 100)
+    states = [
+        RolloutState(
+            [{"role": "user", "content": "c a b"}],
+            rollout_id=name,
+            group_id="g",
+            task_name="sorting",
+            sample_params=SampleParams(max_tokens=max_tokens),
+            reward_model={"ground_truth": "a b c"},
+        )
+        for name in names
+    ]
+    return await asyncio.wait_for(loop.generate_group(states), 100)
+
+
+async def generate(cluster):
+    (done,) = await generate_group(cluster, "a", max_tokens=2)
     return done
 
 
-async def test_an_actor_that_is_gone_is_replaced_at_once(ray, tmp_path):
+async def test_an_actor_that_is_gone_is_replaced_at_once_and_parts_join_and_leave(ray, tmp_path):
     config, told = small_config(tmp_path), []
     folder = resolve_model(config.model, seed=config.seed)
     cluster = make_cluster(config)
@@ -98,6 +105,58 @@ async def test_an_actor_that_is_gone_is_replaced_at_once(ray, tmp_path):
         # The rollout waits for the actor in its place.
         assert (await generate(cluster)).response_ids.tolist() == [7, 8]
         assert (first.is_up, first.actor is before, told) == (True, False, ["engine 0"])
+        assert (await controller.scale("workers", "+1")) == "2 now, 1 of them up"
+        assert (await controller.scale("engines", "+1")) == "2 now, 1 of them up"
+        _, newcomer = controller.engines
+        await until(lambda: newcomer.is_up and all(cluster.pids().values()))
+        assert cluster.pids().keys() == {"engine 0", "engine 1", "worker 0", "worker 1"}
+        # The first is away: the newcomer has the work, wherever that is.
+        first.watch()
+        ray.kill(first.actor)
+        assert (await generate(cluster)).response_ids.tolist() == [7, 8]
+        assert newcomer.is_up
+        await until(lambda: first.is_up and told == ["engine 0"] * 2)
+        assert (await controller.scale("engines", "1")) == "1 now, 1 of them up"
+        assert (await controller.scale("workers", "-1")) == "1 now, 1 of them up"
+        assert controller.engines == (first,)
+        assert (await generate(cluster)).response_ids.tolist() == [7, 8]
+        with pytest.raises(ValueError, match="see urls"):
+            await controller.scale("engines", "+http://gpu7:8000")
+    finally:
+        await cluster.close()
+
+
+def engines_that_differ(surroundings):
+    """The token says which engine made it; only the first engine ever gets to the end."""
+    number = int(surroundings.scratch.name)
+    latency_s = 10.0 if number else 0.001
+    return [ScriptedEngine(lambda request: [7 + number] * request.max_tokens, token_latency_s=latency_s)]
+
+
+async def test_a_rollout_takes_its_tokens_along_from_an_engine_that_leaves(ray, tmp_path):
+    config = run_config(tmp_path, engine=f"{__name__}:engines_that_differ", cluster="ray")
+    cluster = make_cluster(config)
+    await cluster.open(trains=False)
+    try:
+        await asyncio.to_thread(cluster.start, resolve_model(config.model, seed=config.seed))
+        controller = cluster.controller()
+        await controller.continue_generation()
+        assert (await controller.scale("engines", "+1")) == "2 now, 1 of them up"
+        newcomer = controller.engines[1]
+        await until(lambda: newcomer.is_up)
+        names = ("a", "b")
+        group = asyncio.create_task(generate_group(cluster, *names, max_tokens=50))
+        # The one at the newcomer has a token, and the other is done.
+        made = [0]
+        await until(lambda: made.append(controller.count_tokens_made()) or made[-1] > 50)
+        saying = asyncio.create_task(controller.scale("engines", "-1"))
+        await until(lambda: made.append(controller.count_tokens_made()) or saying.done())
+        assert saying.result() == "1 now, 1 of them up"
+        done = sorted(((state.response_ids == 8).sum(), len(state.response_ids)) for state in await group)
+        assert (done[0], done[1][1]) == ((0, 50), 50)
+        assert 0 < done[1][0] < 50
+        assert made == sorted(made)
+        assert newcomer.room.group not in cluster._groups
     finally:
         await cluster.close()
 

@@ -10,7 +10,7 @@ from forebay.cluster import supervisor as supervising
 from forebay.cluster.engines import PlacedEngine
 from forebay.cluster.library import Published
 from forebay.cluster.supervisor import Supervised
-from forebay.cluster.workers import ClusterController, Workers
+from forebay.cluster.workers import ClusterController, PlacedWorker, Report, Workers
 from forebay.engines import EngineHealth, EngineLost
 from forebay.produce.background import tell
 
@@ -191,7 +191,7 @@ def placed(number, **options):
 def test_an_engine_that_hangs_is_started_again_and_the_run_goes_on(hangs):
     async def main():
         engines = [placed(0, hangs=hangs), placed(1)]
-        controller = ClusterController(engines, Workers([]))
+        controller = ClusterController(engines, Workers([]), None)
         await controller.update_weights(Published(None, 1), 1)
         await tell(controller, "pause")
         await tell(controller, "go on")
@@ -207,10 +207,85 @@ def test_an_engine_that_hangs_is_started_again_and_the_run_goes_on(hangs):
     virtual_time.run(main())
 
 
+def test_the_controller_follows_engines_that_join_and_leave():
+    async def main():
+        engines = [placed(0), placed(1)]
+
+        async def scale(parts, change):
+            engines.append(placed(2))
+            raise ValueError("no room for another")
+
+        controller = ClusterController(engines, Workers([]), scale)
+        await controller.update_weights(Published(None, 1), 1)
+        engines.pop()
+        # A change may take minutes: the one that leaves holds nothing up meanwhile.
+        await controller.update_weights(Published(None, 2), 2)
+        assert controller.model_step == 2
+        with pytest.raises(ValueError, match="no room"):
+            await controller.scale("engines", "+2")
+        assert controller.engines == tuple(engines)
+        # One that joins does as the first does: that is known at once.
+        for begun in (controller.update_weights(Published(None, 3), 3), controller.pause_generation()):
+            task = asyncio.ensure_future(begun)
+            await asyncio.sleep(0)
+            assert engines[0].weights.model_step == 3
+            assert engines[0].is_paused is (begun.__name__ == "pause_generation")
+            await task
+        for engine in engines:
+            await engine.stop()
+
+    virtual_time.run(main())
+
+
+def test_a_worker_that_leaves_is_paused_like_the_others_and_its_tokens_stay_counted():
+    async def main():
+        def worker(number):
+            paused = asyncio.Event()
+
+            async def generate(job):
+                await paused.wait()
+                return [number]
+
+            async def pause():
+                paused.set()
+
+            async def report():
+                return Report(1, {f"rollout {number}": "9 tokens"}, 100, 1)
+
+            placed = PlacedWorker(SimpleNamespace(name=f"worker {number}"))
+            placed.begin(Actor(generate=generate, pause=pause, report=report), 1)
+            return placed
+
+        first, second = them = worker(0), worker(1)
+        workers = Workers(them)
+        running = [
+            asyncio.create_task(workers.generate(("task", False), [], enable_partial_rollout=False))
+            for _ in them
+        ]
+        await asyncio.sleep(1)
+        workers.count_tokens_made()
+        await asyncio.sleep(1)
+        assert (workers.count_tokens_made(), workers.count_retries()) == (200, 2)
+        leaving = asyncio.create_task(workers.leave(second))
+        await asyncio.sleep(10)
+        assert workers.all == [first]
+        assert not leaving.done()
+        assert workers.note_of("rollout 1") == "9 tokens"
+        await workers.pause()
+        await leaving
+        assert await asyncio.gather(*running) == [[0], [1]]
+        await second.stop()
+        second.is_up = False
+        assert (workers.count_tokens_made(), workers.count_retries()) == (200, 2)
+        await first.stop()
+
+    virtual_time.run(main())
+
+
 def test_what_is_told_of_an_engine_that_does_not_serve():
     async def main():
         engines = [placed(0), placed(1), placed(2, hangs="health")]
-        controller = ClusterController(engines, Workers([]))
+        controller = ClusterController(engines, Workers([]), None)
         engines[0].is_up = False
         assert (await engines[0].health()).detail == "starting again"
         assert list(controller.engines_up) == [1, 2]

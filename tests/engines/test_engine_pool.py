@@ -565,7 +565,7 @@ def test_engines_join_and_leave_while_rollouts_run_and_a_hand_over_waits_for_no_
         await controller.update_weights([], 1)
         running = [asyncio.create_task(controller.generate_sample(rollout(i, length=5000))) for i in range(6)]
         await asyncio.sleep(10.0)
-        assert await controller.scale("+1") == "3 now, 2 of them up"
+        assert await controller.scale("engines", "+1") == "3 now, 2 of them up"
         newcomer = controller.engines[2]
         for step in range(2, 12):
             await asyncio.sleep(12.0)
@@ -581,14 +581,14 @@ def test_engines_join_and_leave_while_rollouts_run_and_a_hand_over_waits_for_no_
         params = {"length": 500, "session_id": "s"}
         more = [asyncio.create_task(controller.generate_sample(rollout(f"m{i}", **params))) for i in range(6)]
         await asyncio.sleep(20.0)
-        assert await controller.scale("-1") == "2 now, 2 of them up"
+        assert await controller.scale("engines", "-1") == "2 now, 2 of them up"
         assert newcomer._closed
         assert not newcomer._running
-        assert await controller.scale("1") == "1 now, 1 of them up"
+        assert await controller.scale("engines", "1") == "1 now, 1 of them up"
         # One that never comes up can leave, and one that waits for it no longer does.
-        assert await controller.scale("2") == "2 now, 1 of them up"
+        assert await controller.scale("engines", "2") == "2 now, 1 of them up"
         await asyncio.sleep(5.0)
-        assert await controller.scale("-1") == "1 now, 1 of them up"
+        assert await controller.scale("engines", "-1") == "1 now, 1 of them up"
         assert all(is_whole(state, 500) for state in await asyncio.gather(*more))
         assert all(is_whole(state, 5000) for state in await asyncio.gather(*running))
         assert controller.counts()["engine_restarts"] == 0

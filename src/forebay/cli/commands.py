@@ -142,9 +142,9 @@ def evaluate(
 @app.command()
 def scale(
     folder: Annotated[Path, typer.Argument(help="The folder of a run that works, on this machine.")],
-    change: Annotated[str, typer.Argument(help="engines=+2, -1, =4, +http://HOST:PORT or -http://...")],
+    change: Annotated[str, typer.Argument(help="engines=+2, -1, =4, +URL or -URL; on Ray also workers=+2")],
 ) -> None:
-    """Have engines join a run that works, or leave it; no rollout is lost."""
+    """Have engines, on Ray workers too, join a run that works, or leave it; no rollout is lost."""
     with one_message():
         from forebay.runs.show.surroundings import ask_to_scale
 

@@ -82,6 +82,12 @@ class BatchedCalls(Generic[ItemT, ResultT]):
             sending.add_done_callback(self._sent.discard)
         return await answer
 
+    def answer_unsent(self, result: ResultT, is_meant: Callable[[ItemT], bool]) -> None:
+        """Have `result` for those that `is_meant` names and that still wait for others: they are not sent."""
+        for item, answer in self._waiting:
+            if is_meant(item) and not answer.done():
+                answer.set_result(result)
+
     async def _send(self) -> None:
         await settle(lambda: len(self._waiting), at_most=MAX_TURNS)
         # Those whose caller has gone meanwhile are not sent.

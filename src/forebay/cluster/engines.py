@@ -329,6 +329,8 @@ class RayEngine:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests with ``"abort"``; EngineLost if it has ended, and they with it."""
+        # The actor does not know of these yet.
+        self._calls.answer_unsent(Completion(finish_reason="abort"), lambda r: r.request_id in request_ids)
         try:
             await self.actor.abort.remote(list(request_ids))
         except import_ray().exceptions.RayError as error:

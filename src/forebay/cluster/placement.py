@@ -47,6 +47,8 @@ class Room:
     bundle: int
     cpus: float
     gpus: float
+    group: Any = None
+    """The placement group, of a part that joined a run; None: that of the run's first parts."""
 
     @property
     def device(self) -> str:
@@ -54,10 +56,10 @@ class Room:
         return "cuda" if self.gpus else "cpu"
 
     def options(self, group: Any) -> dict[str, Any]:
-        """Where an actor goes, as Ray's `options` take it; `group` is the placement group of the bundles."""
+        """Where an actor goes, as Ray's `options` take it; `group` is that of the run's first parts."""
         strategies = import_module("ray.util.scheduling_strategies")
         strategy = strategies.PlacementGroupSchedulingStrategy
-        place = strategy(group, placement_group_bundle_index=self.bundle)
+        place = strategy(self.group or group, placement_group_bundle_index=self.bundle)
         return {"num_cpus": self.cpus, "num_gpus": self.gpus, "scheduling_strategy": place}
 
 

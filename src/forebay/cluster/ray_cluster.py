@@ -15,10 +15,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,9 +32,9 @@ from forebay.cluster.arguments import RayArguments
 from forebay.cluster.calls import blocking_actor
 from forebay.cluster.engines import EngineActor, EngineSpec, PlacedEngine
 from forebay.cluster.library import Given, connect, import_ray, why
-from forebay.cluster.placement import Plan, Room, plan_parts, reserve
+from forebay.cluster.placement import Bundle, Plan, Room, plan_parts, reserve
 from forebay.cluster.ranks import RankActor
-from forebay.cluster.supervisor import Restarts, Supervised, all_started
+from forebay.cluster.supervisor import START_LIMIT_S, Restarts, Supervised, all_started
 from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
 from forebay.cluster.workers import (
     ClusterController,
@@ -43,6 +45,7 @@ from forebay.cluster.workers import (
     WorkerSpec,
 )
 from forebay.config import ConfigError, parse_config
+from forebay.engines.members import scale
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import SERVERS, Listener, PartLost, RetryListener
 from forebay.watching.activity import Activities
@@ -94,8 +97,8 @@ class RayCluster:
         self._restarts = Restarts()
         self._is_ours = False
         """Whether this process joined or started Ray here, and so leaves it here."""
-        self._room: Any = None
-        """Ray's placement group."""
+        self._groups: list[Any] = []
+        """Ray's placement groups: that of the run's first parts, and one for each part that joined."""
         self._actors: list[Any] = []
         self._trainer_actor: Any = None
         self._ranks: list[Any] = []
@@ -103,6 +106,11 @@ class RayCluster:
         self._engines: list[PlacedEngine] = []
         self._workers = Workers([])
         self._lost_trainer_because = ""
+        self._free: defaultdict[type, list[Room]] = defaultdict(list)
+        """Rooms of parts that have left, by the parts' type."""
+        self._model_folder = Path()
+        self._num_ever: Counter[str] = Counter()
+        """Parts that there have been, "engine" or "worker": a number is given once."""
 
     def listen(self, on_retry: RetryListener | None = None, on_restart: Listener | None = None) -> None:
         """As `Cluster.listen`."""
@@ -116,7 +124,7 @@ class RayCluster:
             ConfigError: there is no cluster, or no room for the parts on it.
         """
         self._trains = trains
-        if self._room is None:
+        if not self._groups:
             settings, joins = self._settings, self._given is not None
             self._plan = plan_parts(
                 settings,
@@ -127,14 +135,17 @@ class RayCluster:
             # Ray only counts CPUs, so a small machine may be told to have as many as the parts ask for.
             num_cpus = max(math.ceil(self._plan.num_cpus), os.cpu_count() or 1)
             self._is_ours = connect(self._given, num_cpus=num_cpus)
-            bundles, timeout_s = self._plan.bundles, settings.placement_timeout_s
             try:
-                self._room = await asyncio.to_thread(
-                    reserve, import_ray(), bundles, timeout_s=timeout_s, may_grow=joins
-                )
+                await self._reserve(self._plan.bundles)
             except BaseException:
                 self._end()
                 raise
+
+    async def _reserve(self, bundles: Sequence[Bundle]) -> Any:
+        ray, timeout_s, may_grow = import_ray(), self._settings.placement_timeout_s, self._given is not None
+        group = await asyncio.to_thread(reserve, ray, bundles, timeout_s=timeout_s, may_grow=may_grow)
+        self._groups.append(group)
+        return group
 
     def start(self, model_folder: Path) -> None:
         """Have every part running; what runs already stays.
@@ -145,37 +156,18 @@ class RayCluster:
             ConfigError: a part cannot be built.
             PartLost: one that was built before cannot be built again.
         """
-        model_folder = model_folder.resolve()
+        self._model_folder = model_folder.resolve()
         is_first = not self._engines
         if is_first:
-            self._engines = [
-                PlacedEngine(
-                    EngineSpec(
-                        **self._common(model_folder),
-                        name=f"engine {number}",
-                        number=number,
-                        device=room.device,
-                        serves_at_once=not self._trains,
-                    ),
-                    self._restarts.note,
-                )
-                for number, room in enumerate(self._plan.engines)
-            ]
-            self._workers.all = [
-                PlacedWorker(
-                    WorkerSpec(**self._common(model_folder), name=f"worker {number}"), self._restarts.note
-                )
-                for number in range(len(self._plan.workers))
-            ]
-            rooms = (*self._plan.engines, *self._plan.workers)
-            for part, room in zip((*self._engines, *self._workers.all), rooms, strict=True):
-                self._settle(part, room)
-                part.use(self._new_actor(part))
+            for room in self._plan.engines:
+                self._add(self._engines, room)
+            for room in self._plan.workers:
+                self._add(self._workers.all, room)
         # Begun before the others are waited for: it loads its model while they load theirs.
-        trainer = self._start_trainer(model_folder) if self._trains else {}
+        trainer = self._start_trainer() if self._trains else {}
         try:
             if is_first:
-                self._start_others(model_folder, trainer)
+                self._start_others(trainer)
             if trainer:
                 self._trainer = RayTrainer(self._trainer_actor, all_started(trainer)["trainer"])
         except ConfigError as error:
@@ -187,10 +179,10 @@ class RayCluster:
             self._restarts.note("trainer", self._lost_trainer_because)
             self._lost_trainer_because = ""
 
-    def _start_others(self, model_folder: Path, trainer: Mapping[str, Any]) -> None:
+    def _start_others(self, trainer: Mapping[str, Any]) -> None:
         for worker in self._workers.all:
             # Meanwhile: the engines take longer.
-            worker.actor.prepare.remote(model_folder)
+            worker.actor.prepare.remote(self._model_folder)
         self._build(self._engines, trainer)
         # Asked here, because the workers' specs have it.
         contexts = all_started({e.name: e.actor.max_context_tokens.remote() for e in self._engines})
@@ -199,11 +191,23 @@ class RayCluster:
         self._have_workers_follow()
         self._build(self._workers.all, {})
 
-    def _settle(self, part: Supervised, room: Room) -> None:
-        """Give a new part its place, and what it needs of others."""
-        part.room, part.in_place = room, partial(self._in_place, part)
-        if isinstance(part, PlacedWorker):
+    def _add(self, them: list[Any], room: Room) -> Any:
+        """One more engine or worker, with its place, its actor, and what it needs of others."""
+        kind = "engine" if them is self._engines else "worker"
+        number, shared = self._num_ever[kind], self._common()
+        self._num_ever[kind] += 1
+        shared["name"] = f"{kind} {number}"
+        part: PlacedEngine | PlacedWorker
+        if them is self._engines:
+            spec = EngineSpec(**shared, number=number, device=room.device, serves_at_once=not self._trains)
+            part = PlacedEngine(spec, self._restarts.note)
+        else:
+            part = PlacedWorker(WorkerSpec(**shared), self._restarts.note)
             part.on_end = self._forget
+        part.room, part.in_place = room, partial(self._in_place, part)
+        part.use(self._new_actor(part))
+        them.append(part)
+        return part
 
     def _new_actor(self, part: Supervised) -> Any:
         return self._actor(EngineActor if isinstance(part, PlacedEngine) else RolloutWorker, part.room)
@@ -231,10 +235,11 @@ class RayCluster:
         for part in parts:
             part.begin(part.actor, pids[part.name])
 
-    def _have_workers_follow(self) -> None:
-        """Have all workers use the engines of now."""
+    def _have_workers_follow(self) -> list[Any]:
+        """Have all workers use the engines of now; Ray's references of their answers."""
+        answers = []
         context = min(engine.max_context_tokens for engine in self._engines)
-        for number, worker in enumerate(self._workers.all):
+        for number, worker in enumerate(self._workers.ever):
             # Each begins with another engine.
             first = number % len(self._engines)
             actors = tuple(engine.actor for engine in [*self._engines[first:], *self._engines[:first]])
@@ -242,14 +247,15 @@ class RayCluster:
             worker.spec = replace(before, engines=actors, max_context_tokens=context)
             if worker.pid and worker.spec != before:
                 # Whenever its process is there: it may just be starting again, which the part itself sees to.
-                worker.actor.start.options(max_task_retries=-1).remote(worker.spec)
+                answers.append(worker.actor.start.options(max_task_retries=-1).remote(worker.spec))
+        return answers
 
     def _forget(self, worker_name: str) -> None:
         for engine in self._engines:
             engine.forget(worker_name)
 
-    def _common(self, model_folder: Path) -> dict[str, Any]:
-        return {"config": self._config, "model_folder": model_folder, "search_path": tuple(sys.path)}
+    def _common(self) -> dict[str, Any]:
+        return {"config": self._config, "model_folder": self._model_folder, "search_path": tuple(sys.path)}
 
     def _actor(self, kind: type[Any], room: Room) -> Any:
         limits = {}
@@ -259,7 +265,7 @@ class RayCluster:
         else:
             actor_class = import_ray().remote(kind)
             limits = {"max_restarts": -1, "max_concurrency": MAX_CALLS}
-        self._actors.append(actor_class.options(**room.options(self._room), **limits).remote())
+        self._actors.append(actor_class.options(**room.options(self._groups[0]), **limits).remote())
         return self._actors[-1]
 
     def _kill(self, actor: Any) -> None:
@@ -267,7 +273,7 @@ class RayCluster:
             self._actors.remove(actor)
             import_ray().kill(actor)
 
-    def _start_trainer(self, model_folder: Path) -> dict[str, Any]:
+    def _start_trainer(self) -> dict[str, Any]:
         """The answer of a new trainer, by its name; none if there is one that is well.
 
         That one goes back with the run, which has it resume from a checkpoint; before the first of these it
@@ -287,16 +293,75 @@ class RayCluster:
         self._ranks = [self._actor(RankActor, rank_room) for rank_room in rank_rooms]
         self._trainer_actor = self._actor(TrainerActor, room)
         spec = TrainerSpec(
-            **self._common(model_folder),
+            **self._common(),
             name="trainer",
             device=(rank_rooms[0] if rank_rooms else room).device,
             ranks=tuple(self._ranks),
         )
         return {"trainer": self._trainer_actor.start.remote(spec)}
 
+    async def scale(self, parts: str, change: str) -> str:
+        """Have ``engines`` or ``workers`` join or leave; see `forebay.engines.members.scale`.
+
+        One that joins has room of its own, for which the cluster may grow, and is waited for by nobody. The
+        requests of an engine that leaves go on elsewhere; a worker leaves once its groups have ended.
+
+        Raises:
+            ValueError: it is something else, or so many cannot leave.
+            ConfigError: there is no room.
+        """
+        known: dict[str, list[Any]] = {"engines": self._engines, "workers": self._workers.all}
+        if parts not in known:
+            raise ValueError(f"write engines=+2 or workers=+2, got {parts!r}")
+        if "://" in change or (parts == "engines" and "urls" in self._config.engine.arguments):
+            raise ValueError("on a cluster one engine drives all servers that run already: see urls")
+        return await scale(known[parts], change, lambda _: self._join(known[parts]), self._leave)
+
+    async def _join(self, them: list[Any]) -> None:
+        is_engine = isinstance(them[0], PlacedEngine)
+        free = self._free[type(them[0])]
+        if not free:
+            counts = {"num_engines": int(is_engine), "num_workers": int(not is_engine)}
+            asked, cpus = self._settings.model_copy(update=counts), self._plan.workers[0].cpus
+            plan = plan_parts(asked, cpus=cpus, shares_gpu=False, num_ranks=0)
+            group = await self._reserve(plan.bundles)
+            free += [replace(room, group=group) for room in (*plan.engines, *plan.workers)]
+        if not them:
+            # The run was closed over the wait for room, which is given back.
+            self._end()
+            raise ConfigError("the run has ended")
+        first, part = them[0], self._add(them, free.pop())
+        part.is_paused = first.is_paused
+        if is_engine:
+            part.weights, part.max_context_tokens = first.weights, first.max_context_tokens
+        part.watch()
+        self._have_workers_follow()
+
+    async def _leave(self, part: Any) -> None:
+        # Until its work is elsewhere: an end or a hang meanwhile must not hold it up.
+        part.watch()
+        no_answer = (import_ray().exceptions.RayError, StallError)
+        with contextlib.suppress(*no_answer):
+            if isinstance(part, PlacedEngine):
+                self._engines.remove(part)
+                following = asyncio.gather(*self._have_workers_follow(), return_exceptions=True)
+                await answered(following, f"workers were asked to do without {part.name}", START_LIMIT_S)
+            else:
+                await self._workers.leave(part)
+        with contextlib.suppress(*no_answer):
+            await answered(part.close(), f"{part.name} was asked to leave", CLOSE_LIMIT_S)
+        part.is_up, part.pid = False, 0
+        self._kill(part.actor)
+        if part.room.group is None:
+            # It stays a part of the first placement group.
+            self._free[type(part)].append(part.room)
+        elif part.room.group in self._groups:
+            self._groups.remove(part.room.group)
+            import_module("ray.util.placement_group").remove_placement_group(part.room.group)
+
     def controller(self) -> ClusterController:
         """The controller that pauses and continues the engines and gives them weights."""
-        return ClusterController(self._engines, self._workers)
+        return ClusterController(self._engines, self._workers, self.scale)
 
     def agent_loop(self, task_name: str, *, held_out: bool, activities: Activities) -> RayAgentLoop:
         """The agent loop of a task, whose groups the workers generate and judge."""
@@ -339,12 +404,15 @@ class RayCluster:
     def _end(self) -> None:
         for actor in self._actors:
             import_ray().kill(actor)
-        if self._room is not None:
-            import_module("ray.util.placement_group").remove_placement_group(self._room)
+        for group in self._groups:
+            import_module("ray.util.placement_group").remove_placement_group(group)
         if self._is_ours:
             import_ray().shutdown()
-        self._room, self._is_ours = None, False
-        self._actors, self._engines, self._workers.all = [], [], []
+        self._is_ours = False
+        # Emptied, not replaced, so that a part that is just joining notices.
+        gone = (self._actors, self._engines, self._workers.all, self._groups, self._free, self._num_ever)
+        for parts in gone:
+            parts.clear()
 
 
 CLOSE_LIMIT_S = 30.0

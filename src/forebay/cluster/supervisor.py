@@ -19,7 +19,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from forebay.cluster.calls import NotBuilt
@@ -115,15 +115,16 @@ class Supervised:
         if self.is_up:
             await self.actor.close.remote()
 
-    async def pause(self) -> None:
+    # No coroutines themselves: `is_paused` is right at once, for a part that joins and does as the others.
+    def pause(self) -> Coroutine[Any, Any, None]:
         """Have what is running end as aborted; a process that is started again learns of it then."""
         self.is_paused = True
-        await self.tell("pause")
+        return self.tell("pause")
 
-    async def resume(self) -> None:
+    def resume(self) -> Coroutine[Any, Any, None]:
         """Go on; a process that is started again learns of it then."""
         self.is_paused = False
-        await self.tell("resume")
+        return self.tell("resume")
 
     async def tell(self, method: str, *arguments: Any, limit_s: float | None = None) -> None:
         """Call a method without a result, within `TELL_LIMIT_S`; a part that is not up is not called.

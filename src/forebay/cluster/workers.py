@@ -24,7 +24,7 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 LoopName = tuple[str, bool]
 """Task name, and whether it is for held-out prompts."""
+Scale = Callable[[str, str], Awaitable[str]]
 
 
 class RolloutWorker:
@@ -97,26 +98,16 @@ class RolloutWorker:
 
     def _build(self, spec: WorkerSpec) -> None:
         controller = RolloutController(list(self._engines.values()), seed=spec.config.seed)
+        shared = {"controller": controller, "tokenizer": self._tokenizer, "activities": self._activities}
         self._loops = {
-            (task.name, held_out): build_task_loop(
-                spec.config,
-                task,
-                held_out=held_out,
-                controller=controller,
-                tokenizer=self._tokenizer,
-                activities=self._activities,
-            )
+            (task.name, held_out): build_task_loop(spec.config, task, held_out=held_out, **shared)
             for task in spec.config.tasks
             for held_out in (False, True)
         }
         self._built = controller
 
     def _ready(self) -> RolloutController:
-        """The controller that the agent loops generate with.
-
-        Raises:
-            NotBuilt: this process was started in place of one that has ended.
-        """
+        """The controller of the agent loops; NotBuilt if this process is in place of one that has ended."""
         if self._built is None:
             raise NotBuilt("the agent loops have not been built in this process")
         return self._built
@@ -136,9 +127,8 @@ class RolloutWorker:
         assert task is not None
         self._jobs[job.number] = task
         try:
-            return await self._loops[job.loop].generate_group(
-                job.states, enable_partial_rollout=job.enable_partial_rollout
-            )
+            loop, is_partial = self._loops[job.loop], job.enable_partial_rollout
+            return await loop.generate_group(job.states, enable_partial_rollout=is_partial)
         finally:
             del self._jobs[job.number]
 
@@ -227,6 +217,8 @@ class Workers:
     def __init__(self, workers: Sequence[PlacedWorker]) -> None:
         self.all = list(workers)
         """One that is gone for good may be replaced."""
+        self._left: list[PlacedWorker] = []
+        """They get no more groups, or are gone."""
         self.on_retry: RetryListener | None = None
         """Told of each group that is generated again."""
         self.num_retries = 0
@@ -237,7 +229,12 @@ class Workers:
         self._last_tries = asyncio.Lock()
         self._is_paused = False
         self._changed = asyncio.Event()
-        """Set when a worker is up again, and when a pause begins."""
+        """Set when a worker is up again, or a group has ended, and when a pause begins."""
+
+    @property
+    def ever(self) -> list[PlacedWorker]:
+        """All, with those that are leaving: these are paused like the others; and those that have left."""
+        return [*self.all, *self._left]
 
     async def generate(
         self, loop: LoopName, states: list[RolloutState], *, enable_partial_rollout: bool
@@ -269,36 +266,44 @@ class Workers:
         """Have what is running end as ABORTED, and what waits for a worker too."""
         self._is_paused = True
         self._changed.set()
-        await asyncio.gather(*(worker.pause() for worker in self.all))
+        await asyncio.gather(*(worker.pause() for worker in self.ever))
 
     async def resume(self) -> None:
         """Go on."""
         self._is_paused = False
-        await asyncio.gather(*(worker.resume() for worker in self.all))
+        await asyncio.gather(*(worker.resume() for worker in self.ever))
 
     def note_of(self, name: str) -> str:
         """The last report on the rollout or group `name`, which may be a second old; empty without one."""
         self._look()
         # The last report of a process that has ended tells of groups that others have by now.
-        reports = [worker.report for worker in self.all if worker.is_up]
+        reports = [worker.report for worker in self.ever if worker.is_up]
         return next((report.notes[name] for report in reports if name in report.notes), "")
 
     def count_tokens_made(self) -> int:
         """Tokens made so far, as of the last report; it never falls."""
         self._look()
-        return sum(worker.num_tokens_made for worker in self.all)
+        return sum(worker.num_tokens_made for worker in self.ever)
 
     def count_retries(self) -> int:
         """Requests that were made again because an engine was lost, as of the last report."""
         self._look()
-        return sum(worker.num_retries for worker in self.all)
+        return sum(worker.num_retries for worker in self.ever)
 
     async def close(self) -> None:
         """Watch no more, and free what the workers hold."""
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
-        await asyncio.gather(*(worker.close() for worker in self.all), return_exceptions=True)
+        await asyncio.gather(*(worker.close() for worker in self.ever), return_exceptions=True)
+
+    async def leave(self, worker: PlacedWorker) -> None:
+        """Give it no more groups; return once those that it has are done."""
+        self.all.remove(worker)
+        self._left.append(worker)
+        while worker.num_in_flight:
+            self._changed.clear()
+            await self._changed.wait()
 
     async def _least_busy(self) -> PlacedWorker:
         while True:
@@ -318,7 +323,7 @@ class Workers:
         # One at a time: a worker that hangs holds up the next, until its supervisor has ended it.
         if (self._looking is None or self._looking.done()) and now_s - self._looked_s >= LOOK_EVERY_S:
             self._looked_s = now_s
-            self._looking = asyncio.gather(*(worker.look() for worker in self.all))
+            self._looking = asyncio.gather(*(worker.look() for worker in self.ever))
 
 
 class PlacedWorker(Supervised):
@@ -329,7 +334,6 @@ class PlacedWorker(Supervised):
     """Of all its processes, as of the last report; it never falls."""
     num_retries = 0
     """Of requests, because an engine was lost, as of the last report."""
-
     report = Report()
 
     def use(self, actor: Any) -> None:
@@ -361,6 +365,7 @@ class PlacedWorker(Supervised):
             raise
         finally:
             self.num_in_flight -= 1
+            self.on_change()
 
     async def look(self) -> None:
         """Bring `report` up to date, as far as the worker answers."""
@@ -411,11 +416,9 @@ class RayAgentLoop:
             for state in states:
                 # `AgentLoop` keeps a finished rollout as it is, so nothing is done to it.
                 if not (state.status is Status.COMPLETED and len(state.response_ids)):
-                    spans.enter_context(
-                        self._activities.span(
-                            GENERATE, state.rollout_id, task=state.task_name, group=state.group_id
-                        )
-                    )
+                    task, group = state.task_name, state.group_id
+                    span = self._activities.span(GENERATE, state.rollout_id, task=task, group=group)
+                    spans.enter_context(span)
             try:
                 return await self._workers.generate(
                     self._loop, states, enable_partial_rollout=enable_partial_rollout
@@ -446,15 +449,21 @@ class ClusterController(EnginePool):
     >>> await trainer.sync_weights(controller)
     """
 
-    def __init__(self, engines: Sequence[PlacedEngine], workers: Workers) -> None:
+    def __init__(self, engines: Sequence[PlacedEngine], workers: Workers, scale: Scale) -> None:
         super().__init__(engines)  # type: ignore[arg-type]  # they take weights as `Published`
-        self._placed, self._workers = engines, workers
+        self._placed, self._workers, self._scale = engines, workers, scale
+
+    async def scale(self, parts: str, change: str) -> str:
+        """As `RayCluster.scale`, whose list of engines is this controller's."""
+        try:
+            return await self._scale(parts, change)
+        finally:
+            self.engines = self._placed  # type: ignore[assignment]
 
     @property
     def engines_up(self) -> dict[int, Engine]:
         """Those that serve now, by their place in `engines`: none is starting again, or gone for good."""
-        engines = enumerate(self._placed)
-        return {number: engine for number, engine in engines if engine.is_up}  # type: ignore[misc]
+        return {n: engine for n, engine in enumerate(self._placed) if engine.is_up}  # type: ignore[misc]
 
     async def update_weights(self, weights: Any, model_step: int) -> None:
         """Have every engine use `weights`, which are `Published`; one that is starting again gets them then.
@@ -462,6 +471,10 @@ class ClusterController(EnginePool):
         An engine that does not take them in time is ended, and gets them when it is there again.
         """
         assert isinstance(weights, Published)
+        # Some may have joined or left; one that joins from now on has the weights of the first.
+        self.engines = self._placed  # type: ignore[assignment]
+        for engine in self._placed:
+            engine.weights = weights
         await asyncio.gather(*(engine.load_weights(weights, model_step) for engine in self._placed))
 
     async def pause_generation(self) -> None:

@@ -137,7 +137,7 @@ class RolloutController(EnginePool):
             return ""
         return f"{request.num_earlier + self.num_made(request.request_id)} tokens"
 
-    async def scale(self, change: str) -> str:
+    async def scale(self, parts: str, change: str) -> str:
         """Have engines join or leave; see `forebay.engines.members.scale`.
 
         None waits for one that joins: it gets requests once it has the weights of now. The requests of one
@@ -147,6 +147,9 @@ class RolloutController(EnginePool):
             ValueError: engines of this kind, or so many of them, cannot.
             ConfigError: no server that can be used is at the address.
         """
+
+        if parts != "engines":
+            raise ValueError(f"write engines=+2, got {parts}={change}")
 
         async def join(url: str) -> None:
             if self._another is None:

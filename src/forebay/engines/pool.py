@@ -376,9 +376,9 @@ class EnginePool:
             del self._engine_of_session[next(iter(self._engine_of_session))]
         return member
 
-    async def scale(self, change: str) -> str:
-        """Have engines join or leave, as ``+2`` or ``-1``; ValueError, as here, if they cannot."""
-        raise ValueError(f"{change}: the engines of a cluster neither join nor leave a run")
+    async def scale(self, parts: str, change: str) -> str:
+        """Have engines or other ``parts`` join or leave, as ``+2`` or ``-1``; ValueError, as here, if not."""
+        raise ValueError(f"{parts}={change}: these engines neither join nor leave a run")
 
     # Engines that are lost, and come back
 

@@ -135,9 +135,7 @@ class Run(Rollouts):
             ValueError: it cannot be done.
         """
         parts, _, how = change.partition("=")
-        if parts != "engines":
-            raise ValueError(f"write engines=+2, got {change!r}")
-        said = await self.controller.scale(how)
+        said = await self.controller.scale(parts, how)
         self.display.message(f"scaled, {change}: {said}")
         self.manager.ledger.note_part(parts, f"{how}: {said}", "scaled")
         return said

@@ -294,14 +294,14 @@ async def test_engines_for_running_servers_know_what_they_serve(tiny, tmp_path, 
     controller = RolloutController(engines[:1])
     await controller.complete(ask())
     with pytest.raises(ValueError, match="is here already"):
-        await controller.scale(f"+{server.url}")
+        await controller.scale("engines", f"+{server.url}")
     with pytest.raises(ValueError, match="by their address"):
-        await controller.scale("+1")
-    assert await controller.scale(f"+{another.url}/") == "2 now, 1 of them up"
+        await controller.scale("engines", "+1")
+    assert await controller.scale("engines", f"+{another.url}/") == "2 now, 1 of them up"
     while len(controller.engines_up) < 2:
         await asyncio.sleep(0.01)
     assert another.loaded == server.loaded[:1]
-    assert await controller.scale(f"-{server.url}") == "1 now, 1 of them up"
+    assert await controller.scale("engines", f"-{server.url}") == "1 now, 1 of them up"
     assert (await controller.complete(ask())).model_steps.tolist() == [1] * 4
     for engine in (*controller.engines, engines[1]):
         await engine.close()

@@ -21,6 +21,7 @@ from forebay.runs.launch import launch, launch_evaluation, try_all
 from forebay.runs.placement import PartLost, make_cluster
 from forebay.runs.record.history import read_spans
 from forebay.runs.record.rerun import Rerun
+from forebay.runs.show.surroundings import ask_to_scale
 from forebay.runs.verify import WeightCheck
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -221,6 +222,57 @@ def test_a_trainer_that_is_well_stays_when_the_run_goes_back_for_others(ray, tmp
     # From the checkpoint of step 2 it has done step 3 as before.
     first, again = losses[3]
     assert again == pytest.approx(first, rel=1e-4, abs=1e-7)
+
+
+async def ask(run, change):
+    return await asyncio.to_thread(ask_to_scale, run.folder, change)
+
+
+async def refused(run, change):
+    with pytest.raises(ConfigError) as error:
+        await ask(run, change)
+    return str(error.value)
+
+
+def test_engines_and_workers_join_and_leave_a_run_that_works(ray, tmp_path, monkeypatch):
+    fit, parts, said, leaving = steps.fit, [], [], []
+
+    async def scaled_in_fit(run, groups):
+        if run.train_step == 1:
+            said.extend([await ask(run, "engines=+1"), await ask(run, "workers=+1")])
+            async with asyncio.timeout(240):
+                while len(run.controller.engines_up) < 2 or not all(run.cluster.pids().values()):
+                    await asyncio.sleep(0.05)
+            parts.extend(sorted(run.cluster.pids()))
+        if run.train_step == 3:
+            # Beside the train steps, in which groups are on their way.
+            leaving.extend(asyncio.ensure_future(ask(run, f"{part}=-1")) for part in ("engines", "workers"))
+        if run.train_step == 5:
+            said.extend([await task for task in leaving])
+            said.append(sorted(run.cluster.pids()))
+            said.extend(
+                [await refused(run, change) for change in ("engines=-1", "trainers=+1", "engines=+x")]
+            )
+        return await fit(run, groups)
+
+    monkeypatch.setattr(steps, "fit", scaled_in_fit)
+    cluster = {"name": "ray", "arguments": {"cpus": 0.5, "placement_timeout_s": 60}}
+    config = run_config(tmp_path, produce=SEPARATE, cluster=cluster, verify_weights=True)
+    asyncio.run(launch(config))
+    check_books(config.folder)
+    assert parts == ["engine 0", "engine 1", "trainer", "worker 0", "worker 1"]
+    up, down = "2 now, 1 of them up", "1 now, 1 of them up"
+    assert said[:5] == [up, up, down, down, ["engine 0", "trainer", "worker 0"]]
+    assert said[5:] == [
+        "-1 would leave none of 1: one has to stay",
+        "write engines=+2 or workers=+2, got 'trainers'",
+        "write +2, -1, =4, +http://HOST:PORT or -http://HOST:PORT, got '+x'",
+    ]
+    # The newcomer's tokens were those of the trainer's weights.
+    checked = [row for row in read_jsonl(config.folder / "metrics.jsonl") if "sync/engines_unchecked" in row]
+    assert [row["sync/engines_unchecked"] for row in checked if row["train_step"] == 2] == [0]
+    assert [event["part"] for event in events(config.folder, "scaled")] == ["engines", "workers"] * 2
+    assert not events(config.folder, "restarted")
 
 
 @pytest.mark.parametrize(

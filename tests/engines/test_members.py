@@ -1,17 +1,14 @@
-"""Which engine gets a request: the cost of the choice, engines that are far slower, and changes."""
+"""Which engine gets a request: the cost of the choice, and engines that are far slower than the others."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
-from types import SimpleNamespace
-
-import pytest
 
 from forebay.aio import virtual_time
 from forebay.engines import GenerateRequest, RolloutController
-from forebay.engines.members import Members, scale
+from forebay.engines.members import Members
 from forebay.testing import ScriptedEngine
 from forebay.types import RolloutState, SampleParams
 
@@ -133,16 +130,3 @@ def test_one_very_long_request_makes_no_straggler(caplog):
     with caplog.at_level(logging.WARNING, logger="forebay"):
         virtual_time.run(main())
     assert not caplog.records
-
-
-async def test_a_change_of_which_only_a_part_can_be_done_says_how_many_there_are():
-    there = [SimpleNamespace(is_up=True)]
-
-    async def join(url):
-        if len(there) == 3:
-            raise ValueError("no room for another")
-        there.append(SimpleNamespace(is_up=False))
-
-    for change, said in (("+4", "no room for another; 3 now, 1 of them up"), ("+1", "no room for another")):
-        with pytest.raises(ValueError, match=f"^{said}$"):
-            await scale(there, change, join, None)

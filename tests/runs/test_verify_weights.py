@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from test_colocated_run import config
 from forebay.engines import Completion, EngineLost, TransformersEngine
 from forebay.metrics import read_jsonl
 from forebay.models import load_model
+from forebay.runs import evaluation
 from forebay.runs.launch import launch
 from forebay.runs.verify import LEAST_LIMIT, WeightsDifferError
 
@@ -89,3 +92,34 @@ def test_an_engine_that_keeps_old_weights_ends_the_run(tmp_path: Path) -> None:
         WeightsDifferError, match=r"engine 0 does not hold the trainer's weights of step [23]"
     ):
         asyncio.run(launch(run))
+
+
+async def test_an_engine_that_leaves_over_its_probe_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "phase", lambda *_: contextlib.nullcontext())
+    up, logged = {0: "stays", 1: "leaves"}, []
+
+    async def probe(engine: str, number: int) -> None:
+        up.pop(1, None)
+        raise WeightsDifferError(f"engine {number} generated nothing")
+
+    async def nothing(*_: Any) -> None:
+        pass
+
+    class Controller:
+        engines_up = property(lambda self: dict(up))
+        engines = ("stays",)
+
+    run: Any = SimpleNamespace(
+        turns=None,
+        trainer=SimpleNamespace(sync_weights=nothing),
+        controller=Controller(),
+        weight_check=SimpleNamespace(probe=probe),
+        metrics=SimpleNamespace(log=lambda step, metrics: logged.append(metrics)),
+        train_step=1,
+    )
+    with pytest.raises(WeightsDifferError, match="engine 0"):
+        await evaluation.sync_weights(run)
+    del up[0]
+    up[1] = "leaves"
+    await evaluation.sync_weights(run)
+    assert logged == [{"sync/engines_unchecked": 1.0}]

@@ -340,15 +340,14 @@ class RayCluster:
     async def _leave(self, part: Any) -> None:
         # Until its work is elsewhere: an end or a hang meanwhile must not hold it up.
         part.watch()
-        no_answer = (import_ray().exceptions.RayError, StallError)
-        with contextlib.suppress(*no_answer):
+        with contextlib.suppress(StallError):
             if isinstance(part, PlacedEngine):
                 self._engines.remove(part)
                 following = asyncio.gather(*self._have_workers_follow(), return_exceptions=True)
                 await answered(following, f"workers were asked to do without {part.name}", START_LIMIT_S)
             else:
                 await self._workers.leave(part)
-        with contextlib.suppress(*no_answer):
+        with contextlib.suppress(import_ray().exceptions.RayError, StallError):
             await answered(part.close(), f"{part.name} was asked to leave", CLOSE_LIMIT_S)
         part.is_up, part.pid = False, 0
         self._kill(part.actor)

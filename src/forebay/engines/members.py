@@ -160,8 +160,7 @@ async def scale(there: Any, change: str, join: Join, leave: Leave) -> str:
     or an empty one; `leave` the part there, else the newest, of those that are not up if there are some.
 
     Raises:
-        ValueError: it is none of these, or leaves none that is up; or one of several does not join or leave,
-            after which the message says how many there are.
+        ValueError: it is none of these, or leaves none that is up.
     """
     found = re.fullmatch(r"([+-]?)(\d{1,6})|([+-])(https?://\S+)", change)
     if found is None:
@@ -170,25 +169,15 @@ async def scale(there: Any, change: str, join: Join, leave: Leave) -> str:
     difference = {"+": number, "-": -number}.get(sign, number - len(there))
     if len(there) + difference < 1:
         raise ValueError(f"{change} would leave none of {len(there)}: one has to stay")
-    before = len(there)
-    try:
-        for _ in range(difference):
-            await join(url)
-        for _ in range(-difference):
-            at_url = [part for part in there if not url or str(part.engine) == url]
-            # `max` takes the first of equals, and so, reversed, the newest.
-            leaving = max(reversed(at_url), key=lambda part: not part.is_up, default=None)
-            if leaving is None or not any(part.is_up for part in there if part is not leaving):
-                raise ValueError("no other is up" if leaving else f"no engine is at {url}")
-            await leave(leaving)
-    except ValueError as error:
-        if len(there) == before:
-            raise
-        raise ValueError(f"{error}; {_count(there)}") from error
-    return _count(there)
-
-
-def _count(there: Any) -> str:
+    for _ in range(difference):
+        await join(url)
+    for _ in range(-difference):
+        at_url = [part for part in there if not url or str(part.engine) == url]
+        # `max` takes the first of equals, and so, reversed, the newest.
+        leaving = max(reversed(at_url), key=lambda part: not part.is_up, default=None)
+        if leaving is None or not any(part.is_up for part in there if part is not leaving):
+            raise ValueError("no other is up" if leaving else f"no engine is at {url}")
+        await leave(leaving)
     return f"{len(there)} now, {sum(part.is_up for part in there)} of them up"
 
 

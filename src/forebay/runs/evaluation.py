@@ -27,6 +27,7 @@ from forebay.runs.build import Run
 from forebay.runs.checkpoints import compute, phase
 from forebay.runs.reporting import raise_alarms
 from forebay.runs.rollouts import EvalSet
+from forebay.runs.verify import WeightsDifferError
 from forebay.types import RolloutState, made_by
 from forebay.watching.activity import EVALUATE, EVALUATE_BESIDE, SYNC
 from forebay.watching.stalls import StallWatch
@@ -43,7 +44,14 @@ async def sync_weights(run: Run) -> None:
         # Engines that are not up take over the weights when they come back, unchecked.
         differences: list[float] = []
         for number, engine in run.controller.engines_up.items():
-            if (states := await run.weight_check.probe(engine, number)) is not None:
+            try:
+                states = await run.weight_check.probe(engine, number)
+            except WeightsDifferError:
+                # One that has left meanwhile is not checked.
+                if engine in run.controller.engines_up.values():
+                    raise
+                continue
+            if states is not None:
                 compared = await compute(run, run.weight_check.compare, number, states, run.trainer)
                 differences.append(compared)
         metrics = {"sync/engines_unchecked": float(len(run.controller.engines) - len(differences))}

@@ -93,12 +93,14 @@ class RolloutWorker:
         if self._built is None:
             self._build(spec)
         else:
+            # Their requests go on at others, with their tokens.
             await asyncio.gather(*map(self._built.remove, left))
         return os.getpid()
 
     def _build(self, spec: WorkerSpec) -> None:
         controller = RolloutController(list(self._engines.values()), seed=spec.config.seed)
         shared = {"controller": controller, "tokenizer": self._tokenizer, "activities": self._activities}
+        # Prompts of both kinds may be under way at the same time, with other settings.
         self._loops = {
             (task.name, held_out): build_task_loop(spec.config, task, held_out=held_out, **shared)
             for task in spec.config.tasks

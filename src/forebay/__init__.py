@@ -3,9 +3,7 @@
 `run` trains as ``forebay train`` does, from Python; importing this package loads nothing else.
 """
 
-from typing import TYPE_CHECKING
-
-from forebay.lazy import lazy_names
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forebay.entry import RunResult, run, run_async
@@ -14,4 +12,12 @@ __all__ = ["RunResult", "__version__", "run", "run_async"]
 
 __version__ = "0.2.0"
 
-__getattr__ = lazy_names(__name__, __file__)
+_IN_ENTRY = ("RunResult", "run", "run_async")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _IN_ENTRY:
+        from importlib import import_module
+
+        return getattr(import_module("forebay.entry"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,12 +12,10 @@ __all__ = ["RunResult", "__version__", "run", "run_async"]
 
 __version__ = "0.2.0"
 
-_IN_ENTRY = ("RunResult", "run", "run_async")
-
 
 def __getattr__(name: str) -> Any:
-    if name in _IN_ENTRY:
-        from importlib import import_module
+    if name in __all__:
+        from forebay import entry
 
-        return getattr(import_module("forebay.entry"), name)
+        return getattr(entry, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

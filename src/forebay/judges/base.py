@@ -121,7 +121,7 @@ class Judge(ABC):
         # Judges are user code: whatever one raises, sys.exit() included, fails what it judged, and only that.
         except (Exception, SystemExit) as error:
             return [_as_judge_error(error)] * len(states)
-        return [_checked_or_error(verdict) for verdict in verdicts]
+        return [checked_or_error(verdict) for verdict in verdicts]
 
     async def _with_retries(self, states: Sequence[RolloutState]) -> Sequence[Verdict | Exception]:
         pause_s = _FIRST_PAUSE_S
@@ -200,7 +200,8 @@ class TransientJudgeError(Exception):
         self.after_s = after_s
 
 
-def _checked_or_error(verdict: Verdict | Exception) -> dict[str, Any] | JudgeError:
+def checked_or_error(verdict: Verdict | Exception) -> dict[str, Any] | JudgeError:
+    """`checked_reward` of a verdict, or as an error what raised: the failure of one member alone."""
     try:
         if isinstance(verdict, Exception):
             raise verdict

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from forebay.aio.time_limits import CallThreads
-from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge, JudgeError, Verdict, checked_reward
+from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge, JudgeError, Verdict
 from forebay.types import ROLLOUT_FIELDS, RolloutState
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -130,11 +130,8 @@ class ComposedJudge(Judge):
             reward["score"] += part.weight * verdict["score"]
             reward[part.label] = verdict["score"]
             reward |= {f"{part.label}/{name}": value for name, value in verdict.items() if name != "score"}
-        try:
-            # Each score is finite; their weighted sum may not be.
-            return checked_reward(reward)
-        except ValueError as error:
-            return JudgeError(str(error))
+        # Each score is finite; their weighted sum may not be.
+        return checked_or_error(reward)
 
     async def aclose(self) -> None:
         """Close the parts."""

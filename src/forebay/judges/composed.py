@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from forebay.aio.time_limits import CallThreads
-from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge, JudgeError, Verdict
+from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge, JudgeError, Verdict, checked_or_error
 from forebay.types import ROLLOUT_FIELDS, RolloutState
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])

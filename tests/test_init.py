@@ -53,6 +53,12 @@ def test_a_run_file_alone_becomes_run_toml(tmp_path: Path) -> None:
         write_start("demo_tinny", tmp_path)
 
 
+def test_the_run_files_of_a_folder_keep_their_names(tmp_path: Path) -> None:
+    written = {path.name for path in write_start("search", tmp_path)}
+    assert written == {"gpu.toml", "register.jsonl", "register.py", "run.toml"}
+    assert 'source = "tiny"' in (tmp_path / "run.toml").read_text()
+
+
 def test_a_wheel_has_recipes_examples_and_the_page_of_keys(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]

@@ -49,7 +49,7 @@ def write_start(name: str, folder: Path) -> list[Path]:
         raise ConfigError(f"nothing to start from is called {name!r}; {hint}known: {', '.join(starts)}")
     start = starts[name]
     files = sorted(file for file in start.iterdir() if file.is_file()) if start.is_dir() else [start]
-    targets = [folder / (RUN_FILE if file.suffix == ".toml" else file.name) for file in files]
+    targets = [folder / (RUN_FILE if start.suffix == ".toml" else file.name) for file in files]
     if there := [str(target) for target in targets if target.exists()]:
         raise ConfigError(f"{', '.join(there)} is there already; name another folder")
     folder.mkdir(parents=True, exist_ok=True)

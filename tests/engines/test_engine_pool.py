@@ -602,7 +602,7 @@ def test_a_change_that_cannot_be_is_refused_and_changes_nothing(change):
     async def main() -> None:
         controller = RolloutController([Joining()])
         with pytest.raises(ValueError, match=r"would leave none|write \+2"):
-            await controller.scale(change)
+            await controller.scale("engines", change)
         assert len(controller.engines) == 1
         await controller.close()
 
@@ -612,7 +612,7 @@ def test_a_change_that_cannot_be_is_refused_and_changes_nothing(change):
 def test_an_engine_of_the_run_s_own_process_has_no_other_beside_it():
     async def main() -> None:
         with pytest.raises(ValueError, match="in the run's own process"):
-            await RolloutController(ScriptedEngine(count_on)).scale("+1")
+            await RolloutController(ScriptedEngine(count_on)).scale("engines", "+1")
 
     virtual_time.run(main())
 

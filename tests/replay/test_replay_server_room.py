@@ -254,18 +254,23 @@ class FailingStorage(IndexedStorage):
         self.num_failing = 0
 
 
+async def full_of_one():
+    """A served buffer that has room for one group and holds it, and a put that waits for room."""
+    storage = FailingStorage()
+    served = Served(ReplayBuffer(FIFOReplayPolicy(), storage), instance=b"", limits=Limits(max_live=1))
+    await served.open()
+    await served.buffer.put(make_group("a"), "math")
+    entering = asyncio.create_task(served.room.admit(1))
+    await asyncio.sleep(1)
+    return storage, served, entering
+
+
 @pytest.mark.parametrize("num_failing", [1, 3])
 def test_a_count_that_fails_keeps_no_put_waiting(num_failing):
     async def run():
-        storage = FailingStorage()
-        buffer = ReplayBuffer(FIFOReplayPolicy(), storage)
-        served = Served(buffer, instance=b"", limits=Limits(max_live=1))
-        await served.open()
-        await buffer.put(make_group("a"), "math")
-        entering = asyncio.create_task(served.room.admit(1))
-        await asyncio.sleep(1)
+        storage, served, entering = await full_of_one()
         storage.num_failing = num_failing
-        await buffer.take_batch({"math": 1})
+        await served.buffer.take_batch({"math": 1})
         await entering
         assert storage.num_failing == 0
         await served.close()
@@ -275,18 +280,12 @@ def test_a_count_that_fails_keeps_no_put_waiting(num_failing):
 
 def test_closing_a_buffer_whose_store_fails_ends_the_waits_for_room():
     async def run():
-        storage = FailingStorage()
-        buffer = ReplayBuffer(FIFOReplayPolicy(), storage)
-        served = Served(buffer, instance=b"", limits=Limits(max_live=1))
-        await served.open()
-        await buffer.put(make_group("a"), "math")
-        entering = asyncio.create_task(served.room.admit(1))
-        await asyncio.sleep(1)
+        storage, served, entering = await full_of_one()
         storage.num_failing = 1000
-        await buffer.take_batch({"math": 1})
+        await served.buffer.take_batch({"math": 1})
         await asyncio.sleep(10)
         assert not entering.done()
-        await buffer.close()
+        await served.buffer.close()
         with pytest.raises(BufferClosed):
             await entering
         await served.close()

@@ -35,6 +35,7 @@ from forebay.replay.format.tables import (
     rollout_batches,
 )
 from forebay.replay.stores.contract import copy_row
+from forebay.runs.folder import list_checkpoints
 from forebay.runs.store import STORE_FILE
 from forebay.types import RolloutState, Status
 
@@ -162,7 +163,7 @@ def open_database(url: str) -> BufferSource:
 def own_database(location: str) -> str:
     """The SQLite file in which the run in the folder `location` keeps its groups; else `location`."""
     folder, file = Path(location), Path(location) / STORE_FILE
-    checkpoints = sorted(folder.glob("checkpoints/step_*[0-9]"))
+    checkpoints = list_checkpoints(folder)
     # With groups in its newest checkpoint the run has gone on in memory: the file is older.
     has_snapshot = checkpoints and (checkpoints[-1] / "manager" / "buffer" / MANIFEST).is_file()
     return str(file) if file.is_file() and not has_snapshot else location
@@ -219,9 +220,8 @@ def find_snapshot(path: Path) -> Path:
     """
     if not path.exists():
         raise FileNotFoundError(f"there is nothing at {str(path)!r}")
-    checkpoints = sorted(path.glob("checkpoints/step_*[0-9]"))
     places = [path, path / "buffer", path / "manager" / "buffer"]
-    places += [checkpoint / "manager" / "buffer" for checkpoint in checkpoints[-1:]]
+    places += [checkpoint / "manager" / "buffer" for checkpoint in list_checkpoints(path)[-1:]]
     for place in places:
         if (place / MANIFEST).is_file():
             return place

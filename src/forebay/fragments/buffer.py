@@ -309,8 +309,7 @@ class ReplayBufferActor:
             self._collector.restart_clock()
         self._state.advance(self._now_s())
         # Before payloads are deleted, too: another buffer may have opened the folder and name them.
-        is_due = self._collector.due_s is not None and self._collector.due_s <= self._now_s()
-        if self._state.changes or is_due:
+        if self._state.changes or self._collector.is_due(self._now_s()):
             self._commit()
         self._collector.advance(self._now_s())
         self._set_timer()

@@ -81,9 +81,13 @@ class Collector:
         self._working = None
         self._work()
 
+    def is_due(self, now_s: float) -> bool:
+        """Whether the time of the suspects is over, which `advance` then deletes."""
+        return self.due_s is not None and self.due_s <= now_s
+
     def advance(self, now_s: float) -> None:
         """Delete suspects whose time is over; sweep, if it is time for that."""
-        if self.due_s is not None and self.due_s <= now_s:
+        if self.is_due(now_s):
             self.due_s = None
             orphans = [fragment_id for fragment_id in self._suspects if not self._is_named(fragment_id)]
             self._suspects.clear()

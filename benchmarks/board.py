@@ -3,8 +3,9 @@
     python benchmarks/board.py make FOLDER      write the run: 5,000 steps, 1 M rollouts of 1.5 kB (0.8 GB)
     python benchmarks/board.py look FOLDER      first paint in Chromium, each question, memory of the server
     python benchmarks/board.py viewers          CPU seconds of the server with 0, 1 and 10 viewers
-    python benchmarks/board.py beside           CPU seconds a step of a run's process with 0, 1, 10 viewers:
-                                                with board = true, and with a server of its own
+    python benchmarks/board.py beside           a run with 0, 1, 10 viewers, with board = true and with a
+                                                server of its own: CPU of the board's process over that of the
+                                                run's in the same blocks, and CPU of the run's process a step
     python benchmarks/board.py cost             CPU seconds of the demo with and without its history
 
 CPU seconds stand beside wall times, because other work on the machine moves only the latter.
@@ -254,7 +255,9 @@ def beside(rounds: int = 10, seconds: float = 6.0) -> None:
                 time.sleep(0.2)
             served = None if is_beside else Served(Path(name))
             address = served.address if served else address
+            board = served.process.pid if served else _child(run.pid)
             a_step: dict[int, list[float]] = {0: [], 1: [], 10: []}
+            shares: dict[int, list[float]] = {count: [] for count in a_step}
             calls = {count: np.zeros(2) for count in a_step}
             for turn in range(rounds):
                 # In another order each time: none of them always follows the same one.
@@ -262,18 +265,33 @@ def beside(rounds: int = 10, seconds: float = 6.0) -> None:
                     streams = [
                         urllib.request.urlopen(f"{address}api/events?run=seen&since=0") for _ in range(count)
                     ]
+                    told: list[float] = []
                     for stream in streams:
-                        threading.Thread(target=lambda s=stream: _drain(s), daemon=True).start()
+                        threading.Thread(target=lambda s=stream, t=told: _drain(s, t), daemon=True).start()
+                    # Each has all steps until now: a page opens once, and then looks on.
+                    while len(told) < 4 * count:
+                        time.sleep(0.2)
                     time.sleep(1)
                     before, first, done = cpu_s(run.pid), _num_lines(folder), num_calls(run.pid)
+                    looked = cpu_s(board)
                     time.sleep(seconds)
                     num_steps = _num_lines(folder) - first
-                    a_step[count].append((cpu_s(run.pid) - before) / num_steps)
+                    worked = cpu_s(run.pid) - before
+                    a_step[count].append(worked / num_steps)
+                    shares[count].append((cpu_s(board) - looked) / worked)
                     calls[count] += num_calls(run.pid) - done, num_steps
                     for stream in streams:
                         stream.fp.raw._sock.shutdown(2)
-            told = ", ".join(f"{number / steps:.2f} with {count}" for count, (number, steps) in calls.items())
-            print(f"{how}: reads and writes of the run's process a step: {told} viewers")
+            for count, found in shares.items():
+                error = np.std(found, ddof=1) / rounds**0.5
+                print(
+                    f"{how}, {count} viewers: CPU of the board's process over that of the run's: "
+                    f"{np.mean(found):.2%}, standard error {error:.2%}, highest {max(found):.2%}"
+                )
+            words = ", ".join(
+                f"{number / steps:.2f} with {count}" for count, (number, steps) in calls.items()
+            )
+            print(f"{how}: reads and writes of the run's process a step: {words} viewers")
             for count in (1, 10):
                 ratios = np.array(a_step[count]) / np.array(a_step[0]) - 1
                 error = ratios.std(ddof=1) / rounds**0.5
@@ -287,14 +305,19 @@ def beside(rounds: int = 10, seconds: float = 6.0) -> None:
                 served.close()
 
 
+def _child(pid: int) -> int:
+    """The board that a run has started."""
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
 def _num_lines(folder: Path) -> int:
     return (folder / "metrics.jsonl").read_bytes().count(b"\n")
 
 
-def _drain(stream) -> None:
+def _drain(stream, told: list[float]) -> None:
     try:
-        for _ in stream:
-            pass
+        told.extend(time.monotonic() for line in stream if line.startswith(b"data"))
     except (OSError, ValueError):
         return
 

@@ -2,13 +2,15 @@
 
     forebay train recipes/demo_tiny.toml output=runs                                  # the teacher
     python benchmarks/distillation.py cut TEACHER STUDENT 0,3                         # keeps these layers
-    python benchmarks/distillation.py run ARM SEED TEACHER STUDENT [STEPS] >> distillation.jsonl
+    python benchmarks/distillation.py run ARM SEED TEACHER STUDENT [STEPS [RECIPE [KEY=VALUE ...]]] \\
+        >> distillation.jsonl
     python benchmarks/distillation.py report distillation.jsonl                     # the table for results/
 
-TEACHER and STUDENT are folders of models. An ARM is ``reward`` (the recipe as it is), ``teacher`` (reverse KL
-by token and no reward), ``top`` (the same over the teacher's likeliest tokens) or ``both``. All arms begin
-with the same student after the same warm-up, and take as many rollouts a step; so far as they differ in
-tokens, accuracies are read off at equal numbers, on the line between two evaluations.
+TEACHER and STUDENT are folders of models, RECIPE is a run file, the demo's unless told otherwise. An ARM is
+``reward`` (the recipe as it is), ``teacher`` (reverse KL by token and no reward), ``top`` (the same over the
+teacher's likeliest tokens) or ``both``. All arms begin with the same student (the demo's after the same
+warm-up), and take as many rollouts a step; so far as they differ in tokens, accuracies are read off at equal
+numbers, on the line between two evaluations.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
@@ -54,14 +57,22 @@ def cut(teacher: str, student: str, layers: list[int]) -> None:
     load_tokenizer(folder).save_pretrained(student)
 
 
-def run(arm: str, seed: int, teacher: str, student: str, steps: int = 48) -> None:
-    """One run; its evaluations, with what was generated until then."""
+def run(
+    arm: str,
+    seed: int,
+    teacher: str,
+    student: str,
+    steps: int = 48,
+    recipe: Path = RECIPE,
+    keys: Sequence[str] = (),
+) -> None:
+    """One run; its evaluations, with what was generated until then. `keys` are the run file's."""
     changes = {
         "seed": seed,
         "steps": steps,
         "model.source": student,
         "evaluate.every": max(1, steps // POINTS),
-        "warmup.steps": 4,
+        **({"warmup.steps": 4} if recipe == RECIPE else {}),
         "checkpoint_every": 0,
         "history_gb": 0,
         **({} if arm == "reward" else {"train.teacher": teacher}),
@@ -69,11 +80,12 @@ def run(arm: str, seed: int, teacher: str, student: str, steps: int = 48) -> Non
     }
     with tempfile.TemporaryDirectory() as folder:
         program = "import forebay.cli; forebay.cli.main()"
-        command = [sys.executable, "-c", program, "train", str(RECIPE), f"output={folder}"]
-        command += [f"{name}={value}" for name, value in changes.items()]
+        command = [sys.executable, "-c", program, "train", str(recipe), f"output={folder}"]
+        command += [*(f"{name}={value}" for name, value in changes.items()), *keys]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        (metrics,) = Path(folder).glob("*/metrics.jsonl")
         tokens, curve, divergence = 0.0, [], []
-        for row in read_jsonl(Path(folder) / "demo_tiny" / "metrics.jsonl"):
+        for row in read_jsonl(metrics):
             tokens += row.get("produce/tokens", 0.0)
             if "train/kl" in row:
                 divergence.append(row["train/kl"])
@@ -110,6 +122,7 @@ if __name__ == "__main__":
     if command == "cut":
         cut(given[0], given[1], [int(place) for place in given[2].split(",")])
     elif command == "run":
-        run(given[0], int(given[1]), *given[2:4], *map(int, given[4:]))
+        recipe = Path(given[5]) if given[5:] else RECIPE
+        run(given[0], int(given[1]), *given[2:4], *map(int, given[4:5]), recipe=recipe, keys=given[6:])
     else:
         report(Path(given[0]))

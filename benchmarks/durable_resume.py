@@ -1,14 +1,18 @@
 """A run's store with many live groups: the cost of a checkpoint, and of going on after a kill.
 
     python benchmarks/durable_resume.py 1000 100000
+    python benchmarks/durable_resume.py --memory 100000
 
-The manager, sampler, books and SQLite file are those of a run; the groups are small ones. Half of them were
-there at the checkpoint, half came after it.
+The manager, sampler, books and store are those of a run; the groups are small ones. Half of them were there
+at the checkpoint, half came after it: an SQLite file has these after a kill, and a buffer in memory has not.
+"Stood still" is the longest time that the event loop, and with it the producer, waited while the checkpoint
+was written.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import tempfile
 import time
@@ -24,9 +28,9 @@ from forebay.types import Status
 GROUP_SIZE, NUM_TOKENS = 2, 64
 
 
-def build(folder: Path, num_groups: int) -> AgentLoopManager:
+def build(folder: Path, num_groups: int, *, in_memory: bool) -> AgentLoopManager:
     """As a process of the run does it."""
-    buffer = AsyncReplayBufferConfig().build(SQLStorage(folder / "buffer.db"))
+    buffer = AsyncReplayBufferConfig().build(None if in_memory else SQLStorage(folder / "buffer.db"))
     prompts = [Prompt(message=[{"role": "user", "content": str(i)}]) for i in range(2 * num_groups)]
     runner = TaskRunner(
         task_name="task",
@@ -57,41 +61,67 @@ async def fill(manager: AgentLoopManager, num_groups: int) -> None:
         await asyncio.gather(*(one() for _ in range(500)))
 
 
-async def measure(folder: Path, num_groups: int) -> None:
+class Ticks:
+    """The longest time between two turns of the event loop, while the block lasts."""
+
+    longest_s = 0.0
+
+    async def __aenter__(self) -> Ticks:
+        self._task = asyncio.create_task(self._tick())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            before_s = time.perf_counter()
+            await asyncio.sleep(0.001)
+            self.longest_s = max(self.longest_s, time.perf_counter() - before_s - 0.001)
+
+
+async def measure(folder: Path, num_groups: int, *, in_memory: bool) -> None:
     """Print the numbers for a store of so many groups."""
-    manager = build(folder, num_groups)
+    manager = build(folder, num_groups, in_memory=in_memory)
     await fill(manager, num_groups // 2)
+    # As a run does once it has begun.
+    gc.collect()
+    gc.freeze()
     started_s, cpu_s = time.perf_counter(), time.process_time()
     cut = await manager.cut(folder / "manager", train_step=1)
     cut_s = time.perf_counter() - started_s
-    await cut.write(folder / "manager")
-    await cut.release()
+    async with Ticks() as ticks:
+        await cut.write(folder / "manager")
+        await cut.release()
     write_s, write_cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
     num_bytes = sum(path.stat().st_size for path in (folder / "manager").rglob("*"))
     await fill(manager, num_groups // 2)
     manager.ledger.close()
     await manager.replay_buffer.close()
 
-    manager = build(folder, num_groups)
+    manager = build(folder, num_groups, in_memory=in_memory)
     started_s, cpu_s = time.perf_counter(), time.process_time()
-    await manager.resume(folder / "manager", has_groups=True)
+    await manager.resume(folder / "manager", has_groups=not in_memory)
     group = await manager.task_runners[0].sampler.sample("task", [Status.ABORTED])
     resume_s, resume_cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
     assert group[0].group_id not in (None, "task/0/0/0")
-    assert len(manager.ledger.name_live("task")) == num_groups
+    assert len(manager.ledger.name_live("task")) == (num_groups // 2 if in_memory else num_groups)
     await manager.replay_buffer.close()
     print(
         f"{num_groups:,} groups: cut {1000 * cut_s:.1f} ms, written after {1000 * write_s:.0f} ms "
-        f"({1000 * write_cpu_s:.0f} CPU ms, {num_bytes:,} bytes); resumed, up to the first new prompt, in "
+        f"({1000 * write_cpu_s:.0f} CPU ms, {num_bytes:,} bytes), stood still for "
+        f"{1000 * ticks.longest_s:.1f} ms; resumed, up to the first new prompt, in "
         f"{resume_s:.2f} s ({resume_cpu_s:.2f} CPU s)"
     )
 
 
 def main() -> None:
     """For each number of groups that is named."""
-    for number in sys.argv[1:] or ["1000", "100000"]:
+    given = sys.argv[1:]
+    numbers = [text for text in given if text != "--memory"] or ["1000", "100000"]
+    for number in numbers:
         with tempfile.TemporaryDirectory(prefix="forebay-durable-") as folder:
-            asyncio.run(measure(Path(folder), int(number)))
+            asyncio.run(measure(Path(folder), int(number), in_memory="--memory" in given))
 
 
 if __name__ == "__main__":

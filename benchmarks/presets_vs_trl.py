@@ -1,6 +1,7 @@
 """Final scores of the presets ``dapo`` and ``gspo`` beside those of TRL's GRPOTrainer, over three seeds.
 
 Usage: python benchmarks/presets_vs_trl.py --preset dapo [--steps 30] [--group 16] [--trl-python PATH]
+       python benchmarks/presets_vs_trl.py --preset dapo --pilot 2e-5,5e-5,1e-4
 
 The model, the prompts and the two sides are those of ``train_vs_trl.py``::
 
@@ -14,7 +15,9 @@ N the problems, s the deviation of their scores, each the mean over the seeds.
 
 TRL has no dynamic sampling: it is off on both sides. Both sides' weights are sampled and judged by the same
 code. A check goes before: on equal rollouts and mini-batches both sides must move the weights the same way.
---render only prints the table of the JSON file again.
+A side has learned a measure if its mean is above the start's by more than two standard errors of the start,
+which are over problems. --pilot only prints Forebay's scores at each of these rates, with a seed that the
+comparison does not use: a rate is chosen without TRL. --render only prints the table of the JSON file again.
 """
 
 from __future__ import annotations
@@ -59,14 +62,20 @@ Scores = dict[str, torch.Tensor]
 """By measure, a value for each problem."""
 
 
-def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
-    """The scores before training and of each side by seed, and the runs."""
+def start_of(options: argparse.Namespace, work: Path) -> base.Bench:
     size = replace(base.SIZES[options.size], steps=options.steps, lr=options.lr, warmup_steps=options.warmup)
     bench = base.prepare(size, base.MIXED_LENGTHS, options, work)
-    bench = replace(bench, max_tokens=base.MIXED_LENGTHS[1] + 1 + SPARE_TOKENS)
+    return replace(bench, max_tokens=base.MIXED_LENGTHS[1] + 1 + SPARE_TOKENS)
+
+
+def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """The scores before training and of each side by seed, and the runs."""
+    bench = start_of(options, work)
+    size = bench.size
     replayed = base.replay(bench, preset=options.preset)
     problems = held_out(bench.model)
     start = score(bench, bench.model, problems)
+    errors = {name: float(start[name].std()) / math.sqrt(len(problems)) for name in MEASURES}
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     scores: dict[str, list[Scores]] = {side: [] for side in SIDES}
     for seed in range(options.seeds):
@@ -83,9 +92,24 @@ def measure(options: argparse.Namespace, work: Path) -> dict[str, Any]:
         "problems": len(problems),
         "replay": replayed,
         "start": {name: float(start[name].mean()) for name in MEASURES},
+        "start_error": errors,
         "scores": {side: {name: summary(scores[side], name) for name in MEASURES} for side in SIDES},
         "runs": runs,
     }
+
+
+def pilot(options: argparse.Namespace, work: Path) -> None:
+    """Print the start's scores, and Forebay's after a run at each rate."""
+    bench = start_of(options, work)
+    problems = held_out(bench.model)
+    score(bench, bench.model, problems)
+    for lr in options.pilot:
+        bench = replace(bench, size=replace(bench.size, lr=lr))
+        label, seed = f"pilot-{lr:g}", options.seeds
+        found = base.run_side(bench, "forebay", label, seed=seed, steps=options.steps, preset=options.preset)
+        rewards = ", ".join(f"{value:.3f}" for value in found["reward"][:: max(1, options.steps // 6)])
+        print(f"lr {lr:g}: {found['cpu_s'][-1]:.0f} CPU s, rewards on the way {rewards}", flush=True)
+        score(bench, bench.folder / f"{label}-forebay-{seed}" / "trained", problems)
 
 
 def summary(scores: Sequence[Scores], name: str) -> dict[str, Any]:
@@ -160,11 +184,10 @@ async def judge(texts: Sequence[str], answers: Sequence[str]) -> list[Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """For each measure and side the scores by seed with their intervals, and whether the sides' overlap."""
-    lines = [
-        "| preset | measure | start | side | seeds 0, 1, ... | mean | over seeds | over problems | overlap |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    """By measure and side the scores with their intervals, what was learned, and whether sides overlap."""
+    heads = ["preset", "measure", "start", "side", "seeds 0, 1, ...", "mean", "over seeds", "over problems"]
+    heads += ["learned", "overlap"]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name in MEASURES:
         both = [found["scores"][side][name] for side in SIDES]
         first, second = (statistics.mean(one["by_seed"]) for one in both)
@@ -172,11 +195,13 @@ def table(found: dict[str, Any]) -> str:
             "yes" if abs(first - second) <= sum(one[over] for one in both) else "no"
             for over in ("over_seeds", "over_problems")
         ]
+        start, error = found["start"][name], found["start_error"][name]
         for side, one in zip(SIDES, both, strict=True):
-            cells = [f"`{found['preset']}`", name.replace("_", " "), f"{found['start'][name]:.3f}", side]
+            cells = [f"`{found['preset']}`", name.replace("_", " "), f"{start:.3f} +- {error:.3f}", side]
             cells.append(", ".join(f"{value:.3f}" for value in one["by_seed"]))
             cells.append(f"{statistics.mean(one['by_seed']):.3f}")
             cells += [f"+- {one[over]:.3f}" for over in ("over_seeds", "over_problems")]
+            cells.append("yes" if statistics.mean(one["by_seed"]) > start + 2 * error else "no")
             lines.append(f"| {' | '.join([*cells, ', '.join(overlaps)])} |")
     return "\n".join(lines)
 
@@ -193,6 +218,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, choices=list(T_95), default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument(
+        "--pilot", type=lambda text: [*map(float, text.split(","))], help="rates to try, without TRL"
+    )
     parser.add_argument("--warmup", type=int, default=120, help="supervised steps before")
     parser.add_argument("--prompts", type=int, default=16, help="per step")
     parser.add_argument("--group", type=int, default=16, help="samples per prompt")
@@ -208,6 +236,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
+    if options.pilot:
+        with tempfile.TemporaryDirectory(prefix="presets_vs_trl-") as folder:
+            options.trl_python = None
+            pilot(options, Path(folder))
+        return
     if not options.render:
         options.trl_python = base.trl_python(options.trl_python)
         work = options.work or Path(tempfile.mkdtemp(prefix="presets_vs_trl-"))

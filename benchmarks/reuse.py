@@ -1,7 +1,9 @@
 """Accuracy at equal generated tokens, with groups that are trained on once, twice and four times.
 
-    python benchmarks/reuse.py run TIMES SEED [STEPS] >> reuse.jsonl        # one run of the demo
+    python benchmarks/reuse.py run TIMES SEED [STEPS [RECIPE [KEY=VALUE ...]]] >> reuse.jsonl    # one run
     python benchmarks/reuse.py report reuse.jsonl                           # the table for results/
+
+RECIPE is a run file, the demo's unless told otherwise, and STEPS are those without reuse.
 
 A group that is used K times saves the generation of the others: past groups fill (K - 1) / K of a batch. A
 run with K makes K times as many train steps, so that all runs generate about as many tokens, and so far as
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
@@ -28,13 +31,13 @@ POINTS = 4
 """Numbers of generated tokens at which runs are compared."""
 
 
-def run(times: int, seed: int, steps: int = 60) -> None:
-    """One run of the demo; its evaluations, with what was generated until then."""
+def run(times: int, seed: int, steps: int = 60, recipe: Path = RECIPE, keys: Sequence[str] = ()) -> None:
+    """One run; its evaluations, with what was generated until then. `keys` are the run file's."""
     share = (times - 1) / times
     changes = {
         "seed": seed,
         "steps": steps * times,
-        "evaluate.every": steps * times // 6,
+        "evaluate.every": max(1, round(steps * times / 6)),
         "checkpoint_every": 0,
         "history_gb": 0,
         "replay.reuse.times": times,
@@ -43,19 +46,20 @@ def run(times: int, seed: int, steps: int = 60) -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         program = "import forebay.cli; forebay.cli.main()"
-        command = [sys.executable, "-c", program, "train", str(RECIPE), f"output={folder}"]
-        command += [f"{name}={value}" for name, value in changes.items()]
+        command = [sys.executable, "-c", program, "train", str(recipe), f"output={folder}"]
+        command += [*(f"{name}={value}" for name, value in changes.items()), *keys]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        (metrics,) = Path(folder).glob("*/metrics.jsonl")
         tokens, curve, uses = 0.0, [], defaultdict(float)
-        for row in read_jsonl(Path(folder) / "demo_tiny" / "metrics.jsonl"):
+        for row in read_jsonl(metrics):
             tokens += row.get("produce/tokens", 0.0)
             for name in ("past_groups", "replaced_groups"):
                 uses[name] += row.get(f"produce/{name}", 0.0)
             if "eval/accuracy" in row:
                 curve.append((row["train_step"], tokens, row["eval/accuracy"]))
     used = getrusage(RUSAGE_CHILDREN)
-    line = {"times": times, "seed": seed, "steps": steps * times, "curve": curve, **uses}
-    print(json.dumps(line | {"cpu_s": round(used.ru_utime + used.ru_stime, 1)}))
+    line = {"recipe": recipe.stem, "times": times, "seed": seed, "steps": steps * times, "curve": curve}
+    print(json.dumps(line | uses | {"cpu_s": round(used.ru_utime + used.ru_stime, 1)}))
 
 
 def report(path: Path) -> None:
@@ -79,6 +83,7 @@ def report(path: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "run":
-        run(*map(int, sys.argv[2:]))
+        recipe = Path(sys.argv[5]) if sys.argv[5:] else RECIPE
+        run(*map(int, sys.argv[2:5]), recipe=recipe, keys=sys.argv[6:])
     else:
         report(Path(sys.argv[2]))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -50,6 +52,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in on_gpu:
                 item.add_marker(pytest.mark.skip(reason=f"torch {torch.__version__} sees no CUDA device"))
+
+
+@pytest.fixture
+def forgotten_modules() -> Iterator[None]:
+    """Modules beside run files, of which several have one name, are forgotten before and after the test."""
+    here, path = Path(__file__).parent, list(sys.path)
+    folders = here.parent / "recipes", here / "given_on_pages"
+
+    def forget() -> None:
+        for name, module in list(sys.modules.items()):
+            file = Path(getattr(module, "__file__", None) or "/")
+            if any(map(file.is_relative_to, folders)):
+                del sys.modules[name]
+
+    forget()
+    yield
+    forget()
+    sys.path[:] = path
 
 
 @pytest.fixture(scope="module")

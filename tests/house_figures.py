@@ -30,7 +30,11 @@ _NO_CODE = {
     tokenize.ENDMARKER,
 }
 _WHAT = re.compile(r"(?:^|[.!?:;]\s+|\n\s*\n\s*|\n\s*[-*#]+\s+)What\s(?![^.?!]*\?)")
-_SEE = re.compile(r"See `[^`]+`\.?")
+_NOBODY = re.compile(r"\b(nobody|whoever)\b", re.IGNORECASE)
+_SEE = re.compile(r"(See|As|As of) `[^`]+`\.?")
+_FRAGMENT = re.compile(r"((As|Of|For|By|In|Since|With) [^;:]*|(The|A|An|Its|Their) [\w']+|\w+)\.")
+_FRAGMENT_WORDS = 6
+"""A longer phrase has room to say what it is about."""
 
 
 def name_of(path: Path) -> str:
@@ -118,27 +122,50 @@ def _length(node: ast.stmt) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
+@cache
+def prose() -> dict[str, tuple[str, ...]]:
+    """Docstrings and comments of each file, and each page as one text."""
+    texts = {
+        name_of(path): (
+            *(str(text.value) for text in docstrings(path)),
+            *(comment.lstrip("# ") for comment in comments(path)),
+        )
+        for path in FILES
+    }
+    pages = {
+        str(page.relative_to(ROOT)): (text_of(page),) for page in PAGES if page.name not in GENERATED_PAGES
+    }
+    return texts | pages
+
+
 def what_sentences() -> dict[str, int]:
-    """Sentences, no questions, that begin with a free "What": by file, in docstrings, comments and pages."""
-    counts: dict[str, int] = {}
-    for path in FILES:
-        texts = [str(text.value) for text in docstrings(path)]
-        texts += [comment.lstrip("# ") for comment in comments(path)]
-        counts[name_of(path)] = sum(len(_WHAT.findall(text)) for text in texts)
-    for page in PAGES:
-        if page.name not in GENERATED_PAGES:
-            counts[str(page.relative_to(ROOT))] = len(_WHAT.findall(text_of(page)))
+    """How many sentences, no questions, begin with a free "What": by file."""
+    return _found(_WHAT)
+
+
+def nobody_sentences() -> dict[str, int]:
+    """How often "nobody" or "whoever" stands for a caller, a process or a part: by file."""
+    return _found(_NOBODY)
+
+
+def _found(pattern: re.Pattern[str]) -> dict[str, int]:
+    counts = {name: sum(len(pattern.findall(text)) for text in texts) for name, texts in prose().items()}
     return {name: count for name, count in counts.items() if count}
 
 
-def see_docstrings() -> list[str]:
-    """Docstrings that only point at another one."""
+def empty_docstrings() -> list[str]:
+    """Docstrings that only point at another one, or are a bare fragment ("Of all parts.", "k.")."""
     return [
-        f"{name_of(path)}:{text.lineno}"
+        f"{name_of(path)}:{text.lineno} {text.value}"
         for path in FILES
         for text in docstrings(path)
-        if _SEE.fullmatch(str(text.value).strip())
+        if _says_nothing(str(text.value).strip())
     ]
+
+
+def _says_nothing(text: str) -> bool:
+    is_short = len(text.split()) <= _FRAGMENT_WORDS
+    return bool(_SEE.fullmatch(text) or (is_short and _FRAGMENT.fullmatch(text)))
 
 
 def comment_share() -> float:
@@ -200,5 +227,6 @@ def print_figures() -> None:
     print(f"late beginnings  {len(late_beginnings())} modules")
     whats = what_sentences()
     print(f"'What' sentences {sum(whats.values())}", sorted(whats.items(), key=lambda item: -item[1])[:12])
-    print(f"'See' docstrings {len(see_docstrings())}")
+    print(f"'nobody'         {sum(nobody_sentences().values())}", *nobody_sentences())
+    print(f"empty docstrings {len(empty_docstrings())}")
     print(f"comments         {comment_share():.1f}% of the lines")

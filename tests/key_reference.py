@@ -48,16 +48,21 @@ COMPONENTS = (
     ("cluster.arguments", "cluster", "forebay.runs.config:CLUSTER_ARGUMENTS"),
     ("tasks.0.data.arguments", "data source", "forebay.produce.prompts.sources:SOURCE_ARGUMENTS"),
     ("tasks.0.sampler.arguments", "sampler", "forebay.produce.prompts.orders:SAMPLERS"),
-    ("tasks.0.agent.arguments", "agent", "forebay.agents.build:AGENT_ARGUMENTS"),
+    ("tasks.0.agent.arguments", "agent", "forebay.agents.build:AGENTS"),
     (
         "tasks.0.agent.arguments.environment.arguments",
         "environment",
-        "forebay.agents.environments:ENVIRONMENT_ARGUMENTS",
+        "forebay.agents.environments:ENVIRONMENTS",
     ),
-    ("tasks.0.agent.arguments.tools.0.arguments", "tool", "forebay.tools.base:TOOL_ARGUMENTS"),
+    ("tasks.0.agent.arguments.tools.0.arguments", "tool", "forebay.tools.base:TOOLS"),
     ("tasks.0.judge.arguments", "judge", "forebay.judges.build:JUDGE_ARGUMENTS"),
 )
-"""Where the arguments of named components stand, and the table of their models."""
+"""Where the arguments of named components stand, and the table of their models, or of what has one."""
+
+
+def models_of(components: Mapping[str, Any]) -> dict[str, Any]:
+    """The models of the components' arguments; one without takes none."""
+    return {name: made.Arguments for name, made in components.items() if hasattr(made, "Arguments")}
 
 
 @cache
@@ -68,7 +73,8 @@ def reference() -> Mapping[str, Sequence[Key]]:
 
     sections = {"A run file": tuple(keys_of(RunConfig))}
     for path, kind, table in COMPONENTS:
-        for name, model in resolve_name(table).items():
+        found = resolve_name(table)
+        for name, model in (models_of(found) or found).items():
             model = resolve_name(model) if isinstance(model, str) else model
             if keys := tuple(keys_of(model, f"{path}.", of=f"{kind} {name}")):
                 sections[f"Arguments of the {kind} `{name}`"] = keys

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+from warm_python import warm_workers
+
 LOGICAL_CPUS = 4
 """What actors may ask for; the machine may have fewer."""
 
@@ -19,13 +21,14 @@ def local_cluster() -> Iterator[ModuleType]:
     """The module `ray`, connected to the cluster of this process, which is started when it is missing."""
     ray = pytest.importorskip("ray", reason="ray is not installed; it is an optional extra")
     if not ray.is_initialized():
-        ray.init(
-            num_cpus=LOGICAL_CPUS,
-            include_dashboard=False,
-            object_store_memory=128 << 20,
-            log_to_driver=False,
-            _node_ip_address="127.0.0.1",
-        )
+        with warm_workers():
+            ray.init(
+                num_cpus=LOGICAL_CPUS,
+                include_dashboard=False,
+                object_store_memory=128 << 20,
+                log_to_driver=False,
+                _node_ip_address="127.0.0.1",
+            )
     yield ray
     # Of several users each comes here at the session's end; after the first there is nothing left to do.
     ray.shutdown()

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from forebay.agents.build import AGENT_ARGUMENTS, AGENTS, GIVEN
-from forebay.agents.environments import ENVIRONMENT_ARGUMENTS, ENVIRONMENTS
+from forebay.agents.build import AGENTS, GIVEN
+from forebay.agents.environments import ENVIRONMENTS
 from forebay.config import ConfigError, StrictModel, apply_overrides, parse_config
 from forebay.engines import TransformersEngine
 from forebay.engines.build import TransformersArguments
 from forebay.judges.build import JUDGE_ARGUMENTS, JUDGES
 from forebay.produce.prompts.sources import GENERATORS, SOURCE_ARGUMENTS
 from forebay.runs.config import RunConfig
-from forebay.tools.base import TOOL_ARGUMENTS, TOOLS
+from forebay.tools.base import TOOLS
+from key_reference import models_of
 
 RUN: dict[str, Any] = {
     "name": "try",
@@ -38,10 +39,10 @@ NOT_OF_RUN_FILES = {
 
 def named() -> list[tuple[str, Any, type[StrictModel], tuple[str, ...]]]:
     tables: list[tuple[Mapping[str, Any], Mapping[str, type[StrictModel]], tuple[str, ...]]] = [
-        (AGENTS, AGENT_ARGUMENTS, GIVEN),
-        (ENVIRONMENTS, ENVIRONMENT_ARGUMENTS, ()),
+        (AGENTS, models_of(AGENTS), GIVEN),
+        (ENVIRONMENTS, models_of(ENVIRONMENTS), ()),
         (JUDGES, JUDGE_ARGUMENTS, ("timeout_s",)),
-        (TOOLS, TOOL_ARGUMENTS, ()),
+        (TOOLS, models_of(TOOLS), ()),
         (GENERATORS, SOURCE_ARGUMENTS, ()),
         ({"transformers": TransformersEngine}, {"transformers": TransformersArguments}, ()),
     ]

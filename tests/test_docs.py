@@ -6,6 +6,7 @@ in `given_on_pages`, which makes what the page takes as given. ``print(...)  # t
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -17,10 +18,10 @@ import pytest
 
 from forebay.config import load_config
 from forebay.runs.config import RunConfig
+from warm_python import RAY_WORKER, warm_workers
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-_PATH = re.compile(r"(?:`|\]\(|\]\(\.\./)((?:src|examples|recipes|tests|benchmarks)/[\w/.]+)[`)]")
 GIVEN = Path(__file__).parent / "given_on_pages"
 
 RUN_PROGRAM = """
@@ -34,6 +35,12 @@ async def main():
         else:  # it may start event loops of its own
             await asyncio.to_thread(exec, code, scope)
 asyncio.run(main())
+"""
+# See `warm_python`: of a program that starts a cluster of its own.
+FORK_RAY_WORKERS = f"""
+from ray._private import ray_constants as of_ray
+of_ray.SETUP_WORKER_FILENAME = {RAY_WORKER!r}
+del of_ray
 """
 
 
@@ -67,14 +74,16 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
         pytest.importorskip("ray")
     given = GIVEN / f"{page.stem}.py"
     texts = ([given.read_text(encoding="utf-8")] if given.exists() else []) + blocks(page, "python")
-    done = subprocess.run(
-        [sys.executable, "-c", RUN_PROGRAM, *texts],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    with warm_workers() if _uses_ray(page) else contextlib.nullcontext():
+        before = [FORK_RAY_WORKERS] if _uses_ray(page) else []
+        done = subprocess.run(
+            [sys.executable, "-c", RUN_PROGRAM, *before, *texts],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     for block in texts:
         for promised in re.findall(r"^ *print\(.*\)  # (.*)$", block, re.MULTILINE):
@@ -94,6 +103,7 @@ BASE = {
 """A run file that a page's tables are put into."""
 
 
+@pytest.mark.usefixtures("forgotten_modules")
 @pytest.mark.parametrize(
     ("page", "table"),
     [
@@ -105,6 +115,7 @@ BASE = {
 def test_the_run_files_of_a_page_resolve(
     page: Path, table: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.syspath_prepend(ROOT / "recipes" / "process_rewards")
     monkeypatch.syspath_prepend(GIVEN / "modules")
     monkeypatch.setenv("JUDGE_KEY", "secret")
     read = tomllib.loads(table)
@@ -153,3 +164,16 @@ def test_the_tables_that_a_page_names_are_there() -> None:
             assert re.search(rf"^{name}\b", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), row
             named += 1
     assert named >= 8
+
+
+def test_the_rows_of_the_design_are_those_that_are_checked() -> None:
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| ([^|]*) \|", page, re.MULTILINE)
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    [layers] = [entry["layers"] for entry in contracts["contracts"] if entry["type"] == "layers"]
+    checked = [set(re.findall(r"forebay\.(\w+)", layer)) for layer in layers]
+    assert [set(re.findall(r"`(\w+)`", modules)) for _, modules in rows] == checked
+    assert [int(number) for number, _ in rows] == list(reversed(range(len(checked))))
+    # A module that no row has may import anything.
+    there = {path.stem for path in (ROOT / "src" / "forebay").iterdir() if path.stem[0] not in "_."}
+    assert set().union(*checked) == there - {"py"}

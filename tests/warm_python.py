@@ -9,15 +9,20 @@
                        |                                                 descriptors, modules, end
                        '--- how it ended --> poll(), wait()
 
-A fresh interpreter takes four seconds of CPU to import torch and transformers, and the suite starts some
-sixty. What is forked is a process like any other: it is killed, stopped and waited for in the same way. Tests
-of what is imported, or of what the death of a parent does, start theirs the usual way.
+A fresh interpreter takes five seconds of CPU to import torch and transformers, and the suite starts more than
+a hundred. What is forked is a process like any other: it is killed, stopped and waited for in the same way.
+Tests of what is imported, or of what the death of a parent does, start theirs the usual way.
+
+Two libraries start processes without `Popen`: multiprocessing, whose spawned ones are forked too, and Ray, by
+`warm_workers`: its workers are asked for by `ray_worker.py`, at a socket.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
+import gc
 import inspect
 import json
 import os
@@ -30,9 +35,12 @@ import sys
 import threading
 import traceback
 import types
+import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import popen_spawn_posix, resource_tracker, util
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +48,9 @@ import pytest
 
 MAX_MESSAGE_BYTES = 190_000
 MAX_DESCRIPTORS = 16
+ADDRESS = "WARM_PYTHON"
+"""The environment's name for a server's address."""
+RAY_WORKER = str(Path(__file__).with_name("ray_worker.py"))
 _Popen = subprocess.Popen
 _execute_child = _Popen._execute_child  # type: ignore[attr-defined]
 
@@ -50,21 +61,29 @@ class Server:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.socket: socket.socket | None = None
+        self.address = f"warm-python-{uuid.uuid4().hex}"
+        """In the abstract namespace of sockets, where other processes ask."""
 
     def start(self, told: dict[str, Any], descriptors: list[int]) -> int:
         """Have it fork a process; its number."""
         with self.lock:
-            if self.socket is None:
-                self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                with theirs:
-                    # It ends when this process does: its socket closes.
-                    self.process = _Popen(
-                        [sys.executable, __file__, str(theirs.fileno())],
-                        pass_fds=[theirs.fileno()],
-                        start_new_session=True,
-                    )
-            socket.send_fds(self.socket, [json.dumps(told).encode()], descriptors)
-            return int(self.socket.recv(100))
+            asked = self.begin()
+            socket.send_fds(asked, [json.dumps(told).encode()], descriptors)
+            return int(asked.recv(100))
+
+    def begin(self) -> socket.socket:
+        """Start it, if it has not been; the socket at which it is asked."""
+        if self.socket is None:
+            listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            listening.bind(f"\0{self.address}")
+            listening.listen()
+            self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with listening, theirs:
+                given = [theirs.fileno(), listening.fileno()]
+                # It ends when this process does: its socket closes.
+                command = [sys.executable, __file__, *map(str, given)]
+                self.process = _Popen(command, pass_fds=given, start_new_session=True)
+        return self.socket
 
 
 SERVER = Server()
@@ -125,16 +144,60 @@ class WarmPopen(_Popen):  # type: ignore[type-arg]
         return self.returncode
 
 
+class WarmSpawn(popen_spawn_posix.Popen):
+    """How multiprocessing starts a spawned process, and what it knows of it."""
+
+    def _launch(self, process: Any) -> None:
+        # Else it would be started beside the process, in the same way.
+        resource_tracker.ensure_running()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(util, "spawnv_passfds", self._start)
+            super()._launch(process)
+
+    def _start(self, path: bytes, args: list[str], kept: list[int]) -> int:
+        # As bytes; and without a word on bytecode, of which a forked process writes none.
+        command = [os.fsdecode(arg) for arg in args]
+        self._forked = WarmPopen([arg for arg in command if arg != "-B"], pass_fds=kept)
+        return self._forked.pid
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._forked.poll() if flag == os.WNOHANG else self._forked.wait()
+        return self.returncode
+
+
 @contextmanager
 def warm_python() -> Iterator[None]:
     """While open, Python programs that this process starts are forked from the server."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", WarmPopen)
+        patch.setattr(SpawnProcess, "_Popen", staticmethod(WarmSpawn))
+        yield
+
+
+@contextmanager
+def warm_workers() -> Iterator[None]:
+    """While open, a cluster of Ray that this process starts has workers that are forked from the server.
+
+    They stay so after it is closed.
+    """
+    from ray._private import ray_constants
+
+    with pytest.MonkeyPatch.context() as patch:
+        # A program of a test, which a process with a server of its own has started.
+        if ADDRESS not in os.environ:
+            with SERVER.lock:
+                SERVER.begin()
+            patch.setenv(ADDRESS, SERVER.address)
+        patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", RAY_WORKER)
         yield
 
 
 def import_all() -> None:
-    """What most programs of the suite import, and what a model imports when it is first used."""
+    """What most programs of the suite import, and what a model imports when it is first used.
+
+    Not Ray, which reads a worker's environment when it is imported.
+    """
     import peft  # noqa: F401
 
     import forebay.cli.commands
@@ -147,33 +210,45 @@ def import_all() -> None:
     load_tokenizer(folder)
 
 
-def serve(asked: socket.socket) -> list[str]:
-    """Fork for every request until the other side closes; the forked process returns its arguments."""
+def serve(owner: socket.socket, listening: socket.socket) -> list[str]:
+    """Fork for every request until the owner closes; the forked process returns its arguments."""
     statuses: dict[int, int] = {}
+    begun: dict[socket.socket, list[int]] = {owner: []}
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     while True:
-        ready, _, _ = select.select([asked, woken], [], [])
+        ready, _, _ = select.select([woken, listening, *begun], [], [])
         if woken in ready:
             os.read(woken, 1000)
             for pid in list(statuses):
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
-                    # Nobody may be left to read it.
-                    with open(statuses.pop(pid), "wb", closefd=True) as file:
-                        file.write(str(status).encode())
-        if asked in ready:
+                    with contextlib.suppress(BrokenPipeError):  # nobody may be left to read it
+                        os.write(ends := statuses.pop(pid), str(status).encode())
+                    os.close(ends)
+        if listening in ready:
+            begun[listening.accept()[0]] = []
+        for asked in begun.keys() & set(ready):
             message, descriptors, _, _ = socket.recv_fds(asked, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
             if not message:
-                os._exit(0)
+                if asked is owner:
+                    os._exit(0)
+                # One that asked at the socket has ended, and what it asked for ends with it.
+                for pid in begun.pop(asked):
+                    if pid in statuses:
+                        os.kill(pid, signal.SIGKILL)
+                asked.close()
+                continue
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                asked.detach()
+                for each in (listening, *begun):
+                    each.detach()
                 return become(json.loads(message), descriptors)
+            begun[asked].append(pid)
             statuses[pid], *others = descriptors
             for number in others:
                 os.close(number)
@@ -237,7 +312,10 @@ def leave(code: int) -> None:
 
 if __name__ == "__main__":
     import_all()
-    wanted = serve(socket.socket(fileno=int(sys.argv[1])))
+    # A forked process's collections would visit, and so copy, all of that.
+    gc.collect()
+    gc.freeze()
+    wanted = serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))
     try:
         run(wanted)
     except SystemExit as leaving:

@@ -1,14 +1,15 @@
 """How fast groups go in and out: in memory, in a durable file, through a second process.
 
-Usage: python benchmarks/replay/put_take.py [--quick] [--folder PATH]
+Usage: python benchmarks/replay/put_take.py [--quick] [--folder PATH] [--stores]
 
-    fresh groups, unlabeled --put(labels, train step, threshold)--> memory | SQLite file | server process
+    fresh groups, unlabeled --put(labels, train step, threshold)--> memory | SQLite files | server process
     server process --take_batch of 64 groups--> RolloutStates here
 
-A put counts when it has returned; on the SQLite file (write-ahead log, synchronous NORMAL) that is after its
-commit, through the server after its answer. Several puts are in flight at once where that is said: rollout
-workers do not wait for each other. What the machine itself can do with the same bytes is measured beside:
-copying them in memory, writing and syncing a file, sending them through a local socket.
+A put counts when it has returned; on an SQLite file (write-ahead log, synchronous NORMAL; with FULL each
+commit is synced) that is after its commit, through the server after its answer. With ``--stores`` there is no
+server, and no file of results. Several puts are in flight at once where that is said: rollout workers do not
+wait for each other. What the machine itself can do with the same bytes is measured beside: copying them in
+memory, writing and syncing a file, sending them through a local socket.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import contextlib
 import multiprocessing
 import os
 import socket
+import statistics
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,8 @@ TAKEN = 64
 ROUNDS, QUICK_ROUNDS = 15, 3
 IN_FLIGHT = 64
 TARGETS = {"memory": 100_000, "SQLite": 10_000, "server": 7_000, "take": 20_000}
+FULL, FULL_SHARE = "SQLite, FULL", 0.25
+"""Rollouts/s of the file whose commits are all synced, over those of memory."""
 
 Group = list[RolloutState]
 
@@ -60,16 +65,22 @@ class Place:
 
 
 @contextlib.asynccontextmanager
-async def places(folder: Path) -> AsyncIterator[list[Place]]:
-    memory = ReplayBuffer(StalenessReplayPolicy(), IndexedStorage())
-    durable = ReplayBuffer(StalenessReplayPolicy(), SQLStorage(folder / "buffer.db"))
-    async with connected(folder) as remote:
-        yield [
-            Place("memory", memory, lambda: drop_all(memory)),
-            Place("SQLite", durable, lambda: drop_all(durable)),
-            Place("server", remote, lambda: take_all(remote)),
-        ]
-    await durable.close()
+async def places(folder: Path, *, has_server: bool) -> AsyncIterator[list[Place]]:
+    stores = {
+        "memory": IndexedStorage(),
+        "SQLite": SQLStorage(folder / "buffer.db"),
+        FULL: SQLStorage(f"sqlite:///{folder}/full.db?synchronous=full"),
+    }
+    async with contextlib.AsyncExitStack() as stack:
+        found = []
+        for name, storage in stores.items():
+            buffer = ReplayBuffer(StalenessReplayPolicy(), storage)
+            stack.push_async_callback(buffer.close)
+            found.append(Place(name, buffer, partial(drop_all, buffer)))
+        if has_server:
+            remote = await stack.enter_async_context(connected(folder))
+            found.append(Place("server", remote, partial(take_all, remote)))
+        yield found
 
 
 async def drop_all(buffer: ReplayBuffer) -> None:
@@ -113,12 +124,12 @@ class Clocked(Times):
         return result
 
 
-async def measure(folder: Path, number: int, rounds: int) -> dict[str, Clocked]:
+async def measure(folder: Path, number: int, rounds: int, *, has_server: bool) -> dict[str, Clocked]:
     """Times of putting `number` groups, or of one batch; the ways in turns."""
     generator = np.random.default_rng(0)
     templates = {shape: make_group(shape, generator) for shape in (ONE_TURN, MULTI_TURN)}
     times: defaultdict[str, Clocked] = defaultdict(Clocked)
-    async with places(folder) as targets:
+    async with places(folder, has_server=has_server) as targets:
         for i in range(rounds + 1):
             if i == 1:
                 # The first round warms up.
@@ -225,6 +236,9 @@ def report(record: Record, times: dict[str, Clocked], limits: dict[str, Times], 
     record.tables.append(Table(f"Medians; puts of {number} groups, takes of {TAKEN}", columns, rows))
     find(record, times, "memory", "put in memory, one after the other", 1, number)
     find(record, times, "SQLite", f"put on a durable SQLite file, {IN_FLIGHT} in flight", IN_FLIGHT, number)
+    find_shares(record, times)
+    if "take" not in times:
+        return
     find(record, times, "server", f"put through a second process, {IN_FLIGHT} in flight", IN_FLIGHT, number)
     taken = times["take"]
     record.find(
@@ -233,6 +247,27 @@ def report(record: Record, times: dict[str, Clocked], limits: dict[str, Times], 
         " rollouts/s",
         target=TARGETS["take"],
         detail=f"{show_s(taken.wall)} a batch, CPU here {show_s(taken.cpu)}",
+    )
+
+
+def find_shares(record: Record, times: dict[str, Clocked]) -> None:
+    """What is left of memory's speed on a disk, round by round."""
+    memory, normal, full = (
+        times[way_name(place, ONE_TURN, IN_FLIGHT)].wall_s for place in ("memory", "SQLite", FULL)
+    )
+    shares = {
+        name: sorted(a / b for a, b in zip(memory, wall_s, strict=True))
+        for name, wall_s in (("NORMAL", normal), ("FULL", full))
+    }
+    record.find(
+        f"put on an SQLite file with synchronous FULL over memory, {IN_FLIGHT} in flight",
+        statistics.median(shares["FULL"]),
+        "",
+        target=FULL_SHARE,
+        detail=", ".join(
+            f"{name} {each[0]:.3f} to {each[-1]:.3f}, median {statistics.median(each):.3f}"
+            for name, each in shares.items()
+        ),
     )
 
 
@@ -250,7 +285,11 @@ def find(
 
 
 def main() -> None:
-    options = arguments(__doc__, ("--folder", {"type": Path, "help": "where to write; default: a temporary"}))
+    options = arguments(
+        __doc__,
+        ("--folder", {"type": Path, "help": "where to write; default: a temporary"}),
+        ("--stores", {"action": "store_true", "help": "no server, and no results file"}),
+    )
     number = QUICK_GROUPS if options.quick else GROUPS
     rounds = QUICK_ROUNDS if options.quick else ROUNDS
     record = Record(
@@ -263,13 +302,13 @@ def main() -> None:
             "tools, labels of two model steps.",
             "The server holds an IndexedStorage; client and server share the machine's cores.",
         ],
-        options.quick,
+        options.quick or options.stores,
     )
     record.versions |= versions("sqlalchemy")
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="forebay-bench-") as name:
         folder = Path(name)
         limits = measure_limits(folder, number, rounds)
-        times = asyncio.run(measure(folder, number, rounds))
+        times = asyncio.run(measure(folder, number, rounds, has_server=not options.stores))
     report(record, times, limits, number)
     record.save()
 

@@ -336,11 +336,16 @@ def look_up(kind: str, name: str, table: Mapping[str, Any]) -> Any:
         return table[name]
     if ":" in name:
         return import_object(kind, name)
-    near = difflib.get_close_matches(name, table, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = did_you_mean(name, table)
     raise ConfigError(
         f"unknown {kind} {name!r}; {hint}known: {', '.join(sorted(table))}, or 'package.module:Name'"
     )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The question, for the middle of a message; empty if nothing `known` is near."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def check_arguments(

@@ -65,12 +65,14 @@ async def run_async(
     notebook, whose event loop runs already, it works in a thread with an event loop of its own; a keyboard
     interrupt then cancels it, and the last checkpoint remains.
 
-    >>> result = forebay.run(
-    ...     "run.toml",
-    ...     "train.lr=1e-3",
-    ...     judge=lambda state: float(state.response == "46"),
-    ...     data=[{"prompt": "12+34=", "answer": "46"}],
-    ... )                                                                           # doctest: +SKIP
+    ::
+
+        result = forebay.run(
+            "run.toml",
+            "train.lr=1e-3",
+            judge=lambda state: float(state.response == "46"),
+            data=[{"prompt": "12+34=", "answer": "46"}],
+        )
 
     Args:
         config: a run file's tables, its path, or a `RunConfig`; None only with `resume`. Without ``tasks`` it

@@ -22,7 +22,7 @@ from forebay.agents.extra_fields import mean_counts
 from forebay.config import StrictModel
 from forebay.judges import mean_parts
 from forebay.metrics import EVAL_SCORE
-from forebay.types import TRAJECTORY_OF_KEY, RolloutState, Status
+from forebay.types import TRAJECTORY_OF_KEY, RolloutState, Status, count_generated
 
 _Groups = Sequence[Sequence[RolloutState]]
 
@@ -85,15 +85,10 @@ class Evaluator:
         rollouts = [state for group in judged for state in group]
         num_rollouts = sum(len(group) for group in groups)
         scores = [_score(state) for state in rollouts]
-        lengths = [
-            # A group that no buffer took may have no mask; then all of its tokens are generated.
-            int(state.response_mask.sum()) if len(state.response_mask) else len(state.response_ids)
-            for state in rollouts
-        ]
         values = {
             "score": _mean(scores),
             "accuracy": _mean([score >= SOLVED_SCORE for score in scores]),
-            "length": _mean(lengths),
+            "length": _mean(list(map(count_generated, rollouts))),
             "truncated": _mean([state.finish_reason == "length" for state in rollouts]),
             "failed": 1.0 - len(rollouts) / num_rollouts,
             "rollouts": float(num_rollouts),

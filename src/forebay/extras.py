@@ -42,8 +42,10 @@ def missing(module: str, wanted_by: str) -> MissingLibraryError:
 def needed_by(wanted_by: str) -> Iterator[None]:
     """Import optional libraries inside.
 
-    >>> with needed_by("the chat endpoint"):                                        # doctest: +SKIP
-    ...     import starlette
+    ::
+
+        with needed_by("the chat endpoint"):
+            import starlette
 
     Raises:
         MissingLibraryError: one of them is not installed.

@@ -32,7 +32,7 @@ from pydantic import Field, field_validator
 
 from forebay.config import ConfigError, StrictModel, look_up
 from forebay.extras import MissingLibraryError, needed_by
-from forebay.io.durable import write_text
+from forebay.io.safe_files import write_text
 
 REWARD = "reward"
 """Mean score of the step's rollouts."""

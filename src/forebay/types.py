@@ -365,7 +365,7 @@ def get_group_status(group: Sequence[RolloutState]) -> Status:
 
 
 def calculate_seq_staleness(model_step: int, current_train_step: int) -> int:
-    """Staleness of tokens made at `model_step` when trained at `current_train_step`."""
+    """Staleness of tokens when they are trained: of model step 3 in train step 6 it is 6 - 3 - 1 = 2."""
     return current_train_step - model_step - 1
 
 
@@ -415,6 +415,11 @@ def made_by(state: RolloutState) -> IntArray:
         labeled &= mask != 0
     made: IntArray = steps[labeled]
     return made
+
+
+def count_generated(state: RolloutState) -> int:
+    """Response tokens that the policy generated; without a mask, as before a put, all of them."""
+    return int(state.response_mask.sum()) if len(state.response_mask) else len(state.response_ids)
 
 
 def label_and_fill(state: RolloutState, model_step: int | None) -> int | None:

@@ -106,6 +106,22 @@ def test_stages_are_marked_without_the_users_help() -> None:
     run(main())
 
 
+def test_tokens_of_tools_are_none_that_were_generated() -> None:
+    class WithTool(Plain):
+        async def generate_sample(self, state: RolloutState) -> RolloutState:
+            await super().generate_sample(state)
+            state.append([7, 7, 7], mask=0)
+            return state
+
+    async def main() -> None:
+        activities, log = Activities(), Log()
+        activities.listen(log.began, log.ended)
+        await WithTool(controller(), activities=activities).generate_group(make_group(1))
+        assert [span[-1] for span in log.spans] == ["completed, 1 tokens"]
+
+    run(main())
+
+
 class Picky(Plain):
     """Does with member 1 what it is told."""
 

@@ -27,6 +27,7 @@ from forebay.board.server import Board, make_app
 from forebay.environments.config import FragmentRunConfig
 from forebay.environments.run import launch
 from forebay.runs.record.history import History, list_parts
+from forebay.types import reset_rollout_response
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -68,6 +69,18 @@ def apart(action):
     """The result of `action` in a thread of its own: the browser's driver has a loop in this one."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(action).result()
+
+
+def leave(run, groups, outcome="trained", *, train_step=1, spans=()):
+    """More groups in the history of a run, and more activities."""
+
+    async def write():
+        history = History(run, limit_bytes=10**9, resumed_from=1000)
+        history.left(groups, outcome, train_step=train_step)
+        history._spans.extend(spans)
+        history.close()
+
+    apart(lambda: asyncio.run(write()))
 
 
 @contextlib.contextmanager
@@ -243,20 +256,21 @@ def test_a_live_step_a_warning_and_a_drop_arrive_without_a_jump(tmp_path, open_p
         see(overview, "overview", "live")
         see(flow, "flow", "live")
         has(overview, "4 of 6")
-        overview.evaluate("window.shifts = 0")
+        for page in (overview, flow):
+            page.wait_for_timeout(300)
+            page.evaluate("window.shifts = 0")
         with (run / "metrics.jsonl").open("a") as metrics:
             metrics.write(json.dumps({"train_step": 5, "unix_time_s": time.time(), "reward": 0.9}) + "\n")
         has(overview, "5 of 6")
         label = "figure[aria-label^='Reward:'][aria-label$='to 0.9']"
         overview.wait_for_selector(label)
-        assert overview.evaluate("window.shifts") == 0
         note = {"unix_time_s": time.time(), "kind": "warning", "text": "nothing moves", "train_step": 5}
         with (run / "notes.jsonl").open("a") as notes:
             notes.write(json.dumps(note) + "\n")
         has(overview, "nothing moves")
         live = json.loads((run / "live.json").read_text())
         live["books"]["math"] |= {"generated": 15, "dropped": {"expired": 2, "failed": 1}}
-        live["unix_time_s"] = time.time()
+        live |= {"unix_time_s": time.time(), "stall": "The run stalls:\n" + 9 * "a judge hangs\n"}
         live["oldest"] = [
             {"stage": "judge", "name": "slow_one", "group": "g", "task": "math", "age_s": 41.0, "note": ""}
         ]
@@ -264,13 +278,10 @@ def test_a_live_step_a_warning_and_a_drop_arrive_without_a_jump(tmp_path, open_p
         (run / "live.tmp").replace(run / "live.json")
         has(flow, "15 taken up = 12 trained + 3 dropped + 0 live")
         has(flow, "slow_one")
-
-        async def leave() -> None:
-            history = History(run, limit_bytes=10**9, resumed_from=4)
-            history.left([make_group(77, text="a late answer")], "trained", train_step=5)
-            history.close()
-
-        apart(lambda: asyncio.run(leave()))
+        for page in (overview, flow):
+            has(page, "The run stalls")
+            assert page.evaluate("window.shifts") == 0
+        leave(run, [make_group(77, text="a late answer")], train_step=5)
         assert "a late answer" in see(flow, "rollouts", "live", text="late")
         for page in (overview, flow):
             # Before the server ends.
@@ -362,6 +373,296 @@ def test_a_click_in_a_chart_opens_the_rollouts_of_that_step(address, open_page):
     has(page, "expected: 42")
     see(page, "rollouts", "planted", train_step_min=4, train_step_max=4)
     has(page, "Step 4 against the 3 before")
+
+
+def test_a_zoom_stays_while_steps_arrive(tmp_path, open_page):
+    run = write_run(tmp_path / "live", steps=6, state="running")
+    with served(tmp_path) as address:
+        page = open_page(address)
+        see(page, "overview", "live")
+        chart = page.locator(".u-over").first
+        box = chart.bounding_box()
+        # From between the steps 3 and 4 to the end.
+        page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 60)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] * 0.99, box["y"] + 60, steps=4)
+        page.mouse.up()
+        with (run / "metrics.jsonl").open("a") as metrics:
+            metrics.write(json.dumps({"train_step": 7, "unix_time_s": time.time(), "reward": 0.9}) + "\n")
+        page.wait_for_selector("figure[aria-label^='Reward:'][aria-label$='to 0.9']")
+        page.wait_for_timeout(300)
+        chart.click(position={"x": 3, "y": 60})
+        page.wait_for_selector(".view.rollouts")
+        assert "train_step_min=4" in page.url
+        # A double click shows all again.
+        page.keyboard.press("u")
+        page.wait_for_selector(".view.overview")
+        page.wait_for_timeout(300)
+        page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 60)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] * 0.99, box["y"] + 60, steps=4)
+        page.mouse.up()
+        chart.dblclick(position={"x": 60, "y": 60})
+        page.wait_for_timeout(500)
+        assert page.locator(".view.overview").count() == 1
+        chart.click(position={"x": 3, "y": 60})
+        page.wait_for_selector(".view.rollouts")
+        assert "train_step_min=1&" in page.url
+        page.goto("about:blank")
+
+
+def test_a_chart_off_the_screen_shows_the_new_steps_after_a_double_click(tmp_path, open_page):
+    run = write_run(tmp_path / "live", steps=6, state="running")
+    # As many charts as are not near each other.
+    others = dict.fromkeys(("train/entropy", "tokens_per_s", "gpu/busy", "train/grad_norm", "train/lr"), 1.0)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row | others) + "\n" for row in rows))
+    with served(tmp_path) as address:
+        page = open_page(address, viewport={"width": 500, "height": 300})
+        see(page, "overview", "live")
+        charts = page.locator("figure.chart")
+        charts.last.scroll_into_view_if_needed()
+        charts.last.locator(".u-over").wait_for()
+        charts.first.scroll_into_view_if_needed()
+        page.wait_for_timeout(300)
+        box = charts.first.locator(".u-over").bounding_box()
+        page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 60)
+        page.mouse.down()
+        page.mouse.move(box["x"] + box["width"] * 0.9, box["y"] + 60, steps=4)
+        page.mouse.up()
+        with (run / "metrics.jsonl").open("a") as metrics:
+            row = {"train_step": 7, "unix_time_s": time.time(), "reward": 0.9, **others}
+            metrics.write(json.dumps(row) + "\n")
+        page.wait_for_selector("figure[aria-label^='Reward:'][aria-label$='to 0.9']")
+        page.wait_for_timeout(300)
+        charts.first.locator(".u-over").dblclick(position={"x": 60, "y": 60})
+        page.wait_for_timeout(300)
+        charts.last.scroll_into_view_if_needed()
+        page.wait_for_timeout(300)
+        last = charts.last.locator(".u-over")
+        last.click(position={"x": last.bounding_box()["width"] - 3, "y": 60})
+        page.wait_for_selector(".view.rollouts")
+        assert "train_step_min=7&" in page.url
+        page.goto("about:blank")
+
+
+def test_of_a_long_line_a_spike_is_drawn_and_a_click_finds_its_step(tmp_path, open_page):
+    folder = tmp_path / "long"
+    folder.mkdir()
+    (folder / "run.toml").write_text('name = "long"\nsteps = 30000\n')
+    rows = ({"train_step": step, "reward": 1000 * (step == 20_001)} for step in range(1, 30_001))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with served(tmp_path) as address:
+        page = open_page()
+        page.add_init_script(
+            "window.labels = []; const draw = CanvasRenderingContext2D.prototype.fillText;"
+            "CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {"
+            " labels.push(text); draw.call(this, text, ...at); };"
+        )
+        page.goto(address)
+        page.wait_for_function("() => labels.includes('1,000')")
+        box = page.locator(".u-over").first.bounding_box()
+        page.locator(".u-over").first.click(position={"x": box["width"] / 2, "y": 60})
+        page.wait_for_selector(".view.rollouts")
+        assert abs(int(re.search(r"train_step_min=(\d+)", page.url)[1]) - 15_000) < 100
+        page.goto("about:blank")
+
+
+def test_warnings_stand_on_every_axis_and_of_every_run(address, open_page):
+    page = open_page(address)
+    for given in ({}, {"x": "tokens"}, {"with": "hostile"}):
+        see(page, "overview", "planted", **given)
+        box = page.locator(".u-over").first.bounding_box()
+        # Step 3 of 1 to 6.
+        page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 60)
+        told = page.locator(".chart .mark-text").first
+        told.wait_for()
+        assert "step 3: look" in told.inner_text()
+        assert ("hostile, step 3: look" in told.inner_text()) == ("with" in given)
+    items = page.locator(".notes li").all_inner_texts()
+    assert {item.split(" ")[0] for item in items} == {"planted", "hostile"}
+    colors = page.locator(".notes li svg line").evaluate_all(
+        "all => all.map((line) => getComputedStyle(line).stroke)"
+    )
+    assert len(set(colors)) == 2
+
+
+def test_the_flow_is_of_the_chosen_task_and_names_the_judge(tmp_path, open_page):
+    run = write_run(tmp_path / "planted", state="running")
+    with (run / "run.toml").open("a") as file:
+        parts = 'arguments = { parts = [{ name = "exact_match" }, { name = "llm", label = "style" }] }'
+        # The arguments of a judge of one's own may have any names.
+        own = '{ name = "mine", arguments = { parts = "all" } }'
+        file.write(f'judge = {{ name = "composed", {parts} }}\n[[tasks]]\nname = "code"\njudge = {own}\n')
+    live = json.loads((run / "live.json").read_text())
+    live["books"]["code"] = {"generated": 5, "trained": 5, "dropped": {}, "live": 0, "retried": 0, "left": 0}
+    live |= {"unix_time_s": time.time() + 60, "stages": {"generate": 7, "judge": 3}}
+    live["stages_of"] = {"math": {"generate": 7, "judge": 1}, "code": {"judge": 2}}
+    live["oldest"] = [
+        {"stage": "judge", "name": "g1", "group": "g1", "task": "math", "age_s": 41.0, "note": ""},
+        {"stage": "judge", "name": "g2", "group": "g2", "task": "code", "age_s": 5.0, "note": ""},
+    ]
+    (run / "live.json").write_text(json.dumps(live))
+    with served(tmp_path) as address:
+        page = open_page(address)
+        text = see(page, "flow", "planted")
+        assert "judge exact_match + style of g1, for 41 s" in text
+        boxes = page.locator("svg.flow .count").all_text_contents()
+        assert boxes[2] == "3", boxes
+        page.locator("#task").select_option("code")
+        text = page.inner_text("main")
+        assert "judge mine of g2, for 5.0 s" in text
+        assert "g1" not in text
+        assert page.locator("svg.flow .count").all_text_contents()[2] == "2"
+        # The address shows the same to somebody else.
+        other = open_page(page.url)
+        has(other, "g2")
+        assert "g1" not in other.inner_text("main")
+        for one in (page, other):
+            one.goto("about:blank")
+
+
+def test_rows_come_before_they_are_counted(address, open_page):
+    page, held = open_page(address), []
+    page.route("**/api/count?*", lambda route: held.append(route))
+    assert "answer 1 to 8" in see(page, "rollouts", "planted", order="oldest", text="answer 1 to 8")
+    for route in held:
+        route.continue_()
+    has(page, "1 rollouts of 1 groups")
+
+
+def test_a_page_of_rollouts_has_its_address(address, open_page):
+    page = open_page(address)
+    first = see(page, "rollouts", "planted")
+    page.get_by_text("next page").click()
+    page.get_by_text("newer page").wait_for()
+    assert "offset=40" in page.url
+    other = open_page(page.url)
+    other.get_by_text("newer page").wait_for()
+    names = other.locator("main a.item").all_inner_texts()
+    assert len(names) == 4
+    assert not set(names) & set(re.findall(r"math/\d+/\d", first))
+
+
+def test_the_search_is_focused_however_late_its_view_comes(address, open_page):
+    page = open_page(f"{address}#/overview?run=planted")
+    page.wait_for_selector(".view.overview")
+
+    def wait(route):
+        page.wait_for_timeout(700)
+        route.continue_()
+
+    page.route("**/api/rollouts?*", wait)
+    page.keyboard.press("/")
+    page.wait_for_function("() => document.activeElement.id === 'search'")
+
+
+def test_the_life_of_a_rollout_stands_there_in_words(address, open_page):
+    page = open_page(address)
+    see(page, "rollout", "planted", id="math/8/1")
+    said = page.locator(".life li").all_inner_texts()
+    assert said[0].endswith("by version 8 of the weights")
+    assert said[1] == "continued on version 9, from token 2 of 3"
+    assert re.fullmatch(r"waited \d+ ms in the buffer", said[2])
+    assert said[3].startswith("trained at step 4")
+
+
+def test_the_life_of_an_evaluated_rollout_is_of_the_last_evaluation(tmp_path, open_page):
+    run = write_run(tmp_path / "planted")
+    now = time.time()
+    names = "math/1000/0", "math", "math/1000", ""
+    leave(run, [], spans=[(now + at, now + at + at / 10, "generate", *names) for at in (10, 20)])
+    with served(tmp_path) as address:
+        page = open_page(address)
+        see(page, "rollout", "planted", id="math/1000/0")
+        assert page.locator(".life li").first.inner_text().startswith("sampled in 2.0 s by version")
+        page.goto("about:blank")
+
+
+def test_the_life_of_a_rollout_that_failed_before_its_first_token(tmp_path, open_page):
+    run = write_run(tmp_path / "planted")
+    failed = make_group(50)
+    for state in failed:
+        reset_rollout_response(state)
+    leave(run, [failed], "dropped")
+    with served(tmp_path) as address:
+        page = open_page(address)
+        see(page, "rollout", "planted", id="math/50/0")
+        assert page.locator(".life li").first.inner_text() == "no token was sampled"
+        page.goto("about:blank")
+
+
+def test_what_was_removed_is_said_where_it_is_missed(tmp_path, open_page):
+    run = write_run(tmp_path / "planted")
+    removed = {"rollouts": 123, "spans": 45, "until_train_step": 2}
+    (run / "history/removed.json").write_text(json.dumps(removed))
+    with served(tmp_path) as address:
+        page = open_page(address)
+        told = "The oldest 123 rollouts (up to train step 2) and 45 activities were removed"
+        for view in ("overview", "rollouts", "prompts", "bias"):
+            assert told in see(page, view, "planted")
+        # Of a link to a rollout that is gone. The browser itself says that it was not found.
+        page.evaluate("window.onerror = null; location.hash = '#/group?run=planted&id=math/0'")
+        page.locator("main > .failure").wait_for()
+        assert told in page.inner_text("main")
+        page.goto("about:blank")
+
+
+def test_the_trainer_waited_for_what_went_on_meanwhile(tmp_path, open_page):
+    run = write_run(tmp_path / "waits")
+    whole = apart(lambda: Board([tmp_path]).answer("timeline", {"run": "waits"}))["whole"]
+    begun = whole["end_s"] + 10
+    spans = [
+        (begun, begun + 10, "wait_batch", "batch 1", "", "", ""),
+        (begun, begun + 9, "judge", "math/1", "math", "math/1", ""),
+        (begun + 10, begun + 12, "train", "step 1", "", "", ""),
+        # Longer, but while it trained.
+        (begun + 9.5, begun + 40, "generate", "math/2/0", "math", "math/2", ""),
+    ]
+    leave(run, [], spans=spans)
+    with served(tmp_path) as address:
+        page = open_page(address)
+        text = see(page, "timeline", "waits", **{"from": begun, "to": begun + 40})
+        assert "groups judged 90%, rollouts generated 5% of the waiting" in text
+        assert "waited mostly for groups to be judged" in text
+        page.goto("about:blank")
+
+
+def test_the_bias_is_of_the_chosen_task(tmp_path, open_page):
+    run = write_run(tmp_path / "planted")
+    with (run / "run.toml").open("a") as file:
+        file.write('[[tasks]]\nname = "code"\n')
+    leave(run, [make_group(300, task="code")], "dropped")
+    leave(run, [make_group(301, task="code")])
+    with served(tmp_path) as address:
+        page = open_page(address)
+        assert "6 rollouts were dropped" in see(page, "bias", "planted")
+        page.locator("#task").select_option("code")
+        has(page, "2 rollouts were dropped, 50%")
+        other = open_page(page.url)
+        has(other, "2 rollouts were dropped, 50%")
+        labels = other.locator(".histogram").first.locator("title").all_text_contents()
+        assert sum(int(label.rsplit(": ")[1]) for label in labels) == 4
+        for one in (page, other):
+            one.goto("about:blank")
+
+
+def test_a_report_has_its_numbers_once_and_compares_first_with_last(tmp_path, open_page):
+    run = write_run(tmp_path / "planted")
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[2]["eval/score"] = rows[5]["eval/score"] = 0.5
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    leave(run, [make_group(1000, score=0.0)], "evaluated", train_step=3)
+    board = Board([run])
+    report = write_report(board, tmp_path / "report.html")
+    board.close()
+    assert report.read_text().count('"train_step":[1,2,3,4,5,6]') == 1
+    page = open_page(f"file://{report}")
+    page.wait_for_selector(".view.overview")
+    see(page, "compare", "planted")
+    has(page, "is better")
+    see(page, "compare", "planted", step=0, other_step=0)
+    has(page, "A report holds the last evaluation of each run against its first")
 
 
 def test_several_engines_have_lanes_by_their_numbers(tmp_path, open_page):

@@ -2,11 +2,14 @@
 
 import asyncio
 import base64
+import hashlib
 import json
 import math
 import socket
 import subprocess
 import sys
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -22,8 +25,9 @@ from forebay.board import rollouts as rollouts_module
 from forebay.board import server
 from forebay.board.export import write_report
 from forebay.board.folder import MAX_NOTES, RunFolder, hide_secrets
-from forebay.board.rollouts import Rollouts
+from forebay.board.rollouts import Database, Rollouts
 from forebay.board.server import ANSWERS, POLICY, Board, make_app
+from forebay.config import ConfigError
 from forebay.metrics import JsonlSink
 from forebay.runs.record import history as record
 from forebay.runs.record.grams import rows_with
@@ -193,7 +197,9 @@ async def test_notes_beyond_those_that_a_page_begins_with_are_told(live, tmp_pat
 
 async def test_a_browser_that_connects_again_says_what_it_saw(folder, monkeypatch):
     begun = []
-    monkeypatch.setattr(server, "_changes", lambda *given: begun.append(given[1:]) or iter([b"data: {}\n\n"]))
+    monkeypatch.setattr(
+        server, "_changes", lambda *given: begun.append(given[1:3]) or iter([b"data: {}\n\n"])
+    )
     board = Board([folder.parent])
     with TestClient(make_app(board), base_url="http://localhost:7331") as client:
         for headers in ({}, {"Last-Event-ID": "3"}):
@@ -206,12 +212,35 @@ def test_a_run_that_nobody_asked_about_has_no_database(folder):
     board = Board([folder.parent])
     board.runs()
     _, rollouts = board.run("planted")
-    assert rollouts._database is None
+    assert board.database._opened is None
     assert rollouts.count()["rollouts"]
-    (used,) = rollouts._database.execute("SELECT current_setting('temp_directory')").fetchone()
-    assert Path(used).is_dir()
+    assert _setting(board, "memory_limit") == "95.3 MiB"
+    used = Path(_setting(board, "temp_directory"))
+    assert used.is_dir()
     board.close()
-    assert not Path(used).exists()
+    assert not used.exists()
+
+
+def _setting(board, name):
+    return board.database.cursor().execute(f"SELECT current_setting('{name}')").fetchone()[0]
+
+
+def test_all_runs_share_one_database_and_its_bound_on_memory(tmp_path, monkeypatch):
+    opened, connect = [], rollouts_module.duckdb.connect
+    monkeypatch.setattr(
+        rollouts_module.duckdb, "connect", lambda *a, **k: (opened.append(k), connect(*a, **k))[1]
+    )
+    for number in range(1, 9):
+        write_run(tmp_path / f"run_{number}", steps=number)
+    board = Board([tmp_path])
+    runs = [board.run(f"run_{number}")[1] for number in range(1, 9)]
+    # In turns, and several at once: each has the lines of its own run.
+    asked = [*runs, *reversed(runs)] * 4
+    with ThreadPoolExecutor(8) as threads:
+        counts = list(threads.map(lambda run: run.count(outcome="trained")["rollouts"], asked))
+    assert counts == [4 * number for number in [*range(1, 9), *range(8, 0, -1)] * 4]
+    assert [given["config"]["memory_limit"] for given in opened] == [rollouts_module.MEMORY]
+    board.close()
 
 
 def test_rollouts_are_found_by_what_is_known_of_them(client):
@@ -236,7 +265,14 @@ def test_pages_hold_every_rollout_once_also_where_all_are_equal(equal_runs, orde
 
 
 @pytest.fixture(scope="module")
-def equal_runs(tmp_path_factory):
+def database():
+    database = Database()
+    yield database
+    database.close()
+
+
+@pytest.fixture(scope="module")
+def equal_runs(tmp_path_factory, database):
     """Sixty rollouts that left at one moment, in six files below a folder that is named like a column."""
     folder = tmp_path_factory.mktemp("runs") / "task=other" / "run"
 
@@ -251,9 +287,7 @@ def equal_runs(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(record.time, "time", lambda: 1000.0)
         asyncio.run(write())
-    rollouts = Rollouts(folder)
-    yield rollouts
-    rollouts.close()
+    return Rollouts(folder, database)
 
 
 def test_a_folder_named_like_a_column_is_no_column(equal_runs):
@@ -301,7 +335,7 @@ def test_one_rollout_comes_with_tokens_numbers_and_life(client):
     assert [row["member"] for row in group["members"]] == [0, 1]
 
 
-async def test_images_are_beside_the_conversation_and_once_a_group_in_the_file(tmp_path):
+async def test_images_are_beside_the_conversation_and_once_a_group_in_the_file(tmp_path, database):
     pictures = np.random.default_rng(0).bytes(200_000), b"small"
     group = make_group(1, size=8)
     for state in group:
@@ -309,7 +343,7 @@ async def test_images_are_beside_the_conversation_and_once_a_group_in_the_file(t
     history = History(tmp_path, limit_bytes=10**9)
     history.left([group, make_group(2, text="no image")], "trained", train_step=1)
     history.close()
-    rollouts = Rollouts(tmp_path)
+    rollouts = Rollouts(tmp_path, database)
     (whole,), members = rollouts.rollout(group[5].rollout_id), rollouts.group(group[0].group_id)
     for row in (whole, *members):
         urls = [url.removeprefix("data:image/png;base64,") for url in row["images"].split(" ")]
@@ -318,7 +352,6 @@ async def test_images_are_beside_the_conversation_and_once_a_group_in_the_file(t
     assert len(whole["token_ids"]) == 3
     assert "token_ids" not in members[0]
     assert [row["images"] for row in rollouts.group("math/2")] == ["", ""]
-    rollouts.close()
     (part,) = list_parts(tmp_path, "rollouts")
     assert part.path.stat().st_size < 300_000
 
@@ -368,7 +401,9 @@ texts = st.text(letters, max_size=6) | st.text(st.sampled_from("aAbB\u00e4\u00c4
 
 @given(texts, st.lists(st.text(letters, max_size=20) | texts, min_size=1, max_size=6), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_a_text_is_found_wherever_it_is_and_nowhere_else(tmp_path_factory, wanted, responses, is_indexed):
+def test_a_text_is_found_wherever_it_is_and_nowhere_else(
+    tmp_path_factory, database, wanted, responses, is_indexed
+):
     folder = tmp_path_factory.mktemp("run")
 
     async def write():
@@ -387,10 +422,9 @@ def test_a_text_is_found_wherever_it_is_and_nowhere_else(tmp_path_factory, wante
         asyncio.run(write())
     (part,) = list_parts(folder, "rollouts")
     assert part.path.with_suffix(".grams").exists() == is_indexed
-    rollouts = Rollouts(folder)
+    rollouts = Rollouts(folder, database)
     found = {row["group_id"] for row in rollouts.search(text=wanted)["rows"]}
     count = rollouts.count(text=wanted)["rollouts"]
-    rollouts.close()
     assert count == len(found)
     assert found == {
         f"math/{number}" for number, text in enumerate([*responses, wanted]) if wanted.lower() in text.lower()
@@ -400,19 +434,18 @@ def test_a_text_is_found_wherever_it_is_and_nowhere_else(tmp_path_factory, wante
 
 
 @pytest.mark.parametrize("text", ["Gr\u00f6\u00dfe", "\u6570\u5b57", 'say "no"', "C:\\n"])
-async def test_a_text_of_any_script_is_found_in_a_conversation(tmp_path, text):
+async def test_a_text_of_any_script_is_found_in_a_conversation(tmp_path, database, text):
     history = History(tmp_path, limit_bytes=10**9)
     for step, content in enumerate([f"so: {text}.", "else\n"]):
         group = make_group(step, size=1)
         group[0].extra_fields["conversation"] = [{"role": "assistant", "content": content}]
         history.left([group], "trained", train_step=step)
     history.close()
-    rollouts = Rollouts(tmp_path)
+    rollouts = Rollouts(tmp_path, database)
     assert [row["group_id"] for row in rollouts.search(text=text)["rows"]] == ["math/0"]
-    rollouts.close()
 
 
-async def test_lines_that_were_undone_do_not_count(tmp_path):
+async def test_lines_that_were_undone_do_not_count(tmp_path, database):
     history = History(tmp_path, limit_bytes=10**9)
     for step in (1, 2, 3):
         history.left([make_group(step, size=1)], "trained", train_step=step)
@@ -420,9 +453,8 @@ async def test_lines_that_were_undone_do_not_count(tmp_path):
     history = History(tmp_path, limit_bytes=10**9, resumed_from=1)
     history.left([make_group(20, size=1)], "trained", train_step=2)
     history.close()
-    rollouts = Rollouts(tmp_path)
+    rollouts = Rollouts(tmp_path, database)
     assert [row["group_id"] for row in rollouts.search(order="oldest")["rows"]] == ["math/1", "math/20"]
-    rollouts.close()
 
 
 @pytest.mark.parametrize(
@@ -456,6 +488,8 @@ def test_only_the_page_itself_may_ask(client, folder):
         assert other.get("/api/runs").status_code == 403
         assert other.get("/api/runs?token=wrong").status_code == 403
         assert other.get("/api/runs?token=secret").status_code == 200
+        # Nor is it taken for a condition of the question.
+        assert other.get("/api/bias?run=planted&token=secret").status_code == 200
         # The cookie stands for the token from now on.
         assert other.get("/api/runs").status_code == 200
     board.close()
@@ -478,7 +512,9 @@ def test_a_report_holds_its_answers_and_no_markup_of_a_model(tmp_path):
     start = page.index('id="answers">') + len('id="answers">')
     answers = json.loads(page[start : page.index("</script>", start)])
     assert answers["rollouts?limit=40&order=newest&run=hostile"]["rows"][-1]["response"] == HOSTILE
-    assert "default-src 'none'" in page.replace("&#x27;", "'")
+    script = page[page.index('<script type="module">') + len('<script type="module">') :]
+    allowed = base64.b64encode(hashlib.sha256(script[: script.index("</script>")].encode()).digest()).decode()
+    assert f"default-src 'none'; script-src 'sha256-{allowed}';" in page.replace("&#x27;", "'")
 
 
 def test_damage_is_told_and_the_rest_is_shown(tmp_path):
@@ -501,17 +537,61 @@ def test_damage_is_told_and_the_rest_is_shown(tmp_path):
     board.close()
 
 
+async def test_a_damaged_segment_is_left_out_and_named(tmp_path):
+    folder = write_run(tmp_path / "damaged")
+    history = History(folder, limit_bytes=10**9)
+    history.left([make_group(20, size=1)], "trained", train_step=7)
+    history.close()
+    segment = folder / "history/segment_000/segment.json"
+    board = CheckedBoard([folder])
+    for text in ("{", "[]", '{"format": "forebay-history/9", "resumed_from": null}'):
+        segment.write_text(text)
+        rows = board.answer("rollouts", {"run": "damaged"})["rows"]
+        assert [row["group_id"] for row in rows] == ["math/20"]
+        assert board.answer("timeline", {"run": "damaged"})["spans"] == []
+        problem = board.answer("overview", {"run": "damaged"})["facts"]["problem"]
+        assert problem == "damaged, and left out: segment_000/segment.json"
+        # One file of one run is asked for: then it is an error.
+        with pytest.raises(ConfigError, match=r"segment\.json' cannot be read"):
+            list(record.read_spans(folder))
+    board.close()
+
+
+async def test_rows_without_a_train_step_are_passed_over(live, tmp_path):
+    follow, _ = live
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        for row in (
+            {"train_step": 1},
+            {"reward": 2},
+            {"train_step": None},
+            {"train_step": "3"},
+            {"train_step": 4},
+        ):
+            file.write(json.dumps({"unix_time_s": 1.0, **row}) + "\n")
+    assert (await follow(1)("metrics"))["metrics"]["train_step"] == [1, 4]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"reward": 5}\n')
+    run = RunFolder(tmp_path)
+    assert run.facts()["train_step"] == 4
+    assert run.metrics()["train_step"] == [1, 4]
+
+
 def test_a_board_beside_a_run_ends_with_it(folder):
     start = "from forebay.cli import main; main()"
     command = [sys.executable, "-c", start, "board", str(folder), "--port", "0", "--beside"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as board:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, **pipes, text=True) as board:
         said = board.stdout.readline()
         assert said.startswith("board: http://127.0.0.1:")
         # It can be reached as soon as it says where.
         port = int(said.strip().rstrip("/").rsplit(":", 1)[1])
         socket.create_connection(("127.0.0.1", port)).close()
+        viewers = [urllib.request.urlopen(f"{said.split()[1]}api/events?run={folder.name}") for _ in range(3)]
+        for viewer in viewers:
+            assert viewer.readline()
         board.stdin.close()
         assert board.wait(timeout=60) == 0
+        assert board.stderr.read() == "", "the run's terminal shows it"
 
 
 def test_a_folder_without_a_run_is_one_sentence(tmp_path):

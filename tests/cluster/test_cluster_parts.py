@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.cluster import buffer
+from forebay.cluster import buffer, ray_cluster
 from forebay.cluster.arguments import RayArguments
 from forebay.cluster.buffer import locate
 from forebay.cluster.calls import ActorLost, BatchedCalls, CallFailed, NotBuilt, as_they_end, asked
@@ -18,10 +18,11 @@ from forebay.cluster.placement import plan_parts
 from forebay.cluster.ranks import _interface_of
 from forebay.cluster.supervisor import Restarts
 from forebay.cluster.trainer import RayTrainer
-from forebay.config import ConfigError
+from forebay.config import ConfigError, parse_config
 from forebay.engines import Completion
 from forebay.produce import ProductionError
 from forebay.replay import ConnectionLost
+from forebay.runs.config import RunConfig
 from forebay.runs.launch import _lost_part
 from forebay.runs.placement import PartLost
 from forebay.train.parallel.ranks import RankError
@@ -196,6 +197,39 @@ def test_each_part_has_a_bundle_and_a_shared_gpu_has_two_parts():
     assert shared.bundles == ({"CPU": 1.0, "GPU": 1}, {"CPU": 0.5, "GPU": 1}, {"CPU": 0.5})
     assert (shared.trainer.bundle, shared.trainer.gpus) == (0, 0.5)
     assert [(room.bundle, room.gpus) for room in shared.engines] == [(0, 0.5), (1, 1)]
+
+
+def test_ranks_that_would_share_a_gpu_are_refused_at_the_start():
+    config = SimpleNamespace(train=SimpleNamespace(ranks=2), engine=SimpleNamespace(arguments={}))
+    with pytest.raises(ConfigError, match=r"= 0.5 may put several of train.ranks = 2 on one GPU"):
+        RayArguments(gpus_per_trainer=0.5).check(config)
+    # Of more than half there is one on a GPU, beside an engine perhaps.
+    for share in (0, 0.6, 1):
+        RayArguments(gpus_per_trainer=share).check(config)
+    config.train.ranks = 1
+    RayArguments(gpus_per_trainer=0.5).check(config)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device", "warned"),
+    [({}, "auto", True), ({"gpus_per_trainer": 1}, "auto", False), ({}, "cpu", False)],
+)
+async def test_gpus_that_no_part_asks_for_are_warned_of(arguments, device, warned, monkeypatch, caplog):
+    fake = SimpleNamespace(cluster_resources=lambda: {"CPU": 8.0, "GPU": 8.0})
+    monkeypatch.setattr(ray_cluster, "import_ray", lambda: fake)
+    monkeypatch.setattr(ray_cluster, "connect", lambda given, *, num_cpus: False)
+    monkeypatch.setattr(ray_cluster, "reserve", lambda *_, **__: object())
+    task = {"name": "sorting", "data": {"source": "sorting", "size": 8}, "judge": "exact_match"}
+    table = {
+        "name": "placed",
+        "steps": 1,
+        "batch_size": 1,
+        "rollouts_per_prompt": 2,
+        "model": {"source": "tiny"},
+    }
+    config = parse_config(RunConfig, table | {"tasks": [task], "device": device}, source="test")
+    await ray_cluster.RayCluster(config, **arguments).open()
+    assert ("set gpus_per_trainer and gpus_per_engine" in caplog.text) is warned
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.booleans())

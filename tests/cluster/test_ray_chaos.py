@@ -16,7 +16,8 @@ from forebay.produce import Sampler
 from forebay.produce.prompts.dataset import load_prompts
 from forebay.replay import AsyncReplayBufferConfig
 from forebay.runs import launch as launching
-from forebay.runs import steps
+from forebay.runs import placement, steps
+from forebay.runs.store import STORE_FILE
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -34,7 +35,7 @@ class Killer:
         self.cluster = None
         self._rng = random.Random(seed)
         self._stepped = asyncio.Event()
-        make_cluster, report = launching.make_cluster, steps.report
+        make_cluster, report = placement.make_cluster, steps.report
 
         def made(config):
             self.cluster = make_cluster(config)
@@ -44,7 +45,7 @@ class Killer:
             report(*arguments)
             self._stepped.set()
 
-        monkeypatch.setattr(launching, "make_cluster", made)
+        monkeypatch.setattr(placement, "make_cluster", made)
         monkeypatch.setattr(steps, "report", reported)
 
     async def run(self):
@@ -89,7 +90,9 @@ def check_run(config):
     for event in read_events(config.folder / "ledger.jsonl"):
         if event["event"] == "trained":
             trained.setdefault(event["train_step"], []).append(event["group"])
-    check_books(config.folder, [sampler], trained, config.steps, config.batch_size)
+    check_books(
+        config.folder, [sampler], trained, config.steps, config.batch_size, config.folder / STORE_FILE
+    )
     rows = train_rows(config.folder)
     assert [row["train_step"] for row in rows] == list(range(1, config.steps + 1))
     assert all(0 <= row["staleness"] < 2 for row in rows)

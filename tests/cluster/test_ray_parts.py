@@ -28,6 +28,7 @@ from forebay.models import resolve_model
 from forebay.runs.placement import make_cluster
 from forebay.types import RolloutState, SampleParams
 from forebay.watching.activity import Activities
+from warm_python import warm_python, warm_workers
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -266,16 +267,18 @@ def main(folder):
             await cluster.close()
         found["is_on"] = ray.is_initialized()
 
-    asyncio.run(use())
+    with warm_workers():
+        asyncio.run(use())
     print(json.dumps(found))
 
 
 def run_main(folder, address):
-    environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)}
     code = f"import {__name__} as tests; tests.main({str(folder)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200
-    )
+    with warm_python(), warm_workers():
+        environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200
+        )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -271,7 +271,9 @@ def test_engines_and_workers_join_and_leave_a_run_that_works(ray, tmp_path, monk
     # The newcomer's tokens were those of the trainer's weights.
     checked = [row for row in read_jsonl(config.folder / "metrics.jsonl") if "sync/engines_unchecked" in row]
     assert [row["sync/engines_unchecked"] for row in checked if row["train_step"] == 2] == [0]
-    assert [event["part"] for event in events(config.folder, "scaled")] == ["engines", "workers"] * 2
+    scaled = [event["part"] for event in events(config.folder, "scaled")]
+    # Asked to leave at once, they are ready in either order.
+    assert [*scaled[:2], *sorted(scaled[2:])] == ["engines", "workers"] * 2
     assert not events(config.folder, "restarted")
 
 

@@ -16,6 +16,7 @@ from forebay.judges import (
     build_judge,
 )
 from forebay.produce.results import TaskResult, summarize
+from forebay.train import TrainBatch
 from forebay.types import RolloutState, Status
 
 
@@ -101,6 +102,53 @@ async def test_a_part_that_judges_groups_gets_its_share_of_the_group() -> None:
     assert rank.sizes == [2]
     assert [state.reward["score"] for state in group] == [1.0, 0.0, 0.0]
     assert group[1].reward == {"score": 0.0, "value": 9.0, "value/note": "a"}
+
+
+class Turns(Judge):
+    """Pays `paid` for the first two tokens, and `rest` at the end."""
+
+    def __init__(self, paid: float, rest: float) -> None:
+        super().__init__()
+        self.paid, self.rest = paid, rest
+
+    async def score(self, state: RolloutState) -> dict[str, object]:
+        return {"score": self.paid + self.rest, "turn_rewards": [[2, self.paid]]}
+
+
+async def test_rewards_by_turn_are_summed_with_the_weights_where_they_were_earned() -> None:
+    judge = ComposedJudge(
+        [
+            Part(label="steps", judge=Turns(1.0, 0.5), weight=0.5),
+            Part(label="more", judge=Turns(4.0, 0.0), weight=0.25),
+            Part(label="answer", judge=Given("a")),
+        ]
+    )
+    state = rollout(a=3.0)
+    state.prompt_ids, state.response_ids = [1], [5, 6, 7, 8]
+    await judge.judge(state)
+    assert state.reward["score"] == 4.75
+    assert [tuple(pair) for pair in state.reward["turn_rewards"]] == [(2, 0.5), (2, 1.0)]
+    # Half of it is earned after two tokens, and the rest, with the answer, at the end.
+    assert TrainBatch.from_groups([[state]]).token_rewards.tolist() == [0, 1.5, 0, 3.25]
+    # Without a part that pays by turn there is none: those that an environment noted would not count.
+    assert "turn_rewards" not in await ComposedJudge([Part(label="p", judge=Given("a"))]).score(
+        rollout(a=1.0)
+    )
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        Turns(float("nan"), 0.0),
+        FunctionJudge(lambda state: {"score": 1.0, "turn_rewards": [[2, float("nan")]]}),
+    ],
+)
+async def test_a_reward_by_turn_that_is_not_finite_fails_the_rollout(part) -> None:
+    for judge in (part, ComposedJudge([Part(label="part", judge=part)])):
+        state = await judge.judge(rollout())
+        assert state.status is Status.FAILED
+        assert state.reward is None
+        assert "must be finite" in state.error_msg
 
 
 async def test_the_choice_may_go_by_any_field() -> None:

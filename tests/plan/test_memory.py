@@ -140,6 +140,21 @@ def test_moments_elsewhere_or_shorter_are_planned(kind: Any) -> None:
     assert total(planned) == pytest.approx(total(full) - (1 - share) * full.parts["moments"], rel=0.01)
 
 
+def test_replicas_hold_copies_and_tensor_ranks_all_of_the_embeddings() -> None:
+    def parts(**parallel: int) -> Any:
+        config = TrainConfig(token_budget=1024, ranks=4, parallel=parallel)
+        return step_memory(MODELS["qwen3"], config, batch()).parts
+
+    sliced, copied, split = parts(), parts(replicas=2), parts(tensor=2)
+    for kind in ("weights", "gradients", "moments"):
+        assert copied[kind] == pytest.approx(2 * sliced[kind], abs=2)
+    # Embeddings, head and the last norm are shared out over two ranks, not over four.
+    outside = 4 * (2 * 2000 * 128 + 128)
+    assert split["weights"] == pytest.approx(sliced["weights"] + outside / 4, abs=2)
+    layers = sliced["gathered layers"] - 2 * outside
+    assert split["gathered layers"] == 2 * outside + layers // 2
+
+
 def test_a_planned_model_has_no_content() -> None:
     huge = LlamaConfig(
         vocab_size=128_000,

@@ -17,6 +17,7 @@ from forebay.config import ConfigError, parse_config
 from forebay.models.config import TinyConfig
 from forebay.models.tiny import write_tiny
 from forebay.plan import fit_memory, make_plan, parse_devices, verdict
+from forebay.plan.estimate import HOST_BYTES_PER_S
 from forebay.plan.hardware import GIB, Device
 from forebay.plan.memory import _no_moves
 from forebay.plan.report import sentences
@@ -228,6 +229,49 @@ def test_ranks_share_out_the_state_and_gather_layers(model: Path) -> None:
     assert one["trainer: weights"] < two["trainer: gathered layers"] < 2 * one["trainer: weights"]
     with pytest.raises(ConfigError, match=r"train.ranks = 2 needs as many GPUs, and 1 are planned with"):
         make_plan(config, parse_devices("H100-80GB"), prompt_tokens=32)
+
+
+def test_slices_in_the_host_s_memory_are_planned_there(model: Path) -> None:
+    gpus, train = parse_devices("2xH100-80GB"), {"token_budget": 1024, "ranks": 2}
+    sliced = make_plan(run_config(model, train=train), gpus, prompt_tokens=32)
+    config = run_config(model, train=train | {"parallel": {"offload": True}})
+    plan = make_plan(config, gpus, prompt_tokens=32)
+    names = {f"trainer: {name}" for name in ("weights", "gradients", "moments")}
+    before, after = sliced.turns["training"], plan.turns["training"]
+    assert after.keys() == before.keys() - names
+    # Of both ranks; gradients have the size of the weights.
+    expected = 2 * (2 * before["trainer: weights"] + before["trainer: moments"])
+    assert plan.host_bytes == pytest.approx(expected, abs=8)
+    assert any(line.startswith("Beside it, memory of the host: ") for line in sentences(plan))
+    # Without a GPU that is the memory which is planned.
+    on_cpu = make_plan(config, device(10 * GIB, is_gpu=False), prompt_tokens=32)
+    assert {"trainer: weights", "trainer: moments"} < on_cpu.parts.keys()
+    assert on_cpu.host_bytes == 0
+
+
+def test_slices_in_the_host_s_memory_are_advised(model: Path) -> None:
+    train = {"token_budget": 128, "gradient_checkpointing": True, "ranks": 2}
+    config = run_config(model, train=train)
+    free = make_plan(config, device(10 * GIB, count=2), prompt_tokens=32)
+    moved = free.parts["trainer: weights"] + free.parts["trainer: moments"]
+    small = device(int((free.total - moved / 2) / 0.9), count=2)
+    assert make_plan(config, small, prompt_tokens=32).advice == ["train.parallel.offload=true"]
+
+
+def test_a_sync_by_the_host_s_memory_is_timed_so_and_ranks_share_the_optimizer(model: Path) -> None:
+    gpus = device(10 * GIB, count=2, flop_per_s=1e16, bytes_per_s=1e8)
+    process = {"name": "process", "arguments": {"engines": 1}}
+    train = {"token_budget": 1024}
+    one, apart, two = (
+        make_plan(run_config(model, **changes), gpus, prompt_tokens=32)
+        for changes in ({}, {"engine": process}, {"train": train | {"ranks": 2}})
+    )
+    num_bytes = 2 * one.num_parameters
+    assert one.sync_s == num_bytes / 1e8
+    assert apart.sync_s == two.sync_s == 2 * num_bytes / HOST_BYTES_PER_S
+    assert f"a sync {two.sync_s:.3g} s" in list(sentences(two))[-1]
+    # Of such slow memory the optimizer's reads and writes are all of a train step.
+    assert two.times.training_s == pytest.approx(one.times.training_s / 2, rel=0.01)
 
 
 def test_the_turns_of_a_server_beside_the_trainer_and_of_a_warm_up(model: Path) -> None:

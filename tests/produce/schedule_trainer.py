@@ -343,7 +343,7 @@ class Trainer:
             self.record.check_members(group)
             assert group[0].group_id not in self.record.trained
             num_left = len(self.record.left[group[0].group_id])
-            assert len(group) + num_left == self.plan.tasks[group[0].task_name].group_size
+            assert len(group) + num_left == len(self.record.members[group[0].group_id][0])
             for state in group:
                 self.check_rollout(state, step)
             self.check_age(group, step)

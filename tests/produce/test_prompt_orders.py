@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import threading
 from collections import Counter
-from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
@@ -30,15 +31,6 @@ def order_of(given: dict[str, Any]) -> Order | None:
     return build_order(Component.model_validate(given))
 
 
-def done_at_once(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of a coroutine that waits for nothing; an event loop for each takes longer."""
-    try:
-        work.send(None)
-    except StopIteration as end:
-        return end.value
-    raise AssertionError("it waits")
-
-
 class Run:
     """A sampler, the books that its groups are entered into, and groups that are still in flight."""
 
@@ -57,9 +49,12 @@ class Run:
         )
 
     def draw(self, count: int) -> list[str]:
+        return asyncio.run(self._draw(count))
+
+    async def _draw(self, count: int) -> list[str]:
         names = []
         for _ in range(count):
-            name = str(done_at_once(self.sampler.sample("math"))[0].group_id)
+            name = str((await self.sampler.sample("math"))[0].group_id)
             names.append(name)
             self.in_flight.append(name)
             while len(self.in_flight) > self.num_in_flight:
@@ -167,7 +162,7 @@ def test_an_order_of_ones_own_is_saved_and_resumed_by_its_name_and_arguments(tmp
     planned([2, 0]).save(tmp_path / "sampler.json")
     resumed = planned([2, 0])
     resumed.resume(tmp_path / "sampler.json")
-    assert done_at_once(resumed.sample("math"))[0].group_id == "math/0/0/2"
+    assert asyncio.run(resumed.sample("math"))[0].group_id == "math/0/0/2"
     with pytest.raises(ValueError, match=r"order was .*\[2, 0\].* and is .*\[1\]"):
         planned([1]).resume(tmp_path / "sampler.json")
 
@@ -176,3 +171,40 @@ def test_an_order_of_ones_own_is_saved_and_resumed_by_its_name_and_arguments(tmp
 def test_a_plan_that_is_none_is_one_clear_error(indices) -> None:
     with pytest.raises(ConfigError, match="distinct indices under 3, not "):
         planned(indices)
+
+
+class Slow(Planned):
+    """Plans an epoch after the first when it is told to."""
+
+    def __init__(self, indices: list[int]) -> None:
+        super().__init__(indices)
+        self.go_on, self.num_plans = threading.Event(), 0
+
+    def plan(self, shuffled: Any, prompts: Any, latest: Any) -> Any:
+        self.num_plans += 1
+        assert self.num_plans == 1 or self.go_on.wait(5)
+        return self.indices
+
+
+async def test_the_next_epoch_is_planned_once_beside_the_event_loop() -> None:
+    sampler = Sampler(make_prompts(3), Shelf(), task_name="math", prompt_repeat_k=2, order=Slow([2, 0]))
+    whole = [(await sampler.sample("math"))[0].group_id for _ in range(2)]
+    waiting = [asyncio.create_task(sampler.sample("math")) for _ in range(3)]
+    # What else the loop has to do is done meanwhile: here, to let the plan be made.
+    await asyncio.sleep(0)
+    assert sampler.state_dict() == {**sampler.state_dict(), "epoch": 0, "position": 2}
+    sampler.order.go_on.set()
+    names = [group[0].group_id for group in await asyncio.gather(*waiting)]
+    assert whole + names == [f"math/0/{place}" for place in ("0/2", "0/0", "1/2", "1/0", "2/2")]
+    assert sampler.order.num_plans == 3
+
+
+async def test_a_caller_that_leaves_while_an_epoch_is_planned_costs_no_prompt() -> None:
+    sampler = Sampler(make_prompts(3), Shelf(), task_name="math", prompt_repeat_k=2, order=Slow([1]))
+    await sampler.sample("math")
+    leaving = asyncio.create_task(sampler.sample("math"))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    sampler.order.go_on.set()
+    assert (await sampler.sample("math"))[0].group_id == "math/0/1/1"

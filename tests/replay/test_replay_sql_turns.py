@@ -1,5 +1,6 @@
 """The turn to write to an SQLite file: a process that is stopped while it has it holds up nobody for ever."""
 
+import logging
 import subprocess
 import sys
 import threading
@@ -8,9 +9,10 @@ import pytest
 from replay_factory import make_row
 
 from forebay.io.messages import error_of, failure_of
-from forebay.replay import SQLStorage, StoreBusy
+from forebay.replay import FIFOReplayPolicy, ReplayBuffer, SQLStorage, StoreBusy
 from forebay.replay.remote.messages import ERRORS
-from forebay.replay.stores.sql import connections
+from forebay.replay.stores.sql import connections, writes
+from forebay.types import RolloutState, Status
 
 HOLDER = """
 import signal, os, sys
@@ -46,3 +48,27 @@ async def test_a_stopped_process_that_has_the_turn_is_named_and_its_end_lets_oth
     store.close()
     # A client of a server is told the same.
     assert type(error_of(failure_of(1, busy.value), ERRORS)) is StoreBusy
+
+
+async def test_a_put_that_is_stored_succeeds_where_the_turn_to_evict_does_not_come(
+    tmp_path, monkeypatch, caplog
+):
+    buffer = ReplayBuffer(FIFOReplayPolicy(), SQLStorage(tmp_path / "buffer.db"), limit=1)
+
+    async def put(name):
+        await buffer.put([RolloutState([], group_id=name, status=Status.COMPLETED)], "math")
+
+    def busy(*_):
+        raise StoreBusy("another process has kept the turn")
+
+    await put("a")
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr(writes, "evict_together", busy)
+        await put("b")
+    assert "more than its limit of 1 groups for now: another process" in caplog.text
+    assert await buffer.count("math", Status.COMPLETED) == 2
+    # The next one sees the excess of both.
+    await put("c")
+    ((left,),) = await buffer.get(3, "math", Status.COMPLETED)
+    assert (left.group_id, buffer.num_evicted) == ("c", {"math": 2})
+    await buffer.close()

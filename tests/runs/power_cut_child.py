@@ -13,7 +13,7 @@ import random
 import sys
 from pathlib import Path
 
-from forebay.io.durable import publish, unfinished
+from forebay.io.safe_files import publish, unfinished
 from forebay.ledger import Ledger
 from forebay.runs.folder import (
     checkpoint_path,

@@ -20,7 +20,7 @@ from pathlib import Path
 from forebay.agents.base import AgentLoop
 from forebay.engines import RolloutController
 from forebay.engines.scripted import ScriptedEngine
-from forebay.io.durable import publish
+from forebay.io.safe_files import publish
 from forebay.judges.base import Judge
 from forebay.ledger import Ledger
 from forebay.produce import AgentLoopManager, AsyncProduceStrategyConfig, Prompt, Sampler, TaskRunner

@@ -459,9 +459,11 @@ def test_a_signal_finishes_the_step_saves_and_leaves(tmp_path, monkeypatch, numb
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.usefixtures("forgotten_modules")
 def test_every_recipe_is_a_valid_run_file():
-    recipes = sorted((ROOT / "recipes").glob("*.toml"))
-    assert recipes
+    # One of a cluster, for simulations, is no run file.
+    recipes = sorted(set((ROOT / "recipes").rglob("*.toml")) - set((ROOT / "recipes" / "clusters").iterdir()))
+    assert len(recipes) > 20
     for path in recipes:
         kind = FragmentRunConfig if "environment" in read_toml(path) else RunConfig
         config = load_config(kind, path)

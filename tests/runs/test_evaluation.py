@@ -74,6 +74,7 @@ def paused(tmp_path_factory):
     return train(tmp_path_factory.mktemp("paused"), evaluate={"every": 2})
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("engine", ["transformers", {"name": "process", "arguments": {"engines": 2}}])
 def test_it_finds_what_an_evaluation_with_production_at_rest_finds(paused, tmp_path, engine):
     beside = train(tmp_path, evaluate={"every": 2, "mode": "beside"}, engine=engine)

@@ -11,7 +11,7 @@ from test_colocated_run import losses
 from typer.testing import CliRunner
 
 from forebay.cli import app
-from forebay.io.durable import DiskError
+from forebay.io.safe_files import DiskError
 from forebay.ledger.journal import Journal
 from forebay.runs.config import to_toml
 from forebay.runs.folder import list_checkpoints, saved_config

@@ -168,15 +168,38 @@ async def test_files_that_are_put_together_while_activities_are_read(tmp_path, m
     assert [span.stage for span in history.read_spans(tmp_path)] == ["train"]
 
 
+async def test_files_that_a_power_cut_left_in_part_do_not_keep_others_from_being_removed(tmp_path):
+    def wrote(steps):
+        written = History(tmp_path, limit_bytes=45_000)
+        for step in steps:
+            written.left([make_group(step, size=1)], "trained", train_step=step)
+            written._spans += [(0.0, 1.0, "train", f"step {step}", "", "", "")] * 3
+            written._flush()
+        written.close()
+
+    wrote([1])
+    cut = list((tmp_path / "history").glob("segment_*/*.parquet"))
+    for path in cut:
+        path.write_bytes(path.read_bytes()[:50])
+    wrote(range(2, 10))
+    assert len(cut) == 2
+    assert not any(path.exists() for path in cut)
+    # The lines that stood in them cannot be counted.
+    removed = json.loads((tmp_path / "history" / "removed.json").read_text())
+    assert 0 < removed["rollouts"] < removed["until_train_step"]
+
+
 async def test_beyond_the_limit_the_oldest_lines_go_and_are_counted(tmp_path):
-    written = History(tmp_path, limit_bytes=40_000)
+    written = History(tmp_path, limit_bytes=45_000)
     for step in range(1, 9):
         written.left([make_group(step, size=1)], "trained", train_step=step)
+        written._spans += [(0.0, 1.0, "train", f"step {step}", "", "", "")] * 3
         written._flush()
     written.close()
     removed = json.loads((tmp_path / "history" / "removed.json").read_text())
     kept = [row["train_step"] for row in read(tmp_path)]
     assert removed["rollouts"] == removed["until_train_step"] == 8 - len(kept)
+    assert removed["spans"] == 24 - len(read(tmp_path, "spans")) > 0
     assert kept == list(range(9 - len(kept), 9))
     assert kept
 

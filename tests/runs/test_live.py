@@ -46,6 +46,7 @@ def now(**changes: object) -> Now:
     fields: dict[str, object] = {
         "tasks": {"sorting": TASK},
         "stages": {"generate": 380, "judge": 1},
+        "stages_of": {},
         "oldest": [Doing(stage="generate", name="sorting/0/0/183/4", age_s=75.0, note="412 tokens")],
         "doing": [],
         "busy": {"producer": 0.98, "trainer": 0.634},

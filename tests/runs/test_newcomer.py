@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from forebay.config import ConfigError, parse_config
-from forebay.io.durable import DiskError
+from forebay.io.safe_files import DiskError
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import occupied, saved_config
 from forebay.runs.launch import launch, try_all

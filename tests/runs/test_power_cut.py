@@ -26,7 +26,7 @@ import pytest
 import scripted_run
 from test_killed_separate_run import Nursery, check_scripted_run, kill_until_finished
 
-from forebay.io.durable import check, sync
+from forebay.io.safe_files import check, sync
 from forebay.ledger import Ledger
 from forebay.replay import SQLStorage
 from forebay.runs.folder import list_checkpoints, step_of

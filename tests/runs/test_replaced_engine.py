@@ -10,6 +10,7 @@ import signal
 import pytest
 
 from forebay.config import ConfigError, parse_config
+from forebay.engines.process.engine import ProcessEngine
 from forebay.ledger import Ledger
 from forebay.metrics import read_jsonl
 from forebay.runs import launch as launching
@@ -59,6 +60,17 @@ def test_engines_join_leave_and_die_while_the_run_goes_on(tmp_path, monkeypatch,
         await loops(run)
 
     monkeypatch.setitem(launching.LOOPS, "separate", watched)
+    bring_up = ProcessEngine.bring_up
+
+    async def slowly(engine):
+        # A start takes as long as two steps of a run that goes on; one that waits for it would hang here.
+        if runs and step() >= 2:
+            begun = step()
+            while step() < begun + 2:
+                await asyncio.sleep(0.01)
+        await bring_up(engine)
+
+    monkeypatch.setattr(ProcessEngine, "bring_up", slowly)
     folder = tmp_path / "run"
 
     async def until(running, condition):

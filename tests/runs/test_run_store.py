@@ -69,7 +69,7 @@ def test_a_run_goes_on_after_its_database_was_restarted_and_writes_its_password_
             books = (run.folder / "ledger.jsonl").stat().st_size
             found.append((asyncio.run(finished_groups(database)), books))
 
-        monkeypatch.setattr("forebay.runs.launch.wait_for_database", noted)
+        monkeypatch.setattr("forebay.runs.store.wait_for_database", noted)
         await launch(run)
         return found
 
@@ -202,6 +202,23 @@ def test_an_sqlite_file_on_a_network_file_system_is_refused(tmp_path, monkeypatc
     ray = config(tmp_path, f"output={share}", "cluster=ray")
     assert store.store_of(ray) == "memory"
     assert store.store_of(config(tmp_path, "cluster=ray")) == "sqlite"
+
+
+def test_unfinished_rollouts_are_saved_where_the_run_has_a_durable_store_by_itself(tmp_path, monkeypatch):
+    saves = "produce.save_partial_every_s=1", "produce.enable_partial_rollout=true"
+    run = config(tmp_path, *saves, "produce.mode=separate")
+    store.open_storage(run, tmp_path, is_new=True).close()
+    monkeypatch.setattr(store, "network_mount", lambda path: "nfs4 at /mnt")
+    (tmp_path / store.STORE_FILE).unlink()
+    # Before a warm-up, which would be lost with the new folder.
+    for refused in (launch(run), try_all(run, print)):
+        with pytest.raises(ConfigError, match=r"save_partial_every_s needs replay\.store = 'sqlite'"):
+            asyncio.run(refused)
+    assert not run.folder.exists()
+    # A trial of a run that may save them, though its own groups are in memory.
+    asyncio.run(try_all(config(tmp_path, *saves, "produce.mode=separate", "replay.store=sqlite"), print))
+    with pytest.raises(ConfigError, match=r"set replay\.store = 'sqlite'"):
+        config(tmp_path, *saves, "replay.store=memory")
 
 
 def test_production_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The numbers of now: counts that agree with what is there, shares of each step, stalls counted once."""
 
 import asyncio
+import contextlib
 import re
 import sys
 from collections import Counter
@@ -24,7 +25,7 @@ from forebay.runs.config import RunConfig
 from forebay.runs.launch import launch
 from forebay.runs.reporting import totals
 from forebay.runs.show import status as status_module
-from forebay.runs.show.status import COUNTED_STATUSES, MAX_AGE, RunStatus
+from forebay.runs.show.status import COUNTED_STATUSES, MAX_AGE, NUM_OLDEST, RunStatus
 from forebay.types import RolloutState, Status
 from forebay.watching.activity import GENERATE, JUDGE, PUT, TRAIN, WAIT_BATCH, Activities
 from forebay.watching.stalls import StallWatch
@@ -77,10 +78,15 @@ def test_what_is_in_flight_is_counted_by_stage_and_the_oldest_of_production_is_n
         status, _, activities = build_status()
         with activities.span(TRAIN, "step 1"), activities.span(WAIT_BATCH, "the batch"):
             await asyncio.sleep(5)
-            with activities.span(GENERATE, "a"), activities.span(GENERATE, "b"), activities.span(JUDGE, "g"):
+            with (
+                activities.span(GENERATE, "a", task="math"),
+                activities.span(GENERATE, "b", task="code"),
+                activities.span(JUDGE, "g", task="math"),
+            ):
                 await asyncio.sleep(2)
                 now = status.now()
                 assert now.stages == {GENERATE: 2, JUDGE: 1}
+                assert now.stages_of == {"math": {GENERATE: 1, JUDGE: 1}}
                 assert astuple(now.oldest[0])[:4] == (GENERATE, "a", 2.0, "about a")
                 assert [one.name for one in now.doing] == ["step 1", "the batch"]
                 assert now.model_step == 3
@@ -88,6 +94,25 @@ def test_what_is_in_flight_is_counted_by_stage_and_the_oldest_of_production_is_n
         assert now.stages == {}
         assert now.oldest == []
         assert now.tasks["math"].batch == 8
+
+    run(main())
+
+
+def test_a_judge_that_hangs_is_named_behind_ever_so_many_older_generations():
+    async def main():
+        status, _, activities = build_status()
+        with contextlib.ExitStack() as stack:
+            for number in range(3 * NUM_OLDEST):
+                stack.enter_context(activities.span(GENERATE, f"rollout {number}"))
+            for number in range(3):
+                stack.enter_context(activities.span(JUDGE, f"group {number}"))
+            # Of another task, whose work is all younger.
+            for number in range(2):
+                stack.enter_context(activities.span(GENERATE, f"code {number}", task="code"))
+            oldest = [one.name for one in status.now().oldest]
+        first = [f"rollout {number}" for number in range(NUM_OLDEST)]
+        assert oldest[:NUM_OLDEST] == first
+        assert sorted(oldest[NUM_OLDEST:]) == ["code 0", "group 0"]
 
     run(main())
 

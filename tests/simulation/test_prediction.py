@@ -61,6 +61,23 @@ def test_staleness_stays_under_its_bound_and_every_token_is_accounted_for(max_st
     assert result.step_s >= result.training_s
 
 
+def test_a_run_that_trains_again_on_groups_needs_fewer_new_ones():
+    table = {"produce": PARTIAL, "train": {"correction": "ratio"}}
+    once, again = (
+        simulate(run_config(**table, replay={"reuse": {"times": times, "share": 0.5}}), cluster(), steps=12)
+        for times in (1, 2)
+    )
+    assert again.trained_tokens == once.trained_tokens
+    assert again.made_tokens < 0.8 * once.made_tokens
+    assert again.step_s < 0.8 * once.step_s
+
+
+def test_a_request_takes_its_start_before_its_tokens():
+    config, started = synchronous(run_config()), cluster(start_s=3.0)
+    # Two rounds of four requests.
+    assert simulate(config, started, steps=4).step_s == pytest.approx(20 + 2 * 3 + 5 + 1)
+
+
 def test_what_a_filter_rejects_is_dropped_and_generated_again():
     half = cluster(filtered_share=0.5)
     result = simulate(run_config(), half, steps=10)

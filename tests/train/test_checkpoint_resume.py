@@ -59,6 +59,33 @@ def test_a_checkpoint_before_the_first_step_resumes(make_model, make_groups, tmp
     assert fit(resumed, make_groups, 1) == fit(trainer_for(make_model()), make_groups, 1)
 
 
+def test_a_resume_reads_in_one_order_however_the_files_are_listed(
+    make_model, make_groups, tmp_path, monkeypatch
+):
+    """Ranks gather slices one by one, so each has to ask for the same one at a time."""
+    first, orders = trainer_for(make_model()), []
+    fit(first, make_groups, 1)
+    first.save(tmp_path / "c")
+    load = checkpoint_module.load
+
+    class Backwards(checkpoint_module.HuggingFaceStorageReader):
+        def read_metadata(self):
+            found = super().read_metadata()
+            found.state_dict_metadata = dict(reversed(found.state_dict_metadata.items()))
+            return found
+
+    def noted(blocks, **settings):
+        orders.append(list(blocks))
+        load(blocks, **settings)
+
+    monkeypatch.setattr(checkpoint_module, "load", noted)
+    trainer_for(make_model()).resume(tmp_path / "c")
+    monkeypatch.setattr(checkpoint_module, "HuggingFaceStorageReader", Backwards)
+    trainer_for(make_model()).resume(tmp_path / "c")
+    assert orders[0] == orders[1]
+    assert any(name.startswith("optimizer.") for name in orders[0])
+
+
 def test_the_random_state_is_saved(make_model, tmp_path):
     trainer = trainer_for(make_model())
     torch.manual_seed(3)

@@ -33,6 +33,7 @@ def run_all(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.usefixtures("warm")
 def test_every_case_runs_and_is_on_the_page(run_all, tmp_path, capfd):
     page = tmp_path / "gpu.md"
     status = run_all.main(["--cpu", "--page", str(page)])

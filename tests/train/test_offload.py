@@ -56,3 +56,16 @@ def test_what_is_moved_is_on_the_host_and_is_brought_back_by_its_name() -> None:
     stays = offload_module.Offload()
     stays.offload([("moment", torch.ones(1), lambda tensor: pytest.fail("it was on the host already"))])
     stays.onload()
+
+
+def test_a_train_step_leaves_nothing_cached_on_a_gpu(make_model, make_groups, monkeypatch) -> None:
+    """An engine in another process, which has the device next, could not use that memory."""
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    trainer = TrainController(make_model(), TrainConfig(lr=1e-2, dtype="float32"), pad_token_id=0)
+    trainer.fit(make_groups())
+    assert not emptied
+    # The passes go on where the tensors are.
+    trainer.learner.device = torch.device("cuda")
+    trainer.fit(make_groups())
+    assert emptied == [True]

@@ -14,7 +14,7 @@ import torch
 
 from forebay.io.shared import MemoryFile, lay_out, mapped, views
 from forebay.train import Packer, TrainBatch, TrainConfig
-from forebay.train.parallel.frames import connect, receive, send
+from forebay.train.parallel.array_messages import connect, receive, send
 from forebay.train.parallel.learner import RankedLearner, source_of
 from forebay.train.parallel.ranks import FailedCall, LocalRanks, RankError, Ranks
 from forebay.train.parallel.sharding import own_block

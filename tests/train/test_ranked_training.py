@@ -17,19 +17,21 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from forebay.io.durable import DiskError
 from forebay.io.messages import Alive
+from forebay.io.safe_files import DiskError
 from forebay.io.shared import MemoryFile, lay_out, views
 from forebay.models.starting_weights import BASE_FINGERPRINT, BaseDiffersError, fingerprint
 from forebay.train import Critic, LocalRanks, RankError, TrainConfig, TrainController, checkpoint
 from forebay.train.checkpoint import replace_folder
 from forebay.train.objective.losses import POLICY_LOSSES
-from forebay.train.parallel import frames
+from forebay.train.parallel import array_messages
 from forebay.train.parallel.ranks import Ranks, _attempt
+
+pytestmark = pytest.mark.usefixtures("warm")
 
 
 @pytest.fixture(scope="module")
-def ranks():
+def ranks(warm):
     """Two processes for all trainers of this file, one after the other."""
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=4, hidden_size=2, num_attention_heads=1, num_hidden_layers=1)
@@ -386,7 +388,7 @@ def test_a_frozen_rank_is_named_and_no_process_is_left(num_bytes):
 
 
 def test_a_rank_at_work_gives_signs_of_life():
-    ours, theirs = map(frames.connect, socket.socketpair())
+    ours, theirs = map(array_messages.connect, socket.socketpair())
     theirs.beat(Alive(), 0.01)
     assert [ours.receive()[0] for _ in range(3)] == [Alive()] * 3
     theirs.close()

@@ -173,13 +173,22 @@ def test_metrics_are_flat_numbers(model, make_groups):
     expected = """
         loss policy_loss value_loss kl entropy clip_low clip_high clip_share value_clip ratio_mean ratio_min
         ratio_max policy_kl grad_norm critic_grad_norm lr skipped_updates tokens trained_tokens sequences
-        padding skipped_share score_mean score_std equal_score_groups advantage_mean advantage_abs_mean
+        padding skipped_share score_mean score_std group_score_std equal_score_groups
+        advantage_mean advantage_abs_mean
         explained_variance mismatch_kl mismatch_max mismatch_k1 ess_token ess_sequence importance_mean
         importance_max unknown_logprobs staleness_mean staleness_p95 staleness_max stale_masked
         old_logprobs_s ref_logprobs_s values_s advantages_s update_s
     """
     assert set(metrics) == {f"train/{name}" for name in expected.split()}
     assert all(type(value) is float for value in metrics.values())
+
+
+def test_the_spread_of_the_groups_is_that_of_their_means(model, make_groups):
+    groups = make_groups()
+    means = [np.mean([state.reward["score"] for state in group]) for group in groups]
+    measured = trainer_for(model).fit(groups).metrics["train/group_score_std"]
+    assert measured == pytest.approx(np.std(means))
+    assert measured > 0
 
 
 def test_mini_batches_are_drawn_by_the_seed_and_the_step(make_model, make_groups):

@@ -35,6 +35,7 @@ from forebay.types import (
     RolloutState,
     SampleParams,
     Status,
+    count_generated,
     note_place,
     reset_rollout_response,
 )
@@ -51,7 +52,8 @@ class AgentLoop(ABC):
     """Turns prompts into judged rollouts. Subclasses write `generate_sample`.
 
     Invariants: every rollout leaves with a status other than INIT; one that is COMPLETED is generated and
-    judged once, however often its aborted siblings are continued.
+    judged once, however often its aborted siblings are continued. Only a judge that compares the members
+    judges all of them again where some came later.
 
     >>> class Shout(AgentLoop):
     ...     async def generate_sample(self, state):
@@ -145,16 +147,17 @@ class AgentLoop(ABC):
         )
         firsts = [attempt[0] for attempt in attempts]
         unjudged = [state for state in firsts if state.status is Status.COMPLETED and state.reward is None]
-        # A judge that compares the members of a group needs all of them.
-        waits = getattr(self.judge, "needs_whole_group", False) and any(
-            state.status is Status.ABORTED for state in firsts
-        )
+        rewards = [state.reward for state in firsts]
+        # A judge that compares the members of a group needs all of them, also where some were judged before.
+        compares = getattr(self.judge, "needs_whole_group", False)
+        waits = compares and any(state.status is Status.ABORTED for state in firsts)
         if self.judge is not None and unjudged and not waits:
-            await self._judge(self.judge, unjudged)
-        for first, *further in attempts:
+            completed = [state for state in firsts if state.status is Status.COMPLETED]
+            await self._judge(self.judge, completed if compares else unjudged)
+        for (first, *further), earlier in zip(attempts, rewards, strict=True):
             # They share the first one's reward, or its failure, unless they have a reward of their own.
             for state in further:
-                if state.status is not Status.COMPLETED or state.reward is not None:
+                if state.status is not Status.COMPLETED or state.reward not in (None, earlier):
                     continue
                 if first.status is Status.FAILED:
                     state.status, state.error_msg = Status.FAILED, first.error_msg
@@ -204,7 +207,7 @@ class AgentLoop(ABC):
                 attempt = attempt[:1]
                 _fail(attempt[0], type(self).__name__, error)
             first = attempt[0]
-            activity.note = f"{first.status.value}, {len(first.response_ids)} tokens"
+            activity.note = f"{first.status.value}, {count_generated(first)} tokens"
         return attempt
 
     async def _judge(self, judge: Judge, states: list[RolloutState]) -> None:

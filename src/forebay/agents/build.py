@@ -11,7 +11,7 @@ from forebay.agents.multi_turn import MultiTurnAgentLoop
 from forebay.agents.program import ProgramAgentLoop
 from forebay.agents.single_turn import SingleTurnAgentLoop
 from forebay.agents.tools import ToolAgentLoop
-from forebay.config import Component, ConfigError, StrictModel, errors_about, find_component, look_up
+from forebay.config import Component, ConfigError, errors_about, find_component, look_up
 from forebay.judges.base import Judge
 from forebay.types import SampleParams
 from forebay.watching.activity import Activities
@@ -22,10 +22,9 @@ AGENTS: dict[str, Any] = {
     "program": ProgramAgentLoop,
     "tools": ToolAgentLoop,
 }
-"""The names that ``agent.name`` may have; besides, ``package.module:Class`` with the same first arguments."""
+"""The names that ``agent.name`` may have; besides, ``package.module:Class`` with the same first arguments.
 
-AGENT_ARGUMENTS: dict[str, type[StrictModel]] = {name: agent.Arguments for name, agent in AGENTS.items()}
-"""The model of each one's ``arguments``."""
+The model of each one's ``arguments`` is its `Arguments`."""
 
 GIVEN = ("rollout_controller", "judge", "tokenizer", "sample_params", "activities")
 """Arguments of every agent loop that the run fills in."""

@@ -53,7 +53,7 @@ class Reply:
     done: bool = False
     """The episode is over; nothing of `says` reaches the model."""
     reward: float | None = None
-    """For this turn."""
+    """The reward of this turn; None: none is given."""
 
     @property
     def messages(self) -> list[Message]:
@@ -114,7 +114,7 @@ class Episode(Protocol):
     """An environment for one rollout, with a state of its own: a game, a simulator, a shell."""
 
     async def reset(self, state: RolloutState) -> None:
-        """Begin."""
+        """Begin with the rollout's prompt, before its first turn."""
 
     async def step(self, text: str) -> Reply:
         """Reply to one turn of the model."""
@@ -163,7 +163,7 @@ class LiveEnvironment(Environment):
         return {"texts": []}
 
     async def step(self, state: RolloutState, memory: Memory, text: str) -> Reply:
-        """The object's reply."""
+        """The object's reply to one turn of the model."""
         reply = await self._live[id(state)].step(text)
         memory["texts"].append(text)
         return reply
@@ -175,7 +175,7 @@ class LiveEnvironment(Environment):
             await episode.step(text)
 
     async def close(self, state: RolloutState) -> None:
-        """Close the object."""
+        """Close this rollout's object, if it has a ``close``."""
         # There is none where it could not be made, or a pause came first.
         close = getattr(self._live.pop(id(state), None), "close", None)
         if close is not None:
@@ -233,7 +233,7 @@ class SecondChances(Environment):
         self._judge = build_judge(self._arguments.judge)
 
     async def reset(self, state: RolloutState) -> Memory:
-        """No try so far."""
+        """Begin without a try and without a best score."""
         return {"num_tries": 0, "best": None}
 
     async def step(self, state: RolloutState, memory: Memory, text: str) -> Reply:
@@ -266,11 +266,6 @@ class SecondChances(Environment):
 
 ENVIRONMENTS: dict[str, Any] = {"live": LiveEnvironment, "second_chances": SecondChances}
 """The names that ``environment`` may have in a run file; besides, ``package.module:Class``."""
-
-ENVIRONMENT_ARGUMENTS: dict[str, type[StrictModel]] = {
-    name: environment.Arguments for name, environment in ENVIRONMENTS.items()
-}
-"""The model of each one's ``arguments``."""
 
 
 def find_environment(environment: Any) -> Any:

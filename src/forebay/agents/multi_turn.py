@@ -95,7 +95,7 @@ class MultiTurnAgentLoop(AgentLoop):
 
     @classmethod
     def prompt_tools(cls, arguments: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-        """Those of the environment."""
+        """The tools that the environment offers in the prompt."""
         tools = getattr(find_environment(arguments["environment"]), "prompt_tools", None)
         return None if tools is None else list(tools)
 
@@ -277,7 +277,7 @@ class EpisodeRecord:
     """Where an episode stands."""
 
     memory: Memory = field(default_factory=dict)
-    """The environment's."""
+    """The environment's memory of this rollout, saved with it."""
     turn_start: int = 0
     """Where in ``response_ids`` the model's latest turn begins."""
     is_cut: bool = False

@@ -151,7 +151,7 @@ class SharedLock(Gate):
 
     def alone(self) -> _Holding:
         """Hold it without any other holder."""
-        # All of the size: it waits until nobody else is inside, and nobody fits in beside it.
+        # All of the size: it waits until no other holder is inside, and none fits in beside it.
         return _Holding(self, sys.maxsize)
 
 

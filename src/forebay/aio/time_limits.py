@@ -50,8 +50,11 @@ class CallThreads:
     when the function has returned or its time has passed, also where the caller was cancelled; so at most
     ``num_threads + MAX_OVERRUNNING`` threads exist, and none of them keeps the program from ending.
 
-    >>> threads = CallThreads(timeout_s=5.0)
-    >>> verdict = await threads.run(slow_score, state)
+    >>> async def example():
+    ...     threads = CallThreads(timeout_s=5.0)
+    ...     return await threads.run(pow, 2, 10)
+    >>> asyncio.run(example())
+    1024
 
     Args:
         timeout_s: for each call; None: what the `time_limit` around it leaves.
@@ -145,7 +148,7 @@ class CallClock:
         return self._left_s if deadline is None else deadline - asyncio.get_running_loop().time()
 
     def wait(self) -> None:
-        """Stand still."""
+        """Stop the clock."""
         if self._outer is not None:
             self._outer.wait()
         self._num_waiting += 1
@@ -179,8 +182,12 @@ async def time_limit(
 ) -> AsyncIterator[asyncio.Timeout]:
     """As ``timeout(limit_s, late)``; what a call spends in `not_counted` does not count.
 
-    >>> async with time_limit(10.0):
-    ...     result = await tool.call(arguments)
+    >>> async def example():
+    ...     async with time_limit(10.0), timeout(0.01):
+    ...         with not_counted():
+    ...             return await asyncio.sleep(0, "a result")
+    >>> asyncio.run(example())
+    'a result'
     """
     async with timeout(None, late) as limit:
         if limit_s is None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import html
 import re
+from base64 import b64encode
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -11,7 +13,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from forebay.board.server import STATIC, Board
-from forebay.io.durable import write_text
+from forebay.io.safe_files import write_text
 
 MAX_READ = 40
 """Rollouts, groups and prompts of each run that can be opened in the report."""
@@ -27,14 +29,15 @@ def write_report(board: Board, path: Path) -> Path:
         _collect(board, run["id"], answers)
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     script, style = ((STATIC / name).read_text(encoding="utf-8") for name in ("board.js", "board.css"))
+    script = script.replace("</script", "<\\/script")
+    # Script and style are in the file itself: no other script runs, and nothing is fetched from elsewhere.
+    allowed = b64encode(sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; script-src 'sha256-{allowed}'; style-src 'unsafe-inline'; img-src data:"
     # Nothing that a model wrote may end the element that holds it.
     data = msgspec.json.encode(answers).decode().replace("<", "\\u003c")
-    # Script and style are in the file itself, and nothing may be fetched from elsewhere.
-    policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}"><style>{style}</style>'
     )
-    script = script.replace("</script", "<\\/script")
     body = (
         f'<script type="application/json" id="answers">{data}</script><script type="module">{script}</script>'
     )
@@ -50,8 +53,10 @@ def _collect(board: Board, run: str, answers: dict[str, Any]) -> None:
         answers[f"{what}?{urlencode(sorted(asked.items()))}"] = found = board.answer(what, asked)
         return found
 
-    for what in ("overview", "flow", "bias", "choices", "metrics", "timeline", "count"):
-        ask(what)
+    found = {what: ask(what) for what in ("overview", "flow", "bias", "choices", "timeline", "count")}
+    columns = [found["overview"]["metrics"].get(name, ()) for name in ("train_step", "eval/score")]
+    if tried := [step for step, score in zip(*columns, strict=False) if score is not None]:
+        ask("compare", other=run, step=tried[-1], other_step=tried[0])
     rows = ask("rollouts", order="newest", limit=MAX_READ)["rows"]
     for row in rows:
         ask("rollout", rollout_id=row["rollout_id"])

@@ -5,6 +5,7 @@ It only reads. Files that a run is writing are read up to their last whole line.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -34,12 +35,28 @@ _CHUNK = 512
 """Rows that are dicts at once, on their way into columns of a tenth of the size."""
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
-_WORDS = r"(?:key|token|secret|password|passwd|pass|passphrase|credentials?|auth|authorization)"
-_SECRET = re.compile(rf"(?i)(^|[_-]){_WORDS}$")
-_GIVEN = re.compile(rf"(?i)((?<![a-z0-9]){_WORDS}=|(?<!\w)--?(?:[\w-]*[_-])?{_WORDS}\s+)\S+")
+_TOKEN = r"token(?!s\W+(?:[\d_]+(?![\w-])|(?:none|null)\b))s?"
+"""A number of tokens, or none, is a limit."""
+_WORDS = (
+    # At the beginning of a word, of apiKey too; num_pass = 3 is a count.
+    r"(?:(?<![a-z0-9])(?<!num[_-])|(?-i:(?<=[a-z0-9])(?=[A-Z])))(?:(?:api|access|auth|secret)[_-]?)?(?:keys?|"
+    rf"key[_-]?id|{_TOKEN}|secrets?|pass(?:word|wd|phrase)?s?|pwd|credentials?|auth(?:orization)?)"
+)
+_SECRET = re.compile(rf"(?i){_WORDS}$")
+_GIVEN = re.compile(
+    rf"(?i)({_WORDS}\\?[\"']?\s*=\s*|{_WORDS}\\?[\"']\s*:\s*|(?<!\w)--?[\w-]{{0,40}}?{_WORDS}\s+|\bbearer\s+|"
+    # A bare "key:" or "token:" is mostly of another kind.
+    rf"(?:api[_ -]?key|(?<!num)[_-](?:key|{_TOKEN})|secret|password|passphrase|pwd|authorization)s?\s*:\s*)"
+    # The value of the last scheme is a list, on the same line.
+    r"(?:(?:bearer|basic|token|api-?key)\s+|digest\s.*(?=\S))?(\\?[\"'])?(?(2).*?\2|\S+)"
+)
+_ISSUED = re.compile(
+    r"\b((sk|hf|gh.|github_pat|glpat|xox.)[_-](?=[\w-]{,40}\d)[\w-]{16,}|AKIA\w{16}|eyJ[\w-]{,400}\.[\w.-]+)"
+)
+"""Issued by the largest services: known by how it begins. Long texts of a model cost all of these little."""
 _ALL_SECRET = ("env", "environment", "headers")
 """Below these keys people give credentials by names of any kind."""
-_IN_URL = re.compile(r"(\w+://)[^/\s:@]*:[^/\s@]*@")
+_IN_URL = re.compile(r"\b(\w+://)(?:[^/\s:@]*:[^/\s@]*|[^/\s?#@]+)@")
 
 Values = dict[str, Any]
 Columns = dict[str, list[Any]]
@@ -50,7 +67,7 @@ class RunFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._metrics = _Lines(folder / METRICS_FILE)
+        self._metrics = _Lines(folder / METRICS_FILE, needed="train_step")
         self._notes = _Lines(folder / NOTES_FILE)
 
     def facts(self) -> Values:
@@ -82,11 +99,12 @@ class RunFolder:
     def notes(self, first: int = -MAX_NOTES) -> list[Values]:
         """Warnings and messages from the one at `first` on, oldest first."""
         columns = self._notes.read(None, first)
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        rows = zip(*columns.values(), strict=True)
+        return [hide_secrets(dict(zip(columns, row, strict=True)), by_name=False) for row in rows]
 
     def live(self) -> Values:
         """The live file, with its age; ``state`` is ``old`` where the run wrote none."""
-        values = self._json(LIVE_FILE)
+        values: Values | None = hide_secrets(self._json(LIVE_FILE), by_name=False)
         if values is None:
             return {"state": "old"}
         values["age_s"] = age_s = time.time() - float(values.get("unix_time_s", 0))
@@ -100,7 +118,7 @@ class RunFolder:
         searched = f'"group": {json.dumps(group_id)}'.encode()
         try:
             with (self.folder / LEDGER_FILE).open("rb") as file:
-                return [_decode(line) for line in file if searched in line]
+                return [hide_secrets(_decode(line), by_name=False) for line in file if searched in line]
         except (OSError, msgspec.MsgspecError):
             return []
 
@@ -126,8 +144,10 @@ class RunFolder:
 def find_runs(folders: list[Path]) -> dict[str, Path]:
     """The run folders at or below `folders`, by a name that is their own.
 
-    >>> find_runs([Path("runs")])                                                   # doctest: +SKIP
-    {'demo': PosixPath('runs/demo'), 'older/demo': PosixPath('runs/older/demo')}
+    ::
+
+        find_runs([Path("runs")])
+        # {'demo': PosixPath('runs/demo'), 'older/demo': PosixPath('runs/older/demo')}
     """
     found: dict[str, Path] = {}
     for folder in folders:
@@ -155,8 +175,9 @@ class _Lines:
     The last line is read again each time: the run writes an evaluation into the row of its step.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, needed: str = "") -> None:
+        """Rows in which `needed` is no whole number are passed over too."""
+        self._path, self._needed = path, needed
         self._lock = threading.Lock()
         self._columns: Columns = {}
         self._num_rows = 0
@@ -198,19 +219,19 @@ class _Lines:
         """Append these lines; the number of rows that are there now."""
         lines, num_rows = io.BytesIO(data), self._num_rows
         while some := list(islice(lines, _CHUNK)):
-            rows = list(_rows_of(some))
+            rows = list(_rows_of(some, self._needed))
             for name in dict.fromkeys([*self._columns, *(name for row in rows for name in row)]):
                 self._columns.setdefault(name, [None] * num_rows).extend(row.get(name) for row in rows)
             num_rows += len(rows)
         return num_rows
 
 
-def _rows_of(lines: list[bytes]) -> Iterator[Values]:
+def _rows_of(lines: list[bytes], needed: str) -> Iterator[Values]:
     for line in lines:
-        try:
-            yield _decode(line)
-        except msgspec.MsgspecError:
-            continue
+        with contextlib.suppress(msgspec.MsgspecError):
+            row = _decode(line)
+            if not needed or isinstance(row.get(needed), int):
+                yield row
 
 
 def _last_row(path: Path) -> Values:
@@ -221,24 +242,35 @@ def _last_row(path: Path) -> Values:
             lines = file.read().splitlines()
     except OSError:
         return {}
-    return next(_rows_of(lines[::-1]), {})
+    return next(_rows_of(lines[::-1], "train_step"), {})
 
 
-def hide_secrets(value: Any, name: str = "", every: bool = False) -> Any:
+def hide_secrets(value: Any, name: str = "", every: bool = False, by_name: bool = True) -> Any:
     """`value` without what looks like a credential: by the name of a key or an option, or in an address.
+
+    Without `by_name` only in texts, of errors, say: the keys are names of tasks and the like.
 
     >>> hide_secrets({"api_key": "abc", "url": "postgresql://me:pw@host/db"})
     {'api_key': '(hidden)', 'url': 'postgresql://(hidden)@host/db'}
     >>> hide_secrets({"arguments": ["--api-key", "abc", "--hf-token=abc"], "env": {"A": "abc"}})
     {'arguments': ['--api-key', '(hidden)', '--hf-token=(hidden)'], 'env': {'A': '(hidden)'}}
     """
-    every = every or (name.lower() in _ALL_SECRET and not isinstance(value, str))
+    every = every or (by_name and name.lower() in _ALL_SECRET and not isinstance(value, str))
     if isinstance(value, dict):
-        return {key: hide_secrets(item, str(key), every) for key, item in value.items()}
+        return {key: hide_secrets(item, str(key), every, by_name) for key, item in value.items()}
     if isinstance(value, list):
         # The value of an option is the next item.
         names = [str(item) if str(item).startswith("-") else name for item in ["", *value]]
-        return [hide_secrets(item, option, every) for item, option in zip(value, names, strict=False)]
-    if value and (every or (isinstance(value, str) and _SECRET.search(name))):
+        return [hide_secrets(item, name, every, by_name) for item, name in zip(value, names, strict=False)]
+    if value and (every or (by_name and isinstance(value, str) and _SECRET.search(name))):
         return "(hidden)"
-    return _GIVEN.sub(r"\1(hidden)", _IN_URL.sub(r"\1(hidden)@", value)) if isinstance(value, str) else value
+    return hide_in_text(value) if isinstance(value, str) else value
+
+
+def hide_in_text(text: str) -> str:
+    """`text` without what is given in it as a credential, or looks like one.
+
+    >>> hide_in_text("401 for sorting, Authorization: Bearer abc")
+    '401 for sorting, Authorization: (hidden)'
+    """
+    return _ISSUED.sub("(hidden)", _GIVEN.sub(r"\1(hidden)", _IN_URL.sub(r"\1(hidden)@", text)))

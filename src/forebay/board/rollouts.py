@@ -4,8 +4,8 @@
 
     RUN/history/*/rollouts_*.parquet --list_parts--> a view in DuckDB --SQL with bound values--> JSON values
 
-Nothing is loaded ahead: a question reads the columns that it names. Texts in lists are cut (`PREVIEW`); a
-group or a rollout that is asked for comes whole.
+Nothing is loaded ahead: a question reads the columns that it names. All runs share one DuckDB, and so its
+bound on memory. Texts in lists are cut (`PREVIEW`); a group or a rollout that is asked for comes whole.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forebay.board.folder import hide_in_text
 from forebay.extras import needed_by
 from forebay.runs.record.columns import NUMBERS, TEXTS, TOKENS
 from forebay.runs.record.grams import SEARCHED, rows_with
@@ -37,7 +38,7 @@ MAX_ROWS = 500
 MAX_COUNTED = 1000
 """Rollouts with a text; ten thousand or a million are as many to a reader."""
 MEMORY = "100MB"
-"""Of DuckDB, for all questions together; what needs more goes through a temporary file."""
+"""Of DuckDB, for all questions about all runs; what needs more goes through a temporary file."""
 NUM_THREADS = 4
 """Of DuckDB: a run may need the other cores of the machine, and each thread takes memory."""
 MAX_SPANS = 1500
@@ -56,26 +57,15 @@ SPAN = "start_s, end_s, stage, name, task, group_id, note"
 class Rollouts:
     """The history of one run. Safe for calls from several threads.
 
-    >>> Rollouts(Path("runs/demo")).search(text="42", task="math")["rows"]          # doctest: +SKIP
+    ::
+
+        Rollouts(Path("runs/demo"), Database()).search(text="42", task="math")["rows"]
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._lock = threading.Lock()
-        self._database: duckdb.DuckDBPyConnection | None = None
-        self._spilled: tempfile.TemporaryDirectory[str] | None = None
-        self._seen: dict[str, list[Part]] = {}
+    def __init__(self, folder: Path, database: Database) -> None:
+        self._folder, self._database = folder, database
         self.damaged: set[Path] = set()
         """Files that cannot be read; what they hold is left out."""
-
-    def close(self) -> None:
-        """Free the memory."""
-        with self._lock:
-            if self._database is not None and self._spilled is not None:
-                self._database.close()
-                self._spilled.cleanup()
-            self._database, self._spilled = None, None
-            self._seen.clear()
 
     def search(
         self, *, text: str = "", order: str = "newest", limit: int = 50, offset: int = 0, **where: str
@@ -211,15 +201,17 @@ class Rollouts:
         columns = (*LISTED, "prompt", "response", "truth")
         return self._lines(columns, "prompt_hash = ? ORDER BY train_step, member", number)
 
-    def bias(self) -> dict[str, Any]:
+    def bias(self, task: str = "") -> dict[str, Any]:
         """Dropped against trained rollouts, by task: length, time, score, how often their prompt was solved.
+
+        Of `task` alone, if it is given.
 
         ``staleness`` has the trained rollouts by their age: a bound of n would have dropped those of more.
         ``spread`` has, for each of `SPREAD`, both outcomes in `NUM_BINS` parts of the range.
         """
 
         def ask(cursor: duckdb.DuckDBPyConnection, _: list[Part]) -> dict[str, Any]:
-            cursor.execute(_SEEN)
+            cursor.execute(_SEEN, [task])
             measured = (*SPREAD, "score")
             means = ", ".join(f"avg({name}) AS {name}" for name in measured)
             deviations = ", ".join(f"stddev_samp({name}) AS {name}_spread" for name in measured)
@@ -293,35 +285,47 @@ class Rollouts:
         self, kind: str, ask: Callable[[duckdb.DuckDBPyConnection, list[Part]], Answer], nothing: Answer
     ) -> Answer:
         """The answer of `ask` with the view of this kind up to date; `nothing` where there is no file."""
-        for attempt in range(3):
-            parts = [part for part in list_parts(self._folder, kind) if part.path not in self.damaged]
-            if not parts:
+        problem: Exception | None = None
+        for _ in range(3):
+            listed = list_parts(self._folder, kind, self.damaged)
+            if not (parts := [part for part in listed if part.path not in self.damaged]):
                 return nothing
             try:
-                with self._cursor(kind, parts) as cursor:
+                with self._database.cursor() as cursor:
+                    cursor.execute(f"CREATE TEMP VIEW {kind} AS SELECT * FROM {_source(kind, parts)}")
                     return ask(cursor, parts)
             except duckdb.Error as error:
                 # Files were put together, or removed, since they were listed; or some are damaged.
-                self._seen.pop(kind, None)
-                if attempt == 2:
-                    raise UnreadableError(f"the history cannot be read: {error}") from None
+                problem = error
                 self.damaged |= {part.path for part in parts if _is_damaged(part.path)}
-        raise AssertionError("not reached")
+        raise UnreadableError(f"the history cannot be read: {problem}")
 
-    def _cursor(self, kind: str, parts: list[Part]) -> duckdb.DuckDBPyConnection:
+
+class Database:
+    """DuckDB in memory, and a folder for what does not fit. Safe for calls from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._opened: tuple[duckdb.DuckDBPyConnection, tempfile.TemporaryDirectory[str]] | None = None
+
+    def cursor(self) -> duckdb.DuckDBPyConnection:
+        """For one question; its views are its own."""
         with self._lock:
-            if self._database is None:
+            if self._opened is None:
                 # Not before the first question: most runs of a list are never looked into.
-                self._spilled = tempfile.TemporaryDirectory(prefix="forebay-board-")
+                spilled = tempfile.TemporaryDirectory(prefix="forebay-board-")
                 bounds = {"memory_limit": MEMORY, "threads": str(NUM_THREADS)}
-                self._database = duckdb.connect(
-                    ":memory:", config={**bounds, "temp_directory": self._spilled.name}
-                )
-            if parts != self._seen.get(kind):
-                view = f"CREATE OR REPLACE VIEW {kind} AS SELECT * FROM {_source(kind, parts)}"
-                self._database.execute(view)
-                self._seen[kind] = parts
-            return self._database.cursor()
+                opened = duckdb.connect(":memory:", config={**bounds, "temp_directory": spilled.name})
+                self._opened = opened, spilled
+            return self._opened[0].cursor()
+
+    def close(self) -> None:
+        """Free the memory."""
+        with self._lock:
+            if self._opened is not None:
+                self._opened[0].close()
+                self._opened[1].cleanup()
+            self._opened = None
 
 
 class UnreadableError(Exception):
@@ -388,7 +392,7 @@ _SOLVED = (
 _SEEN = f"""
 CREATE TEMP TABLE seen AS
 SELECT task, outcome, reason, staleness, num_tokens, generate_s, score::FLOAT AS score, solved
-FROM rollouts JOIN {_SOLVED} USING (prompt_hash) WHERE outcome IN ('trained', 'dropped')
+FROM rollouts JOIN {_SOLVED} USING (prompt_hash) WHERE outcome IN ('trained', 'dropped') AND ? IN ('', task)
 """
 _BINS = f"""
 WITH most AS (
@@ -470,7 +474,12 @@ def _conditions(text: str, where: Mapping[str, str]) -> tuple[str, list[Any]]:
     return " AND ".join(conditions), values
 
 
+_ERRORS = ("error", "note")
+"""Columns with what judges, engines and tools said when they failed: it may name the credential."""
+
+
 def _rows(cursor: duckdb.DuckDBPyConnection, query: str, values: Sequence[Any] = ()) -> list[Row]:
     result = cursor.execute(query, list(values))
     names = [column[0] for column in result.description or ()]
-    return [dict(zip(names, line, strict=True)) for line in result.fetchall()]
+    rows = [dict(zip(names, line, strict=True)) for line in result.fetchall()]
+    return [row | {name: hide_in_text(row[name]) for name in _ERRORS if row.get(name)} for row in rows]

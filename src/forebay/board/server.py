@@ -3,7 +3,7 @@
 ::
 
     browser --GET /api/...--> one of `ANSWERS` --in a thread--> RunFolder, Rollouts --> JSON
-            --GET /api/events--> what the run has written since, twice a second --> server-sent events
+            --GET /api/events--> what the run has written since, at once --> server-sent events
             --GET /---> static/ (built from web/)
 
 It changes nothing and reads only the folders of runs. It answers only requests for an address of its own, so
@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import hmac
 import math
+import os
 import secrets
 import socket
 import sys
@@ -31,7 +32,7 @@ from typing import Any, TextIO
 import msgspec
 
 from forebay.board.folder import Columns, RunFolder, find_runs
-from forebay.board.rollouts import Rollouts, UnreadableError
+from forebay.board.rollouts import Database, Rollouts, UnreadableError
 from forebay.board.tokens import pieces_of
 from forebay.extras import needed_by
 
@@ -55,14 +56,15 @@ class Board:
     """The runs below some folders, and the answers about them."""
 
     def __init__(self, folders: list[Path]) -> None:
-        self.folders = folders
+        self.folders, self.database = folders, Database()
+        self.is_ending: Callable[[], bool] = bool
+        """Whether the streams of changes are to end: a server waits for them."""
         self._lock, self._walk = threading.Lock(), threading.Lock()
         self._runs: dict[str, tuple[RunFolder, Rollouts]] = {}
 
     def close(self) -> None:
         """Free the memory of all runs."""
-        for _, rollouts in self._runs.values():
-            rollouts.close()
+        self.database.close()
         self._runs.clear()
 
     def runs(self) -> list[Values]:
@@ -79,7 +81,7 @@ class Board:
         path = self._paths()[name]
         with self._lock:
             if name not in self._runs or self._runs[name][0].folder != path:
-                self._runs[name] = RunFolder(path), Rollouts(path)
+                self._runs[name] = RunFolder(path), Rollouts(path, self.database)
             return self._runs[name]
 
     def _paths(self) -> dict[str, Path]:
@@ -96,8 +98,8 @@ class Board:
         """
         if what == "runs":
             return self.runs()
-        question, asked = ANSWERS[what], dict(given)
-        return question(self, *self.run(asked.pop("run", "")), asked)
+        asked = {name: value for name, value in given.items() if name not in ("run", "token")}
+        return ANSWERS[what](self, *self.run(given.get("run", "")), asked)
 
 
 @lru_cache(maxsize=4)
@@ -108,7 +110,7 @@ def _paths_at(board: Board, moment: int) -> dict[str, Path]:
 def _overview(board: Board, run: RunFolder, rollouts: Rollouts, asked: Values) -> Values:
     facts = run.facts()
     if damaged := rollouts.damaged:
-        names = ", ".join(sorted(path.name for path in damaged))
+        names = ", ".join(sorted(f"{path.parent.name}/{path.name}" for path in list(damaged)))
         facts["problem"] = f"{facts['problem']} damaged, and left out: {names}".strip()
     return {
         "facts": facts,
@@ -155,9 +157,8 @@ def _timeline(board: Board, run: RunFolder, rollouts: Rollouts, asked: Values) -
 
 
 def _compare(board: Board, run: RunFolder, rollouts: Rollouts, asked: Values) -> Values:
-    _, other = board.run(asked["other"])
-    steps = [int(asked[name]) if asked.get(name) else None for name in ("step", "other_step")]
-    return {"here": rollouts.evaluated(steps[0]), "there": other.evaluated(steps[1])}
+    here, there = (int(asked[name]) if asked.get(name) else None for name in ("step", "other_step"))
+    return {"here": rollouts.evaluated(here), "there": board.run(asked["other"])[1].evaluated(there)}
 
 
 def _paged(asked: Values) -> Values:
@@ -181,14 +182,15 @@ ANSWERS: Mapping[str, Question] = {
     "prompts": lambda board, run, rollouts, asked: rollouts.prompts(**_paged(asked)),
     "prompt": lambda board, run, rollouts, asked: rollouts.prompt(asked["prompt_hash"]),
     "timeline": _timeline,
-    "bias": lambda board, run, rollouts, asked: rollouts.bias(),
+    "bias": lambda board, run, rollouts, asked: rollouts.bias(**asked),
     "compare": _compare,
 }
 
 
 STATIC = Path(__file__).with_name("static")
-WATCH_S = 0.4
-"""Between two looks at the files of a run that is being looked at."""
+WATCH_S = 0.35
+"""Between two looks at the files of a run that is being looked at, and once more after a change: a step is on
+the screen within a second."""
 HEARTBEAT_S = 5.0
 """Also where nothing is written: a run that was killed is seen by that, and proxies close silent streams."""
 COOKIE = "forebay_board"
@@ -222,6 +224,21 @@ def make_app(board: Board, *, token: str | None = None, hosts: tuple[str, ...] =
         hosts: names that a request may be for.
     """
 
+    async def guard(request: Request, call_next: RequestResponseEndpoint) -> Response:
+        # Refuses requests for other hosts and without the token; adds the headers of every answer.
+        host = request.headers.get("host", "")
+        name = host if host.endswith("]") else host.rsplit(":", 1)[0]
+        if "*" not in hosts and name not in hosts:
+            return PlainTextResponse(f"this board does not answer for {name!r}", status_code=421)
+        given = request.query_params.get("token") or request.cookies.get(COOKIE) or ""
+        if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
+            return PlainTextResponse("open the address with its ?token=...", status_code=403)
+        response = await call_next(request)
+        response.headers.update(HEADERS)
+        if token is not None and "token" in request.query_params:
+            response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+        return response
+
     async def answer(request: Request) -> Response:
         what = request.path_params["what"]
         return _Json(await asyncio.to_thread(board.answer, what, dict(request.query_params)))
@@ -237,7 +254,7 @@ def make_app(board: Board, *, token: str | None = None, hosts: tuple[str, ...] =
         since = float(request.query_params.get("since", -1))
         # A browser that connects again sends the id of the last event that it saw.
         seen = int(request.headers.get("last-event-id", sys.maxsize))
-        return StreamingResponse(_changes(run, since, seen), media_type="text/event-stream")
+        return StreamingResponse(_changes(run, since, seen, board.is_ending), media_type="text/event-stream")
 
     routes = [
         Route("/api/events", events),
@@ -246,37 +263,17 @@ def make_app(board: Board, *, token: str | None = None, hosts: tuple[str, ...] =
     ]
     # A higher level takes longer than the bytes that it saves on any network.
     packed = Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)
-    guard = Middleware(_Guard, token=token, hosts=hosts)
+    guarded = Middleware(BaseHTTPMiddleware, dispatch=guard)
     refusals = dict.fromkeys(_STATUSES, refusal)
-    return Starlette(routes=routes, middleware=[guard, packed], exception_handlers=refusals)
+    return Starlette(routes=routes, middleware=[guarded, packed], exception_handlers=refusals)
 
 
 _STATUSES: dict[Any, int] = {KeyError: 404, ValueError: 400, TypeError: 400, UnreadableError: 500}
 
 
-class _Guard(BaseHTTPMiddleware):
-    """Refuses requests for other hosts and without the token; adds the headers of every answer."""
-
-    def __init__(self, app: Any, token: str | None, hosts: tuple[str, ...]) -> None:
-        super().__init__(app)
-        self._token, self._hosts = token, hosts
-
-    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
-        host = request.headers.get("host", "")
-        name = host if host.endswith("]") else host.rsplit(":", 1)[0]
-        if "*" not in self._hosts and name not in self._hosts:
-            return PlainTextResponse(f"this board does not answer for {name!r}", status_code=421)
-        given = request.query_params.get("token") or request.cookies.get(COOKIE) or ""
-        if self._token is not None and not hmac.compare_digest(given.encode(), self._token.encode()):
-            return PlainTextResponse("open the address with its ?token=...", status_code=403)
-        response = await call_next(request)
-        response.headers.update(HEADERS)
-        if self._token is not None and "token" in request.query_params:
-            response.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
-        return response
-
-
-async def _changes(run: RunFolder, since: float, seen: int = sys.maxsize) -> AsyncIterator[bytes]:
+async def _changes(
+    run: RunFolder, since: float, seen: int = sys.maxsize, is_ending: Callable[[], bool] = bool
+) -> AsyncIterator[bytes]:
     """New rows, notes and the live state, whenever the run has written something and every `HEARTBEAT_S`.
 
     Notes come from the one after the first `seen` on, at least those that are written from now on.
@@ -285,13 +282,15 @@ async def _changes(run: RunFolder, since: float, seen: int = sys.maxsize) -> Asy
     silent_s, num_notes = 0.0, min(seen, len(await asyncio.to_thread(run.notes, 0)))
     # All that there is, in a thread; what comes later is little.
     await asyncio.to_thread(run.metrics, ())
-    while True:
+    while not is_ending():
         if (now := run.stamp()) != stamp or silent_s >= HEARTBEAT_S:
             has_rows, stamp, silent_s = now[0] != stamp[0], now, 0.0
             # Ten viewers of a run cost one look at it.
             moment = now, round(time.monotonic())
             change, since, num_notes = _change(run, moment, since, num_notes, has_rows)
             yield change
+            # A run whose steps are short writes all the time: each event is sent to each viewer.
+            await asyncio.sleep(WATCH_S)
         await asyncio.sleep(WATCH_S)
         silent_s += WATCH_S
 
@@ -327,6 +326,8 @@ def serve(
 ) -> None:
     """Serve `board` until Ctrl-C, or until `ends` has nothing more to read; at the next free port if taken.
 
+    With `ends` it is beside a run: where both want a core, the run gets more of it.
+
     Away from loopback a token is made, and the address that is said holds it.
 
     Raises:
@@ -336,9 +337,12 @@ def serve(
     is_local = host in LOOPBACK
     token = None if is_local else secrets.token_urlsafe(24)
     app = make_app(board, token=token, hosts=LOOPBACK if is_local else ("*",))
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
+    board.is_ending = lambda: server.should_exit
     if ends is not None:
+        # Not before: the start takes as long as hundreds of answers.
+        os.nice(5)
 
         def wait() -> None:
             ends.read()

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from forebay.config import ConfigError
 from forebay.extras import MissingLibraryError, missing
-from forebay.io.durable import is_disk_error
+from forebay.io.safe_files import is_disk_error
 from forebay.tracebacks import INTERRUPTED, first_error
 
 MARKUP: Literal["rich", None] = "rich" if sys.stdout.isatty() and sys.stderr.isatty() else None
@@ -42,7 +42,7 @@ FAILED = 2
 Given = ParamSpec("Given")
 
 _MENDABLE = {
-    "forebay.io.durable": "DiskError",
+    "forebay.io.safe_files": "DiskError",
     "forebay.engines.base": "EngineLost",
     "forebay.environments.workers.messages": "WorkerError",
     "forebay.produce.strategies.pending": "ProductionError",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import shutil
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 
 from forebay.cli.errors import one_message
-from forebay.config import ConfigError
+from forebay.config import ConfigError, did_you_mean
 
 RUN_FILE = "run.toml"
 
@@ -44,8 +43,7 @@ def write_start(name: str, folder: Path) -> list[Path]:
     """
     starts = find_starts()
     if name not in starts:
-        near = difflib.get_close_matches(name, starts, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(name, starts)
         raise ConfigError(f"nothing to start from is called {name!r}; {hint}known: {', '.join(starts)}")
     start = starts[name]
     files = sorted(file for file in start.iterdir() if file.is_file()) if start.is_dir() else [start]

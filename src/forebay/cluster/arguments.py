@@ -54,3 +54,9 @@ class RayArguments(StrictModel, strict=True):
                 f"cluster.arguments.num_engines = {self.num_engines}, but engine.arguments.urls names "
                 f"servers that run already, of which one engine drives all: set num_engines to 1"
             )
+        if config.train.ranks > 1 and 0 < self.gpus_per_trainer <= 0.5:
+            # Each rank gets so much; NCCL would refuse only after every part has loaded its model.
+            raise ConfigError(
+                f"cluster.arguments.gpus_per_trainer = {self.gpus_per_trainer} may put several of "
+                f"train.ranks = {config.train.ranks} on one GPU, which NCCL refuses: set it above 0.5"
+            )

@@ -47,8 +47,10 @@ Place = tuple[str, str]
 class BufferActor:
     """The actor: a buffer and its server, opened when the first client asks for them.
 
-    >>> actor = ray.remote(BufferActor).remote(ServeOptions(address="", store="run/buffer.db"), token)
-    >>> address, token = await actor.place.remote()
+    ::
+
+        actor = ray.remote(BufferActor).remote(ServeOptions(address="", store="run/buffer.db"), token)
+        address, token = await actor.place.remote()
     """
 
     def __init__(self, options: ServeOptions, token: str, host: str | None = None) -> None:

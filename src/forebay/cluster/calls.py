@@ -63,8 +63,10 @@ class BatchedCalls(Generic[ItemT, ResultT]):
     A stream belongs to its call: if the actor's process ends, every item without an answer raises
     `ActorLost`, and none is asked for again by itself.
 
-    >>> calls = BatchedCalls(actor.generate.options(num_returns="streaming").remote)
-    >>> completion = await calls.ask(request)
+    ::
+
+        calls = BatchedCalls(actor.generate.options(num_returns="streaming").remote)
+        completion = await calls.ask(request)
     """
 
     def __init__(self, stream: Callable[[list[ItemT]], AsyncIterator[Any]]) -> None:

@@ -45,8 +45,10 @@ class EngineActor:
     Invariants: nothing is generated before weights were loaded into this process; a request is known by its
     caller from its first moment to its end.
 
-    >>> actor = ray.remote(EngineActor).remote()
-    >>> pid = ray.get(actor.start.remote(spec))
+    ::
+
+        actor = ray.remote(EngineActor).remote()
+        pid = ray.get(actor.start.remote(spec))
     """
 
     def __init__(self) -> None:
@@ -200,18 +202,20 @@ class PlacedEngine(Supervised):
     Invariant: an engine that serves has the weights given last, and is paused if the last call was `pause`.
     A call while its process is being started again returns at once: it is told when it is there.
 
-    >>> engine = PlacedEngine(spec)
-    >>> engine.begin(actor, ray.get(actor.start.remote(spec)))
-    >>> await engine.load_weights(Published(ref, model_step=3), 3)
+    ::
+
+        engine = PlacedEngine(spec)
+        engine.begin(actor, ray.get(actor.start.remote(spec)))
+        await engine.load_weights(Published(ref, model_step=3), 3)
     """
 
     max_context_tokens = 0
     """The most tokens, prompt and response together, one request may reach."""
     weights: Published | None = None
-    """The weights given last."""
+    """The weights given last, which a process that is started again gets."""
 
     def use(self, actor: Any) -> None:
-        """As `Supervised.use`."""
+        """Send calls and requests to this actor."""
         super().use(actor)
         self._requests = RayEngine(actor, caller="the run")
 
@@ -279,7 +283,9 @@ class RayEngine:
     The run's own process drives the engine: `pause`, `resume`, `load_weights` and `close` of others change
     nothing.
 
-    >>> controller = RolloutController([RayEngine(actor, caller="worker 0", max_context_tokens=4096)])
+    ::
+
+        controller = RolloutController([RayEngine(actor, caller="worker 0", max_context_tokens=4096)])
     """
 
     def __init__(self, actor: Any, *, caller: str, max_context_tokens: int = 0) -> None:
@@ -360,7 +366,7 @@ class RayEngine:
         return health
 
     async def _leave_alone(self, *_: Any) -> None:
-        """Nothing: see the class."""
+        """Do nothing: the run itself pauses, loads and closes its engines."""
 
     pause = resume = load_weights = close = _leave_alone
 

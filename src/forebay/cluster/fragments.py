@@ -62,8 +62,10 @@ class ReplayBufferClient(FragmentCalls):
     While the actor is being made anew, calls raise Ray's ``ActorUnavailableError``: every method may be
     called again, and a batch that such a fetch took comes free when its lease is over.
 
-    >>> buffer = connect_replay_buffer()
-    >>> batch = await buffer.fetch_fragments(64)
+    ::
+
+        buffer = connect_replay_buffer()
+        batch = await buffer.fetch_fragments(64)
     """
 
     def __init__(self, actor: Any, *, limit_s: float = SILENCE_LIMIT_S) -> None:

@@ -50,7 +50,7 @@ class Given:
 
     address: str
     name: str
-    """Of the setting that it comes from."""
+    """The setting that the address comes from, for messages."""
 
     @classmethod
     def find(cls, address: str | None) -> Given | None:
@@ -113,7 +113,7 @@ def connect(given: Given | None, *, num_cpus: int) -> bool:
                 f"{given.name} = {given.address!r}: cannot join this cluster: {error}"
             ) from error
         return True
-    # On the loopback interface: whoever reaches Ray can have it run anything.
+    # On the loopback interface: any program that reaches Ray can have it run anything.
     ray.init(
         address="local", num_cpus=num_cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet
     )

@@ -52,7 +52,7 @@ class Room:
 
     @property
     def device(self) -> str:
-        """Of a model there."""
+        """The device of a model in this room: ``cuda`` or ``cpu``."""
         return "cuda" if self.gpus else "cpu"
 
     def options(self, group: Any) -> dict[str, Any]:

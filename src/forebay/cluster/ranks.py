@@ -30,8 +30,10 @@ from forebay.watching.stalls import StallError
 class RayRanks(Ranks):
     """Rank actors, which meet as it is made; for the process of the trainer.
 
-    >>> ranks = RayRanks(actors, "cpu", threads=1, search_path=())
-    >>> trainer = TrainController(model, config, pad_token_id=0, ranks=ranks)
+    ::
+
+        ranks = RayRanks(actors, "cpu", threads=1, search_path=())
+        trainer = TrainController(model, config, pad_token_id=0, ranks=ranks)
 
     Raises:
         RankError: one of them ended.
@@ -45,10 +47,10 @@ class RayRanks(Ranks):
         meeting = import_ray().get(actors[0].meeting.remote())
         arguments = (len(actors), meeting, device, threads, search_path)
         self.pids: list[int] = self._ask(START, [(rank, *arguments) for rank in range(len(actors))])
-        """Their processes."""
+        """The process id of each rank's actor."""
 
     def call(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        """As `Ranks.call`."""
+        """Call `method` on every rank; an argument that all share travels once."""
         if all(own is arguments[0] for own in arguments):
             # An argument for all of them, such as a model, is in the object store once.
             arguments = [[import_ray().put(part) for part in arguments[0]]] * len(arguments)

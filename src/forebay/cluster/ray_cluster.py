@@ -28,6 +28,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from forebay.cluster import workers
 from forebay.cluster.arguments import RayArguments
 from forebay.cluster.calls import blocking_actor
 from forebay.cluster.engines import EngineActor, EngineSpec, PlacedEngine
@@ -36,14 +37,6 @@ from forebay.cluster.placement import Bundle, Plan, Room, plan_parts, reserve
 from forebay.cluster.ranks import RankActor
 from forebay.cluster.supervisor import START_LIMIT_S, Restarts, Supervised, all_started
 from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
-from forebay.cluster.workers import (
-    ClusterController,
-    PlacedWorker,
-    RayAgentLoop,
-    RolloutWorker,
-    Workers,
-    WorkerSpec,
-)
 from forebay.config import ConfigError, parse_config
 from forebay.engines.members import scale
 from forebay.runs.config import RunConfig
@@ -63,10 +56,12 @@ class RayCluster:
     Invariants: an engine serves only with the run's present weights; a group whose worker ends is generated
     again from what it was; what is lost is counted; Ray is ended only if it was started here.
 
-    >>> cluster = RayCluster(config, num_workers=2)
-    >>> await cluster.open()
-    >>> cluster.start(model_folder)
-    >>> await cluster.close()
+    ::
+
+        cluster = RayCluster(config, num_workers=2)
+        await cluster.open()
+        cluster.start(model_folder)
+        await cluster.close()
 
     Args:
         config: the run's.
@@ -104,7 +99,7 @@ class RayCluster:
         self._ranks: list[Any] = []
         self._trainer: RayTrainer | None = None
         self._engines: list[PlacedEngine] = []
-        self._workers = Workers([])
+        self._workers = workers.Workers([])
         self._lost_trainer_because = ""
         self._free: defaultdict[type, list[Room]] = defaultdict(list)
         """Rooms of parts that have left, by the parts' type."""
@@ -113,7 +108,7 @@ class RayCluster:
         """Parts that there have been, "engine" or "worker": a number is given once."""
 
     def listen(self, on_retry: RetryListener | None = None, on_restart: Listener | None = None) -> None:
-        """As `Cluster.listen`."""
+        """Tell these of groups generated again and of parts that came back."""
         self._workers.on_retry = on_retry
         self._restarts.listen(on_restart)
 
@@ -137,9 +132,15 @@ class RayCluster:
             self._is_ours = connect(self._given, num_cpus=num_cpus)
             try:
                 await self._reserve(self._plan.bundles)
+                has_gpus = import_ray().cluster_resources().get("GPU", 0)
             except BaseException:
                 self._end()
                 raise
+            if has_gpus and self._config.device != "cpu" and not any("GPU" in b for b in self._plan.bundles):
+                logger.warning(
+                    "the cluster has GPUs, and no part of the run asks for one, so it computes on the CPU: "
+                    "set gpus_per_trainer and gpus_per_engine in cluster.arguments"
+                )
 
     async def _reserve(self, bundles: Sequence[Bundle]) -> Any:
         ray, timeout_s, may_grow = import_ray(), self._settings.placement_timeout_s, self._given is not None
@@ -197,12 +198,12 @@ class RayCluster:
         number, shared = self._num_ever[kind], self._common()
         self._num_ever[kind] += 1
         shared["name"] = f"{kind} {number}"
-        part: PlacedEngine | PlacedWorker
+        part: PlacedEngine | workers.PlacedWorker
         if them is self._engines:
             spec = EngineSpec(**shared, number=number, device=room.device, serves_at_once=not self._trains)
             part = PlacedEngine(spec, self._restarts.note)
         else:
-            part = PlacedWorker(WorkerSpec(**shared), self._restarts.note)
+            part = workers.PlacedWorker(workers.WorkerSpec(**shared), self._restarts.note)
             part.on_end = self._forget
         part.room, part.in_place = room, partial(self._in_place, part)
         part.use(self._new_actor(part))
@@ -210,7 +211,9 @@ class RayCluster:
         return part
 
     def _new_actor(self, part: Supervised) -> Any:
-        return self._actor(EngineActor if isinstance(part, PlacedEngine) else RolloutWorker, part.room)
+        return self._actor(
+            EngineActor if isinstance(part, PlacedEngine) else workers.RolloutWorker, part.room
+        )
 
     def _in_place(self, part: Supervised) -> None:
         """Another actor for a part whose own does not come back; workers use it as soon as it serves."""
@@ -303,7 +306,7 @@ class RayCluster:
     async def scale(self, parts: str, change: str) -> str:
         """Have ``engines`` or ``workers`` join or leave; see `forebay.engines.members.scale`.
 
-        One that joins has room of its own, for which the cluster may grow, and is waited for by nobody. The
+        One that joins has room of its own, for which the cluster may grow; the call does not wait for it. The
         requests of an engine that leaves go on elsewhere; a worker leaves once its groups have ended.
 
         Raises:
@@ -358,13 +361,13 @@ class RayCluster:
             self._groups.remove(part.room.group)
             import_module("ray.util.placement_group").remove_placement_group(part.room.group)
 
-    def controller(self) -> ClusterController:
+    def controller(self) -> workers.ClusterController:
         """The controller that pauses and continues the engines and gives them weights."""
-        return ClusterController(self._engines, self._workers, self.scale)
+        return workers.ClusterController(self._engines, self._workers, self.scale)
 
-    def agent_loop(self, task_name: str, *, held_out: bool, activities: Activities) -> RayAgentLoop:
+    def agent_loop(self, task_name: str, *, held_out: bool, activities: Activities) -> workers.RayAgentLoop:
         """The agent loop of a task, whose groups the workers generate and judge."""
-        return RayAgentLoop(self._workers, (task_name, held_out), activities)
+        return workers.RayAgentLoop(self._workers, (task_name, held_out), activities)
 
     def trainer(self) -> RayTrainer:
         """The trainer: as its constructor made it, or for a run that resumes."""

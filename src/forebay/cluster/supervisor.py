@@ -51,9 +51,11 @@ class Supervised:
     Invariants: while `is_up`, the process is set up and does what was wanted last; a process that ended is
     counted once, one that could only not be reached never.
 
-    >>> part = PlacedWorker(spec)
-    >>> part.begin(actor, ray.get(actor.start.remote(spec)))
-    >>> part.watch()                                           # in the event loop
+    ::
+
+        part = PlacedWorker(spec)
+        part.begin(actor, ray.get(actor.start.remote(spec)))
+        part.watch()  # in the event loop
     """
 
     def __init__(self, spec: Any, on_restart: Listener = lambda part, reason: None) -> None:
@@ -265,7 +267,7 @@ class Restarts:
         self._untold: list[tuple[str, str]] = []
 
     def listen(self, listener: Listener | None) -> None:
-        """Tell `listener` from here on, and what was not told yet; None: keep it until somebody listens."""
+        """Send restarts to `listener`, pending ones first; None queues them."""
         self._listener = listener
         self._tell()
 

@@ -40,13 +40,15 @@ if TYPE_CHECKING:
 class RayTrainer:
     """The verbs of a `TrainController`, done by a `TrainerActor`; all but `sync_weights` block.
 
-    >>> trainer = RayTrainer(actor, ray.get(actor.start.remote(spec)))
-    >>> metrics = trainer.fit(groups).metrics
+    ::
+
+        trainer = RayTrainer(actor, ray.get(actor.start.remote(spec)))
+        metrics = trainer.fit(groups).metrics
     """
 
     def __init__(self, actor: Any, pids: Sequence[int]) -> None:
         self.pids = {"trainer": pids[0], **{f"rank {rank}": pid for rank, pid in enumerate(pids[1:])}}
-        """Processes, by part."""
+        """Process ids of "trainer", "rank 0" and so on."""
         self.lost_because = ""
         """Why its process ended, once a call has found that."""
         self.model_step = 0
@@ -98,15 +100,17 @@ class RayTrainer:
         # Beside a train step, for which it would wait otherwise.
         asyncio.run(self._result(beside(self._actor.call).remote("finish_save"), "finish_save"))
 
-    def resume(self, path: Path | str) -> None:
+    def resume(self, path: Path | str) -> int:
         """Go on from a folder of `save`; ValueError as of `TrainController.resume`, PartLost as of `fit`."""
-        self.model_step = self._call("resume", Path(path).resolve())
+        self.model_step = self._call("call", "resume", Path(path).resolve())
+        return self.model_step
 
     def close(self) -> None:
         """Nothing: the process outlives the run, and ends with its cluster."""
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        return asyncio.run(self._result(getattr(self._actor, method).remote(*arguments), method))
+        named = arguments[0] if method == "call" else method
+        return asyncio.run(self._result(getattr(self._actor, method).remote(*arguments), named))
 
     async def _result(self, ref: Any, method: str) -> Any:
         what = f"the trainer, called to {method}, was asked for a sign of life"
@@ -141,8 +145,10 @@ class TrainerSpec(PartSpec):
 class TrainerActor:
     """A `TrainController`; what runs in its process, one call at a time.
 
-    >>> actor = blocking_actor(TrainerActor).remote()
-    >>> pids = ray.get(actor.start.remote(spec))
+    ::
+
+        actor = blocking_actor(TrainerActor).remote()
+        pids = ray.get(actor.start.remote(spec))
     """
 
     def __init__(self) -> None:
@@ -187,12 +193,6 @@ class TrainerActor:
         """The step of the weights, and the weights: two results, of which the caller fetches the first."""
         asyncio.run(self._trainer.sync_weights(self._receiver))
         return self._receiver.model_step, (self._receiver.layout, self._receiver.memory.data.numpy())
-
-    def resume(self, path: Path) -> int:
-        """Go on from a checkpoint; its train step."""
-        self._trainer.resume(path)
-        step: int = self._trainer.model_step
-        return step
 
 
 class _Receiver:

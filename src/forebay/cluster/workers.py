@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.agents import AgentLoop
+from forebay.aio.changed import Changes
 from forebay.cluster.calls import ActorLost, CallFailed, NotBuilt, asked
 from forebay.cluster.engines import PlacedEngine, RayEngine
 from forebay.cluster.library import PartSpec, Published, find_modules_in, import_ray
@@ -49,17 +50,19 @@ Scale = Callable[[str, str], Awaitable[str]]
 
 
 class RolloutWorker:
-    """The agent loops of every task of a run.
+    """The agent loops of every task of a run, made an actor by Ray.
 
-    >>> actor = ray.remote(RolloutWorker).remote()
-    >>> pid = ray.get(actor.start.remote(spec))
+    ::
+
+        actor = ray.remote(RolloutWorker).remote()
+        pid = ray.get(actor.start.remote(spec))
     """
 
     def __init__(self) -> None:
         self._activities = Activities()
         self._tokenizer: Any = None
         self._engines: dict[Any, RayEngine] = {}
-        """By Ray's handle."""
+        """Engines by Ray's handle of their actor."""
         self._built: RolloutController | None = None
         self._loops: dict[LoopName, AgentLoop] = {}
         self._jobs: dict[int, asyncio.Task[Any]] = {}
@@ -146,7 +149,7 @@ class RolloutWorker:
             await loop.pause()
 
     async def resume(self) -> None:
-        """Go on."""
+        """Generate again."""
         # The loops themselves go on with their next group (`AgentLoop.go_on`).
         await self._ready().continue_generation()
 
@@ -175,7 +178,7 @@ class WorkerSpec(PartSpec):
     engines: tuple[Any, ...] = ()
     """Ray's handles of `EngineActor`s; of equally busy ones the first gets a request."""
     max_context_tokens: int = 0
-    """Of every engine."""
+    """The most tokens, prompt and response together, that every engine takes."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ class Job:
     """A group to be generated and judged."""
 
     number: int
-    """By which it can be cancelled."""
+    """The number by which the job can be cancelled."""
     loop: LoopName
     states: list[RolloutState]
     enable_partial_rollout: bool
@@ -211,9 +214,9 @@ LOOK_EVERY_S = 1.0
 class Workers:
     """All rollout workers of a run.
 
-    Invariant: a group is at one worker at a time; the caller's rollouts are as they were until it is back.
+    Invariant: one worker has a group at a time; the caller's rollouts stay as they were until it is back::
 
-    >>> group = await workers.generate(("math", False), states, enable_partial_rollout=True)
+        group = await workers.generate(("math", False), states, enable_partial_rollout=True)
     """
 
     def __init__(self, workers: Sequence[PlacedWorker]) -> None:
@@ -230,8 +233,8 @@ class Workers:
         self._looked_s = float("-inf")
         self._last_tries = asyncio.Lock()
         self._is_paused = False
-        self._changed = asyncio.Event()
-        """Set when a worker is up again, or a group has ended, and when a pause begins."""
+        self._changes = Changes()
+        """A worker is up again, a group has ended, or a pause begins."""
 
     @property
     def ever(self) -> list[PlacedWorker]:
@@ -267,11 +270,11 @@ class Workers:
     async def pause(self) -> None:
         """Have what is running end as ABORTED, and what waits for a worker too."""
         self._is_paused = True
-        self._changed.set()
+        self._changes.note()
         await asyncio.gather(*(worker.pause() for worker in self.ever))
 
     async def resume(self) -> None:
-        """Go on."""
+        """Generate again."""
         self._is_paused = False
         await asyncio.gather(*(worker.resume() for worker in self.ever))
 
@@ -304,21 +307,19 @@ class Workers:
         self.all.remove(worker)
         self._left.append(worker)
         while worker.num_in_flight:
-            self._changed.clear()
-            await self._changed.wait()
+            await self._changes.wait(self._changes.version)
 
     async def _least_busy(self) -> PlacedWorker:
         while True:
             for worker in self.all:
-                worker.on_change = self._changed.set
+                worker.on_change = self._changes.note
                 # Here, where there is an event loop; a second call does nothing.
                 worker.watch()
             if up := [worker for worker in self.all if worker.is_up]:
                 return min(up, key=lambda worker: worker.num_in_flight)
             if self._is_paused:
                 raise Paused
-            self._changed.clear()
-            await self._changed.wait()
+            await self._changes.wait(self._changes.version)
 
     def _look(self) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -339,7 +340,7 @@ class PlacedWorker(Supervised):
     report = Report()
 
     def use(self, actor: Any) -> None:
-        """As `Supervised.use`."""
+        """Send jobs to this actor, which has reported nothing yet."""
         super().use(actor)
         self.report = Report()
 
@@ -396,9 +397,9 @@ class Paused(RuntimeError):
 class RayAgentLoop:
     """An agent loop whose work is done by rollout workers.
 
-    The caller's rollouts are not changed; the group comes back as others with the same ids.
+    The caller's rollouts are not changed; the group comes back as others with the same ids::
 
-    >>> group = await RayAgentLoop(workers, ("math", False), activities).generate_group(states)
+        group = await RayAgentLoop(workers, ("math", False), activities).generate_group(states)
     """
 
     def __init__(self, workers: Workers, loop: LoopName, activities: Activities) -> None:
@@ -445,11 +446,7 @@ class RayAgentLoop:
 
 
 class ClusterController(EnginePool):
-    """The run's own process has this in place of a rollout controller: it generates nothing itself.
-
-    >>> controller = ClusterController(engines, workers)
-    >>> await trainer.sync_weights(controller)
-    """
+    """The run's own process has this in place of a rollout controller: it generates nothing itself."""
 
     def __init__(self, engines: Sequence[PlacedEngine], workers: Workers, scale: Scale) -> None:
         super().__init__(engines)  # type: ignore[arg-type]  # they take weights as `Published`

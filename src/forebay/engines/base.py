@@ -128,9 +128,9 @@ class Completion:
     response_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     """int32, R: new tokens only; an end-of-sequence token is included."""
     logprobs: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))
-    """float32, R."""
+    """float32, R: log probability of each new token under the distribution it was drawn from."""
     model_steps: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
-    """int32, R."""
+    """int32, R: step of the weights that made each new token."""
     routed_experts: NDArray[Any] | None = None
     """int8 or int16, T x layers x k: of a mixture of experts, those that each token was sent to, from the
     first token of the input on. T is one less than input and new tokens together, since the last one has

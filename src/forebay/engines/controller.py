@@ -35,6 +35,7 @@ class RolloutController(EnginePool):
     if it had not been interrupted: the same budget, the same random numbers. `update_weights` needs no pause:
     what runs goes on over the new weights, and every token keeps the model step that made it.
 
+    >>> from forebay.engines import ScriptedEngine
     >>> controller = RolloutController(ScriptedEngine(lambda request: [7, 8]))
     >>> state = RolloutState([], rollout_id=1, prompt_ids=[5])
     >>> asyncio.run(controller.generate_sample(state)).response_ids.tolist()
@@ -164,7 +165,7 @@ class RolloutController(EnginePool):
         return await scale(self._members, change, join, lambda member: self.remove(member.engine))
 
     def add(self, engine: Engine) -> None:
-        """Have one more engine."""
+        """Let `engine` join: it is brought up and gets the weights and the pause of the others."""
         self._members.add(engine)
         # `_start` goes through all of them again, and finds the newcomer.
         self._are_started, self._context = False, None

@@ -54,7 +54,7 @@ class Members:
         return len(self._by_number)
 
     def add(self, engine: Engine) -> Member:
-        """Another engine; its number was nobody's before."""
+        """Another engine; its number was never used before."""
         # Not by `isinstance`: an engine may be wrapped by one that lets all its names through.
         is_remote = hasattr(engine, "bring_up")
         member = Member(engine, self._num_ever, is_remote=is_remote, is_up=not is_remote)
@@ -67,7 +67,7 @@ class Members:
         return member.number in self._by_number
 
     def remove(self, engine: Engine) -> Member:
-        """It gets no requests any more."""
+        """Take `engine` out; it gets no requests any more."""
         [number] = (member.number for member in self if member.engine is engine)
         self._by_number[number].is_up = False
         return self._by_number.pop(number)
@@ -78,7 +78,7 @@ class Members:
         return member if member is not None and member.is_up else None
 
     def least_busy(self) -> Member | None:
-        """None: none is up."""
+        """The member with the least load; None if no engine is up."""
         while self._loads:
             load, number = self._loads[0]
             member = self.get(number)
@@ -88,7 +88,7 @@ class Members:
         return None
 
     def note_load(self, member: Member) -> None:
-        """It is up, or its load has changed."""
+        """Record that `member` came up or changed its load."""
         # Every change of a load leaves an old entry behind, and `least_busy` drops only those at the top.
         if len(self._loads) > 4 * len(self._by_number) + 64:
             self._loads = [(other.load, other.number) for other in self if other.is_up]
@@ -96,7 +96,7 @@ class Members:
         heapq.heappush(self._loads, (member.load, member.number))
 
     def begin(self, member: Member, request_id: str) -> tuple[str, float]:
-        """A request is on its way to it, from now on: the answer is for `end`."""
+        """Count a request as in flight; pass the result to `end`."""
         member.in_flight.append(begun := (request_id, loop_time()))
         self.note_load(member)
         return begun
@@ -203,7 +203,7 @@ class Member:
     slowness: float = 1.0
     """How much busier it counts than it is; above 1 for a straggler."""
     is_named: bool = False
-    """As a straggler, to people."""
+    """Whether a warning has named it as a straggler."""
     speed: float | None = None
     """Tokens by second of a request, when it was judged last."""
     num_ended: int = 0

@@ -54,9 +54,10 @@ class EnginePool:
     next engine gets them as input; an engine gets requests only with the latest weights; every wait ends, at
     the latest with the limits of ``bring_up``. Engines without ``bring_up`` are always up.
 
-    >>> pool = EnginePool([ScriptedEngine({(1,): [7, 8]}), ScriptedEngine({(1,): [7, 8]})])
-    >>> request = GenerateRequest(request_id="a", input_ids=np.array([1], np.int32), params=SampleParams(),
-    ...                           max_tokens=2, seed=0)
+    >>> from forebay.engines import ScriptedEngine
+    >>> from forebay.types import SampleParams
+    >>> pool = EnginePool([ScriptedEngine(lambda request: [7, 8]) for _ in range(2)])
+    >>> request = GenerateRequest(request_id="a", input_ids=[1], params=SampleParams(), max_tokens=2, seed=0)
     >>> asyncio.run(pool.complete(request)).response_ids.tolist()
     [7, 8]
     """
@@ -70,7 +71,7 @@ class EnginePool:
         self._calls: dict[str, Call] = {}
         self._num_tokens_made = 0
         self._given_step: int | None = None
-        """Of the weights that the engines should have."""
+        """Step of the weights that the engines should have."""
         self._paused = self._asleep = False
         self._closed = False
         self._changes = Changes()
@@ -448,8 +449,7 @@ class EnginePool:
     async def _change(self) -> None:
         """Wait until an engine comes back, is given up, or a pause begins.
 
-        Raises:
-            EngineLost: none is left to wait for.
+        Raises EngineLost if none is left to wait for.
         """
         if self._closed:
             raise EngineLost("the engines were closed")

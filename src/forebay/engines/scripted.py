@@ -54,6 +54,7 @@ class ScriptedEngine:
     `Completion`, or an exception; what it raises becomes an error completion too. A latency of infinity
     hangs until aborted. Everything it does is deterministic on a deterministic clock.
 
+    >>> from forebay.types import SampleParams
     >>> engine = ScriptedEngine({(1, 2): [7, 8, 9]}, token_latency_s=0.01)
     >>> request = GenerateRequest(request_id="a", input_ids=np.array([1, 2], np.int32),
     ...                           params=SampleParams(max_tokens=2), max_tokens=2, seed=0)

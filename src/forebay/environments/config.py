@@ -26,7 +26,7 @@ class EnvironmentConfig(BaseModel, extra="forbid", frozen=True):
     num_envs: int = Field(default=8, ge=1)
     """Environments that each worker steps together."""
     workers: int = Field(default=2, ge=1)
-    """Processes, threads or actors that act at the same time."""
+    """Processes or threads that act at the same time."""
     mode: str = "processes"
     """``processes``, ``threads``, or ``package.module:Class``."""
 

@@ -140,7 +140,7 @@ class Policy(nn.Module):
         self.value_std.fill_(std)
 
     def weights(self) -> bytes:
-        """Everything, as float32."""
+        """All parameters and buffers as float32 bytes, in the order of `state_dict`."""
         parts = [tensor.detach().float().flatten() for tensor in self.state_dict().values()]
         return torch.cat(parts).numpy().tobytes()
 
@@ -193,12 +193,12 @@ class Gaussian:
         return params.chunk(2, -1)[0]
 
     def log_prob(self, params: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        """[...] of `action`."""
+        """[...] log probability of `action`, in nats."""
         mean, log_std = params.chunk(2, -1)
         return (-0.5 * ((action - mean) / log_std.exp()) ** 2 - log_std - _HALF_LOG_2PI).sum(-1)
 
     def entropy(self, params: torch.Tensor) -> torch.Tensor:
-        """[...] in nats."""
+        """[...] entropy of the distribution, in nats."""
         return (params.chunk(2, -1)[1] + 0.5 + _HALF_LOG_2PI).sum(-1)
 
     def to_env(self, action: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -234,11 +234,11 @@ class Categorical:
         return params.argmax(-1)
 
     def log_prob(self, params: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        """[...] of `action`."""
+        """[...] log probability of `action`, in nats."""
         return params.log_softmax(-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
     def entropy(self, params: torch.Tensor) -> torch.Tensor:
-        """[...] in nats."""
+        """[...] entropy of the distribution, in nats."""
         logprobs = params.log_softmax(-1)
         return -(logprobs.exp() * logprobs).sum(-1)
 

@@ -49,7 +49,7 @@ from forebay.environments.workers.stepper import spaces
 from forebay.environments.workers.worker_pool import MODES, WorkerMode, WorkerPool
 from forebay.fragments import FragmentBatch, FragmentStore, ReplayBufferActor
 from forebay.fragments.tallies import DROP_REASONS
-from forebay.io.durable import publish, unfinished, write_json
+from forebay.io.safe_files import publish, unfinished, write_json
 from forebay.metrics import STEP_S, MetricsConfig, PhaseTimer, read_jsonl
 from forebay.runs import folder as run_folder
 from forebay.runs.record.history import History
@@ -403,10 +403,7 @@ def try_parts(config: FragmentRunConfig, say: Callable[[str], None]) -> None:
     Raises:
         ConfigError: something does not fit.
     """
-    with run_folder.occupied(config.folder):
-        is_used = (config.folder / run_folder.RUN_FILE).exists()
-        state = "holds a run: --overwrite replaces it" if is_used else "is free"
-        say(f"folder  {config.folder} {state}")
+    run_folder.try_folder(config.folder, say)
     policy = build_trainer(config).policy
     say(f"policy  {config.policy.hidden_size} units, and its trainer")
     build_mode(config)

@@ -228,7 +228,7 @@ class ReplayBufferActor:
             self._state.set_version(session_id, model_version)
         await self._collector.drained()
 
-    # For everybody.
+    # For every caller.
 
     async def get_database_config(self) -> dict[str, Any]:
         """The arguments that open the store: ``FragmentStore(**config)``."""
@@ -269,7 +269,7 @@ class ReplayBufferActor:
             await finish(asyncio.to_thread(self._copy, target))
 
     def _copy(self, target: Path) -> None:
-        from forebay.io import durable
+        from forebay.io import safe_files
 
         temporary = target.with_name(f"{target.name}.tmp")
         # Of a save that failed, or was killed.
@@ -278,9 +278,9 @@ class ReplayBufferActor:
         # missing.
         self._journal.copy(temporary / "index")
         self._store.copy(temporary)
-        durable.sync(temporary)
+        safe_files.sync(temporary)
         temporary.rename(target)
-        durable.sync(target.parent)
+        safe_files.sync(target.parent)
 
     async def close(self) -> None:
         """End all waits with `BufferClosed` and finish deleting; what is held stays in the folder."""

@@ -47,7 +47,7 @@ class Chunk(msgspec.Struct, eq=False, array_like=True):
     uses: int = 0
     """How often it was served."""
     slot: int = -1
-    """In `ChunkTable`; -1: it is not there."""
+    """Its place in `ChunkTable`; -1: it is not there."""
 
 
 class ChunkTable:
@@ -71,7 +71,7 @@ class ChunkTable:
         return len(self._slots)
 
     def __iter__(self) -> Iterator[Chunk]:
-        """In the order of arrival."""
+        """Chunks in order of arrival."""
         return (chunk for chunk in self._arrived if chunk.slot >= 0)
 
     def add(self, chunks: Sequence[Chunk]) -> None:
@@ -104,7 +104,7 @@ class ChunkTable:
             self._by_version.setdefault(chunk.oldest_version, []).append(chunk)
 
     def oldest(self, count: int) -> list[Chunk]:
-        """Those that arrived first."""
+        """The `count` chunks that arrived first."""
         arrived = self._arrived
         # A full buffer asks at every addition, and must not pass over the same ones again.
         while arrived and arrived[0].slot < 0:
@@ -153,7 +153,7 @@ class Sequences:
         return sum(len(fragments) for fragments, _ in self._partials.values())
 
     def add(self, fragment: Fragment, now_s: float) -> tuple[list[Fragment], list[Fragment]]:
-        """Those that a gap makes useless, and the chunk that `fragment` completes; each may be empty."""
+        """The fragments dropped at a gap, and the chunk that `fragment` completes; each may be empty."""
         # Taken out and put in again, its worker is behind all others: it was heard last.
         partial = self.drop_worker(fragment.worker_uuid)
         useless: list[Fragment] = []
@@ -184,7 +184,7 @@ class Sequences:
         return self._partials.pop(worker_uuid, ([], 0.0))[0]
 
     def drop_all(self) -> list[Fragment]:
-        """Remove all."""
+        """Remove the fragments of all workers, and return them."""
         dropped = list(self)
         self._partials.clear()
         return dropped

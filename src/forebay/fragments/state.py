@@ -21,17 +21,7 @@ from forebay.fragments.chunks import Chunk, ChunkTable, Fragment, Sequences
 from forebay.fragments.leases import FragmentBatch, Lease, LeaseRow, References
 from forebay.fragments.records import FragmentMetadata
 from forebay.fragments.rules import Rules
-from forebay.fragments.store.journal import (
-    Added,
-    Change,
-    LeaseEnded,
-    Meta,
-    Saved,
-    Served,
-    Snapshot,
-    VersionSet,
-    WorkerDropped,
-)
+from forebay.fragments.store import journal
 
 
 class ReplayState:
@@ -50,9 +40,9 @@ class ReplayState:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.meta = Meta()
-        self.changes: list[Change] = []
-        """Not committed yet."""
+        self.meta = journal.Meta()
+        self.changes: list[journal.Change] = []
+        """Changes that are not in the journal yet."""
         self.free: list[str] = []
         """Payloads to be deleted once the changes are committed."""
         self.references = References()
@@ -77,7 +67,7 @@ class ReplayState:
         self._add(new, len(fragments) - len(new), now_s)
 
     def _add(self, new: dict[str, FragmentMetadata], num_duplicates: int, now_s: float) -> None:
-        self.changes.append(Added(new, num_duplicates))
+        self.changes.append(journal.Added(new, num_duplicates))
         meta, is_chunk = self.meta, self.rules.fragments_per_chunk == 1
         session_id, min_version = meta.session_id, self._min_version
         whole: list[tuple[Fragment, ...]] = []
@@ -124,7 +114,7 @@ class ReplayState:
 
     def set_version(self, session_id: str, model_version: int) -> None:
         """The weights are those now; what is too old for them, or of another session, is dropped."""
-        self.changes.append(VersionSet(session_id, model_version))
+        self.changes.append(journal.VersionSet(session_id, model_version))
         if session_id != self.meta.session_id:
             self._drop_chunks(list(self.chunks), "session")
             self._drop(self.sequences.drop_all(), "session")
@@ -158,7 +148,7 @@ class ReplayState:
 
     def _serve(self, chunks: list[Chunk], now_s: float, lease_s: float) -> FragmentBatch:
         meta, length = self.meta, self.rules.fragments_per_chunk
-        self.changes.append(Served([chunk.fragments[0].fragment_id for chunk in chunks], lease_s))
+        self.changes.append(journal.Served([chunk.fragments[0].fragment_id for chunk in chunks], lease_s))
         ages = [meta.model_version - chunk.oldest_version for chunk in chunks]
         meta.tallies.count_uses(ages, sum([not chunk.uses for chunk in chunks]))
         fragments = [fragment for chunk in chunks for fragment in chunk.fragments]
@@ -208,14 +198,14 @@ class ReplayState:
         return self.leases.get(int(lease_id))
 
     def _end_lease(self, row: LeaseRow, *, is_expired: bool) -> None:
-        self.changes.append(LeaseEnded(row.number, is_expired))
+        self.changes.append(journal.LeaseEnded(row.number, is_expired))
         self.meta.tallies.expired_leases += is_expired
         del self.leases[row.number]
         self.free += self.references.let_go(row.fragments)
 
     def drop_worker(self, worker_uuid: str, reason: str = "silent_worker") -> None:
         """Drop the partial chunk of a worker that sends no more; its whole chunks stay."""
-        self.changes.append(WorkerDropped(worker_uuid))
+        self.changes.append(journal.WorkerDropped(worker_uuid))
         self._drop(self.sequences.drop_worker(worker_uuid), reason)
 
     def advance(self, now_s: float) -> None:
@@ -258,13 +248,13 @@ class ReplayState:
 
     # Going on after a restart.
 
-    def snapshot(self) -> Snapshot:
-        """Everything, for `restore`."""
-        return Snapshot(
+    def snapshot(self) -> journal.Snapshot:
+        """The whole state, for `restore`."""
+        return journal.Snapshot(
             self.rules, self.meta, list(self.chunks), list(self.sequences), list(self.leases.values())
         )
 
-    def restore(self, saved: Saved, has_payload: Callable[[str], bool]) -> None:
+    def restore(self, saved: journal.Saved, has_payload: Callable[[str], bool]) -> None:
         """Go on from `saved` in an empty state; fragments without a payload are dropped.
 
         Raises:
@@ -301,17 +291,17 @@ class ReplayState:
         # Most of these payloads are deleted already. One that was announced again since is needed.
         self.free = [fragment_id for fragment_id in self.free if fragment_id not in self.references]
 
-    def _replay(self, change: Change) -> None:
+    def _replay(self, change: journal.Change) -> None:
         match change:
-            case Added(fragments, num_duplicates):
+            case journal.Added(fragments, num_duplicates):
                 self._add(fragments, num_duplicates, now_s=0.0)
-            case Served(fragment_ids, lease_s):
+            case journal.Served(fragment_ids, lease_s):
                 self._serve([self._chunk_of[each] for each in fragment_ids], 0.0, lease_s)
-            case LeaseEnded(number, is_expired):
+            case journal.LeaseEnded(number, is_expired):
                 self._end_lease(self.leases[number], is_expired=is_expired)
-            case VersionSet(session_id, model_version):
+            case journal.VersionSet(session_id, model_version):
                 self.set_version(session_id, model_version)
-            case WorkerDropped(worker_uuid):
+            case journal.WorkerDropped(worker_uuid):
                 self.drop_worker(worker_uuid)
 
     def _apply_rules(self, has_payload: Callable[[str], bool]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import hashlib
 import hmac
 import ipaddress
@@ -22,7 +23,7 @@ import re
 import socket
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,7 +100,9 @@ async def listen(address: Address, token: str | None = None) -> tuple[socket.soc
         raise ValueError(f"a token has at least {MIN_TOKEN_LENGTH} characters, this one has {len(token)}")
     try:
         if address.path is not None:
-            return _listen_on_path(address.path), address
+            with ExitStack() as held:
+                await _lock(address.path.parent, held)
+                return _listen_on_path(address.path, held), address
         family, place = (await _resolve(address))[0]
         # The resolved address is checked: the name may stand for any machine.
         if token is None and not ipaddress.ip_address(place[0]).is_loopback:
@@ -201,7 +204,24 @@ async def _resolve(address: Address) -> list[tuple[int, tuple[str, int]]]:
     return [(family, (str(place[0]), int(place[1]))) for family, _, _, _, place in found]
 
 
-def _listen_on_path(path: Path) -> socket.socket:
+async def _lock(folder: Path, held: ExitStack) -> None:
+    """Lock `folder`, or go on without where it cannot be read, or be locked, as on NFS."""
+    os.makedirs(folder, exist_ok=True)
+    with suppress(OSError):
+        opened = os.open(folder, os.O_RDONLY)
+        held.callback(os.close, opened)
+        # Three seconds: a server holds it for milliseconds, and another program, maybe, for good.
+        for _ in range(60):
+            with suppress(BlockingIOError):
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            await asyncio.sleep(RETRY_S)
+
+
+def _listen_on_path(path: Path, held: ExitStack) -> socket.socket:
+    # In a locked folder: of two servers that start at once, the second is to find the first one listening.
+    # The mode of the socket decides which users may connect, and it must be right from the first moment.
+    held.callback(os.umask, os.umask(0o177))
     if path.exists():
         if not path.is_socket():
             raise FileExistsError(f"{str(path)!r} is there and is no socket; name another path")
@@ -212,14 +232,8 @@ def _listen_on_path(path: Path) -> socket.socket:
                 raise FileExistsError(f"{str(path)!r} is in use: another server listens there")
         # Left over by a server that was killed.
         path.unlink()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # The mode of the socket decides which users may connect, and it must be right from the first moment.
-    before = os.umask(0o177)
-    try:
-        with _closed_on_error(socket.AF_UNIX) as sock:
-            sock.bind(str(path))
-            sock.listen(BACKLOG)
-            sock.setblocking(False)
-    finally:
-        os.umask(before)
+    with _closed_on_error(socket.AF_UNIX) as sock:
+        sock.bind(str(path))
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
     return sock

@@ -42,7 +42,7 @@ Reserve = Callable[[Message, int], bool]
 MAX_HEADER_BYTES = 1 << 20
 """A message without its buffers; reading one takes an event loop some 30 ms."""
 MAX_FRAME_BYTES = 256 << 20
-"""Of the buffers of one message."""
+"""The most bytes that the buffers of one message may have together."""
 STALL_S = 60.0
 """A peer that reads nothing for so long is as good as dead; one that is merely slow reads something."""
 

@@ -30,26 +30,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from forebay.io import messages
 from forebay.io.channel import Buffer, Channel, Posted, Reserve
-from forebay.io.messages import (
-    BEATS,
-    ERRORS,
-    SILENCE_LIMIT_S,
-    UNDO_S,
-    Alive,
-    Answer,
-    Call,
-    Cancel,
-    Failure,
-    FrameError,
-    Goodbye,
-    Message,
-    Part,
-    encode_value,
-    error_of,
-    failure_of,
-    sizes_of,
-)
 
 
 class Link:
@@ -74,9 +56,9 @@ class Link:
         channel: Channel,
         where: str,
         *,
-        limit_s: float = SILENCE_LIMIT_S,
-        other_limit_s: float = SILENCE_LIMIT_S,
-        errors: Mapping[str, type[Exception]] = ERRORS,
+        limit_s: float = messages.SILENCE_LIMIT_S,
+        other_limit_s: float = messages.SILENCE_LIMIT_S,
+        errors: Mapping[str, type[Exception]] = messages.ERRORS,
         loss: Callable[[str], Exception] = ConnectionError,
     ) -> None:
         self.channel, self.where = channel, where
@@ -107,7 +89,9 @@ class Link:
         if self.lost is not None:
             raise self.loss()
         number = next(self._numbers)
-        message = Call(number, method, encode_value(arguments), sizes or sizes_of(buffers))
+        message = messages.Call(
+            number, method, messages.encode_value(arguments), sizes or messages.sizes_of(buffers)
+        )
         pending = self._pending[number] = Pending(number, self.channel.post(message, buffers), late)
         try:
             return await pending.future, pending.buffers
@@ -125,9 +109,9 @@ class Link:
         if self.lost is not None:
             return None
         number = next(self._numbers)
-        posted = self.channel.post(Call(number, method, encode_value(arguments)))
+        posted = self.channel.post(messages.Call(number, method, messages.encode_value(arguments)))
         pending = self._pending[number] = Pending(number, posted)
-        # The caller may drop the future: a failure in it would be an exception that nobody retrieves.
+        # The caller may drop the future: a failure in it would be an exception that is never retrieved.
         pending.is_withdrawn = True
         return pending.future
 
@@ -144,10 +128,10 @@ class Link:
         if self.channel.recall(pending.posted):
             del self._pending[pending.number]
             return
-        self.channel.post(Cancel(pending.number))
+        self.channel.post(messages.Cancel(pending.number))
         # The answer says that the call is undone, and it comes soon unless the other side hangs.
         pending.future = asyncio.get_running_loop().create_future()
-        await asyncio.wait([pending.future], timeout=UNDO_S)
+        await asyncio.wait([pending.future], timeout=messages.UNDO_S)
 
     async def close(self) -> None:
         """End the link; calls that wait raise that it was closed on this side."""
@@ -161,7 +145,7 @@ class Link:
         """Do a part of the link's work; however it ends, the link does."""
         try:
             self._lose(await work())
-        except (OSError, FrameError) as error:
+        except (OSError, messages.FrameError) as error:
             self._lose(f"{self.where} is gone: {error}")
         except asyncio.CancelledError:
             self._lose("the connection was closed on this side")
@@ -176,7 +160,7 @@ class Link:
         """consumes: messages / waits for: the next / woken by: the socket / produces: ends of calls"""
         while (received := await self.channel.receive()) is not None:
             message, buffers = received
-            if isinstance(message, Goodbye):
+            if isinstance(message, messages.Goodbye):
                 return f"{self.where} is gone: {message.message}"
             self._deliver(message, buffers or [])
         return f"{self.where} is gone: it ended the connection"
@@ -186,32 +170,32 @@ class Link:
         silent_s = await _beat(self.channel, *self._limits_s)
         return f"{self.where} has been silent for {silent_s:g} s: it hangs, was stopped or cannot be reached"
 
-    def _deliver(self, message: Message, buffers: list[Any]) -> None:
-        if isinstance(message, Alive):
+    def _deliver(self, message: messages.Message, buffers: list[Any]) -> None:
+        if isinstance(message, messages.Alive):
             return
-        if not isinstance(message, Part | Answer | Failure):
+        if not isinstance(message, messages.Part | messages.Answer | messages.Failure):
             self.note(message, buffers)
             return
         if (pending := self._pending.get(message.number)) is None:
-            raise FrameError(f"no call waits for this {type(message).__name__}")
+            raise messages.FrameError(f"no call waits for this {type(message).__name__}")
         # A caller may have been cancelled in this moment, before it has had its turn to say so.
         is_wanted = not (pending.is_withdrawn or pending.future.cancelled())
         if is_wanted:
             pending.buffers += self.take_in(buffers)
-        if isinstance(message, Part):
+        if isinstance(message, messages.Part):
             return
         # Before the call is forgotten: if reading fails, the loss of the link is its answer.
-        value = self.read(message) if isinstance(message, Answer) else None
+        value = self.read(message) if isinstance(message, messages.Answer) else None
         del self._pending[message.number]
         pending.is_answered = True
-        if not is_wanted and isinstance(message, Answer) and pending.late is not None:
+        if not is_wanted and isinstance(message, messages.Answer) and pending.late is not None:
             pending.late(value)
-        if isinstance(message, Failure) and is_wanted:
-            pending.future.set_exception(error_of(message, self._errors))
+        if isinstance(message, messages.Failure) and is_wanted:
+            pending.future.set_exception(messages.error_of(message, self._errors))
         elif not pending.future.done():
             pending.future.set_result(value)
 
-    def read(self, answer: Answer) -> Any:
+    def read(self, answer: messages.Answer) -> Any:
         """The value that `call` returns for an answer; called for every answer, as they come."""
         return answer.value
 
@@ -219,9 +203,9 @@ class Link:
         """The list that `call` returns for these buffers; called as they come."""
         return buffers
 
-    def note(self, message: Message, buffers: list[Any]) -> None:
+    def note(self, message: messages.Message, buffers: list[Any]) -> None:
         """A message that belongs to no call; FrameError unless a subclass expects it."""
-        raise FrameError(f"a {type(message).__name__} was not expected")
+        raise messages.FrameError(f"a {type(message).__name__} was not expected")
 
     def _lose(self, reason: str, cause: BaseException | None = None) -> None:
         if self.lost is None:
@@ -229,7 +213,7 @@ class Link:
             self.lost.__cause__ = cause
         pending, self._pending = self._pending, {}
         for each in pending.values():
-            # Whoever waits for the end of a withdrawn call does so for no longer than `UNDO_S`.
+            # Waits for a withdrawn call end within `UNDO_S`.
             if not (each.future.done() or each.is_withdrawn):
                 each.future.set_exception(self.loss())
         # Wakes the task that reads, and frees the memory of what waits for a peer that reads nothing.
@@ -283,16 +267,18 @@ class Session:
     """
 
     reserve: Reserve | None = None
-    """As of `Channel.receive`."""
+    """Asked as the bytes of buffers come, as in `Channel.receive`; None: all are read."""
 
-    def __init__(self, channel: Channel, *, limit_s: float, other_limit_s: float = SILENCE_LIMIT_S) -> None:
+    def __init__(
+        self, channel: Channel, *, limit_s: float, other_limit_s: float = messages.SILENCE_LIMIT_S
+    ) -> None:
         self.channel = channel
         self.limit_s, self.other_limit_s = limit_s, other_limit_s
         self.calls: dict[int, asyncio.Task[None]] = {}
-        """Those without an answer."""
+        """Calls that are being answered, by number."""
         self._silence: TimeoutError | None = None
 
-    async def handle(self, call: Call, buffers: list[Any] | None) -> Result:
+    async def handle(self, call: messages.Call, buffers: list[Any] | None) -> Result:
         """The result of one call; errors are the caller's, but a FrameError ends the session."""
         raise NotImplementedError
 
@@ -324,7 +310,7 @@ class Session:
             tasks.append(asyncio.create_task(self._beat()))
             while (received := await self.channel.receive(self.reserve)) is not None:
                 self.dispatch(*received)
-        except FrameError as error:
+        except messages.FrameError as error:
             # A silent peer may have been cut off in the middle of a message.
             if self._silence is None:
                 self.refuse(str(error))
@@ -346,37 +332,37 @@ class Session:
         # Wakes the reading.
         self.channel.end()
 
-    def dispatch(self, message: Message, buffers: list[Any] | None) -> None:
+    def dispatch(self, message: messages.Message, buffers: list[Any] | None) -> None:
         """Do what a message asks for; FrameError if it may not come now."""
         match message:
-            case Call():
+            case messages.Call():
                 if message.number in self.calls:
-                    raise FrameError(f"there is a call {message.number} already")
+                    raise messages.FrameError(f"there is a call {message.number} already")
                 task = asyncio.create_task(self._answer(message, buffers), name=message.method)
                 self.calls[message.number] = task
                 task.add_done_callback(lambda task: self._note_end(message.number, task))
-            case Cancel(number=number):
+            case messages.Cancel(number=number):
                 self.cancel(number)
-            case Alive():
+            case messages.Alive():
                 pass
             case _:
-                raise FrameError(f"a {type(message).__name__} was not expected")
+                raise messages.FrameError(f"a {type(message).__name__} was not expected")
 
     def cancel(self, number: int) -> None:
         """The peer does not wait for this call any more, which may have been answered."""
         if number in self.calls and self.may_end(number):
             self.calls[number].cancel()
 
-    async def _answer(self, call: Call, buffers: list[Any] | None) -> None:
+    async def _answer(self, call: messages.Call, buffers: list[Any] | None) -> None:
         try:
             value, sent = await self.handle(call, buffers)
-            answer = Answer(call.number, encode_value(value), sizes_of(sent))
+            answer = messages.Answer(call.number, messages.encode_value(value), messages.sizes_of(sent))
         # No answer to this call: the peer broke the rules, and `_note_end` ends the session.
-        except FrameError:
+        except messages.FrameError:
             raise
         # Whatever it is, it is the caller's.
         except Exception as error:
-            await self.channel.send(failure_of(call.number, error))
+            await self.channel.send(messages.failure_of(call.number, error))
         else:
             await self.channel.send(answer, sent)
 
@@ -385,9 +371,9 @@ class Session:
         self.ended(number)
         if task.cancelled():
             # Here, because a task that is cancelled before its first step does nothing itself.
-            self.channel.post(failure_of(number, asyncio.CancelledError("the call was cancelled")))
+            self.channel.post(messages.failure_of(number, asyncio.CancelledError("the call was cancelled")))
         elif (error := task.exception()) is not None:
-            if isinstance(error, FrameError):
+            if isinstance(error, messages.FrameError):
                 self.refuse(str(error))
             # It could not be answered.
             self.channel.end()
@@ -411,7 +397,7 @@ class Acceptor:
         self._listener, self._serve, self._path = listener, serve, path
         self._inode = None if path is None else path.stat().st_ino
         self.tasks: set[asyncio.Task[None]] = set()
-        """Of the connections that are being served."""
+        """The tasks that serve a connection each."""
         self._accepting = asyncio.create_task(self._accept())
 
     async def stop(self) -> None:
@@ -447,7 +433,7 @@ class Acceptor:
     async def _run(self, sock: socket.socket) -> None:
         try:
             await self._serve(sock)
-        except (OSError, FrameError) as error:
+        except (OSError, messages.FrameError) as error:
             _log.info("a connection ended: %s", error)
         # A fault in serving one connection must not reach the others.
         except Exception:
@@ -461,7 +447,7 @@ async def _beat(channel: Channel, limit_s: float, other_limit_s: float) -> float
 
     `other_limit_s` is how long the other end waits for a sign of life from here.
     """
-    pause_s = min(limit_s, other_limit_s) / BEATS
+    pause_s = min(limit_s, other_limit_s) / messages.BEATS
     # Counted in beats of this loop: one that was blocked, or whose process was stopped, has not listened, and
     # must read what lies in its socket before it calls the other end silent.
     allowed = math.ceil(limit_s / pause_s)
@@ -471,7 +457,7 @@ async def _beat(channel: Channel, limit_s: float, other_limit_s: float) -> float
         # A message that waits to be sent is a sign of life as soon as the other side reads it; a peer that
         # reads nothing is found by it.
         if not channel.is_sending:
-            channel.post(Alive())
+            channel.post(messages.Alive())
         before, heard = heard, channel.num_received
         silent = 0 if heard != before else silent + 1
     return silent * pause_s

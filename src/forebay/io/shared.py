@@ -82,6 +82,7 @@ def _map(path: str, num_bytes: int) -> torch.Tensor:
 def lay_out(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Layout, int]:
     """Where each of these is to lie, and how many bytes they take in all; only their sizes are asked for.
 
+    >>> import torch
     >>> lay_out([("bias", torch.zeros(3)), ("scale", torch.ones(2, 2))])
     ([('bias', 'float32', (3,), 0, 12), ('scale', 'float32', (2, 2), 64, 80)], 128)
     """

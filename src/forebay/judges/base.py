@@ -26,7 +26,7 @@ import numpy as np
 
 from forebay.aio.time_limits import timeout
 from forebay.tracebacks import raised_at
-from forebay.types import RolloutState, Status, note_place
+from forebay.types import TURN_REWARDS_KEY, RolloutState, Status, note_place
 
 Target = TypeVar("Target", RolloutState, list[RolloutState])
 Verdict = float | Mapping[str, Any]
@@ -218,12 +218,12 @@ def _as_judge_error(error: BaseException) -> JudgeError:
 
 
 def checked_reward(verdict: Verdict) -> dict[str, Any]:
-    """The verdict as a reward: a dict with a finite ``score``.
+    """The verdict as a reward: a dict with a finite ``score``, and finite rewards by turn if it has any.
 
     Raises:
-        ValueError, TypeError: it has none.
+        ValueError, TypeError: it is none.
     """
-    reward = dict(verdict) if isinstance(verdict, Mapping) else {"score": verdict}
+    reward: dict[str, Any] = dict(verdict) if isinstance(verdict, Mapping) else {"score": verdict}
     if "score" not in reward:
         raise ValueError(f"the verdict has no 'score', only {sorted(reward)}")
     try:
@@ -235,6 +235,9 @@ def checked_reward(verdict: Verdict) -> dict[str, Any]:
     if not math.isfinite(score):
         raise ValueError(f"the score is {score}; it must be finite")
     reward["score"] = score
+    for end, paid in reward.get(TURN_REWARDS_KEY, ()):
+        if not math.isfinite(end) or not math.isfinite(paid):
+            raise ValueError(f"turn_rewards has {paid} after {end} tokens; both must be finite")
     return reward
 
 

@@ -74,7 +74,7 @@ class CodeJudge(Judge):
         partial_credit: bool = False
         """Score the share of passed tests. Without it the first failed test is the last."""
         limits: Limits | None = None
-        """Of each run of the program."""
+        """Time, memory and files of each run of the program; None: the defaults of `Limits`."""
         levels: Sequence[str] = tuple(level.value for level in CONFINED)
         """Isolation that may be used, the best first: ``bubblewrap``, ``landlock``, and ``limits`` for
         programs that you trust."""

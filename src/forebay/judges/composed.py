@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from forebay.aio.time_limits import CallThreads
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge, JudgeError, Verdict, checked_or_error
-from forebay.types import ROLLOUT_FIELDS, RolloutState
+from forebay.types import ROLLOUT_FIELDS, TURN_REWARDS_KEY, RolloutState
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -46,9 +46,10 @@ class ComposedJudge(Judge):
     """The weighted sum of the scores of several judges, each for the rollouts that it is meant for.
 
     Invariants: the reward holds ``score``, every part's score under its label and what else the part said
-    under ``label/...``; the weights are used as they are given; a rollout that a part fails on, or that no
-    part judges, is FAILED. A part that judges groups gets the rollouts of the group that it is meant for.
-    Parts keep their own time-outs and retries.
+    under ``label/...``, and the parts' rewards by turn, weighted, where they were earned; the weights are
+    used as they are given; a rollout that a part fails on, or that no part judges, is FAILED. A part that
+    judges groups gets the rollouts of the group that it is meant for. Parts keep their own time-outs and
+    retries.
 
     >>> judge = ComposedJudge(
     ...     [
@@ -123,13 +124,17 @@ class ComposedJudge(Judge):
         if not verdicts:
             return JudgeError(f"no part judges rollouts whose {self.by} is {key!r}")
         reward: dict[str, Any] = {"score": 0.0}
+        turn_rewards: list[tuple[int, float]] = []
         for part, verdict in verdicts.items():
             if isinstance(verdict, JudgeError):
                 # Without one part the sum would be on another scale than its siblings'.
                 return JudgeError(f"part {part.label}: {verdict}", place=verdict.place)
             reward["score"] += part.weight * verdict["score"]
             reward[part.label] = verdict["score"]
+            turn_rewards += [(end, part.weight * paid) for end, paid in verdict.get(TURN_REWARDS_KEY, ())]
             reward |= {f"{part.label}/{name}": value for name, value in verdict.items() if name != "score"}
+        if turn_rewards:
+            reward[TURN_REWARDS_KEY] = turn_rewards
         # Each score is finite; their weighted sum may not be.
         return checked_or_error(reward)
 

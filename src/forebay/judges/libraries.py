@@ -69,7 +69,7 @@ class MathVerifyJudge(Judge):
         self._processes = JudgeProcesses(f"{__name__}:make_math_scorer", timeout_s, settings.num_processes)
 
     async def score(self, state: RolloutState) -> float:
-        """1.0 or 0.0."""
+        """1.0 if the answer equals the ground truth mathematically, else 0.0."""
         return float(await self._processes.run(ground_truth(state), state.response))
 
     def close(self) -> None:

@@ -25,15 +25,8 @@ from pydantic import Field
 
 from forebay.config import import_object, parse_config
 from forebay.extras import require_library
+from forebay.judges import base
 from forebay.judges.answers import compile_pattern
-from forebay.judges.base import (
-    DEFAULT_MAX_RETRIES,
-    DEFAULT_TIMEOUT_S,
-    Judge,
-    TransientJudgeError,
-    Verdict,
-    checked_reward,
-)
 from forebay.judges.servers import JudgeServer, ServerArguments
 from forebay.types import Message, RolloutState
 
@@ -43,7 +36,7 @@ NUM_KEPT_REPLIES = 1 << 13
 Parse = str | Callable[[str], Any]
 
 
-class LLMJudge(Judge):
+class LLMJudge(base.Judge):
     """Asks a model for the score.
 
     Invariants: see `JudgeServer` for the budget. A request that finds the server busy, broken or
@@ -94,12 +87,12 @@ class LLMJudge(Judge):
         ``package.module:function`` of the reply that returns a verdict (for a group: a list of them)."""
         scale: Sequence[float] | None = None
         """The lowest and highest raw score, which become 0 and 1; None: scores are taken as they are."""
-        max_retries: int = Field(default=DEFAULT_MAX_RETRIES, ge=0)
+        max_retries: int = Field(default=base.DEFAULT_MAX_RETRIES, ge=0)
         """Further tries for one rollout or group."""
         parameters: Mapping[str, Any] | None = None
         """Further fields of each request (``temperature`` is 0 by default)."""
 
-    def __init__(self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, **arguments: Any) -> None:
+    def __init__(self, *, timeout_s: float | None = base.DEFAULT_TIMEOUT_S, **arguments: Any) -> None:
         settings = parse_config(self.Arguments, arguments, source="judge 'llm'")
         # The client keeps the time of each request; here waits for a turn and between tries would count too.
         super().__init__(timeout_s=None, max_retries=settings.max_retries)
@@ -128,11 +121,11 @@ class LLMJudge(Judge):
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"template, line {error.lineno}: {error}") from None
 
-    async def score(self, state: RolloutState) -> Verdict:
+    async def score(self, state: RolloutState) -> base.Verdict:
         """The model's verdict on one rollout."""
         return await self._ask(self._messages(state, response=state.response), self._parser.verdict)
 
-    async def score_group(self, states: Sequence[RolloutState]) -> Sequence[Verdict]:
+    async def score_group(self, states: Sequence[RolloutState]) -> Sequence[base.Verdict]:
         """The model's verdicts on a group, by one question or by pairs; on a single rollout, by its own."""
         if not self.needs_whole_group:
             return [await self.score(state) for state in states]
@@ -146,7 +139,7 @@ class LLMJudge(Judge):
         # Models favor a place, so each rollout comes first in about half of its pairs.
         pairs = [(a, b) if (a + b) % 2 else (b, a) for a, b in combinations(range(len(states)), 2)]
 
-        async def ask(pair: tuple[int, int]) -> Verdict:
+        async def ask(pair: tuple[int, int]) -> base.Verdict:
             responses = [states[place].response for place in pair]
             return await self._ask(self._messages(states[0], responses=responses), self._parser.verdict)
 
@@ -156,7 +149,7 @@ class LLMJudge(Judge):
         for (first, second), verdict in zip(pairs, verdicts, strict=True):
             if isinstance(verdict, BaseException):
                 raise verdict
-            share = checked_reward(verdict)["score"]
+            share = base.checked_reward(verdict)["score"]
             worth[first] += share
             worth[second] += 1 - share
         return [total / (len(states) - 1) if pairs else 0.5 for total in worth]
@@ -175,7 +168,9 @@ class LLMJudge(Judge):
         try:
             found = read(reply)
         except ValueError as error:
-            raise TransientJudgeError(f"the judge's reply cannot be read: {error}", after_s=0.0) from error
+            raise base.TransientJudgeError(
+                f"the judge's reply cannot be read: {error}", after_s=0.0
+            ) from error
         # Only now: a reply that cannot be read would be unreadable for ever.
         self._replies[key] = reply
         if len(self._replies) > NUM_KEPT_REPLIES:
@@ -308,7 +303,7 @@ class ReplyParser:
             pattern = compile_pattern("last_number" if parse == "number" else parse)
             self._raw = lambda reply, _: [float(text.replace(",", "")) for text in pattern.findall(reply)]
 
-    def verdict(self, reply: str) -> Verdict:
+    def verdict(self, reply: str) -> base.Verdict:
         """The verdict on one rollout.
 
         Raises:
@@ -316,7 +311,7 @@ class ReplyParser:
         """
         return self._scaled(_last_of(self._raw(reply, False), 1, reply)[0])
 
-    def verdicts(self, reply: str, count: int) -> list[Verdict]:
+    def verdicts(self, reply: str, count: int) -> list[base.Verdict]:
         """The verdicts on the `count` rollouts of a group, in their order.
 
         Raises:
@@ -324,7 +319,7 @@ class ReplyParser:
         """
         return [self._scaled(item) for item in _last_of(self._raw(reply, True), count, reply)]
 
-    def _scaled(self, verdict: Any) -> Verdict:
+    def _scaled(self, verdict: Any) -> base.Verdict:
         details = dict(verdict) if isinstance(verdict, Mapping) else {"score": verdict}
         details = {name: float(value) for name, value in details.items() if isinstance(value, int | float)}
         if not math.isfinite(details.get("score", math.nan)):

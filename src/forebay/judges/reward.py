@@ -50,7 +50,7 @@ class RewardModelJudge(Judge):
         """Address of a server of vLLM that runs the model (``http://host:8000``); None: it runs in a process
         of its own here."""
         device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = "auto"
-        """Of that process: ``cpu``, ``cuda:1``, or ``auto``."""
+        """Device of that process: ``cpu``, ``cuda:1``, or ``auto``."""
 
     def __init__(self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, **arguments: Any) -> None:
         settings = self._settings = parse_config(self.Arguments, arguments, source="judge 'reward_model'")
@@ -65,7 +65,7 @@ class RewardModelJudge(Judge):
         self._turn = asyncio.Lock()
 
     async def score(self, state: RolloutState) -> float:
-        """The model's number."""
+        """The model's output for prompt and response, on the model's own scale."""
         settings = self._settings
         messages = [*state.message, {"role": "assistant", "content": state.response}]
         if self._server is not None:
@@ -84,7 +84,7 @@ class RewardModelJudge(Judge):
         return number.result()
 
     async def _judge_waiting(self) -> None:
-        """Judge those who wait longest, as one batch; a cancelled one leaves the others to the next turn."""
+        """Judge the oldest waiting requests as one batch; cancelled, it leaves the rest to the next turn."""
         batch = self._waiting[: self._settings.max_concurrent]
         try:
             if self._processes is None:
@@ -127,6 +127,7 @@ def make_reward_scorer(model: str, device: str) -> Callable[[list[list[Message]]
         ConfigError: there is no such model, or it has several outputs, or no chat template.
     """
     import torch
+    from torch.nn.utils.rnn import pad_sequence
     from transformers import AutoModelForSequenceClassification
 
     from forebay.models import find_device, load_tokenizer, precision_on, resolve_model
@@ -152,13 +153,9 @@ def make_reward_scorer(model: str, device: str) -> Callable[[list[list[Message]]
         if pad in used:
             pad = next(token for token in range(len(used) + 1) if token not in used)
         classifier.config.get_text_config().pad_token_id = pad
-        longest = max(map(len, rows))
-        ids = torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows], device=where)
+        ids = pad_sequence([torch.tensor(row) for row in rows], True, pad).to(where)
         with torch.inference_mode():
-            mask = torch.tensor(
-                [[place < len(row) for place in range(longest)] for row in rows], device=where
-            )
-            output = classifier(input_ids=ids, attention_mask=mask.long())
+            output = classifier(input_ids=ids, attention_mask=(ids != pad).long())
         numbers: list[float] = output.logits[:, 0].float().tolist()
         return numbers
 

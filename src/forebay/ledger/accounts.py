@@ -194,9 +194,7 @@ class Ledger:
                 left=groups.totals["num_left"],
                 reused=groups.totals["num_reused"],
             )
-        dropped: Counter[str] = Counter()
-        for part in tasks.values():
-            dropped.update(part.dropped)
+        dropped: Counter[str] = sum((Counter(part.dropped) for part in tasks.values()), Counter())
         counted = ("generated", "trained", "live", "repeated", "retried", "left", "reused")
         sums = {name: sum(getattr(part, name) for part in tasks.values()) for name in counted}
         return Balance(**sums, dropped=dict(dropped), lost_events=self.lost_events, by_task=tasks)
@@ -308,7 +306,7 @@ class Balance:
     """Groups that were ever taken up; one that is generated again counts once."""
     trained: int
     dropped: dict[str, int]
-    """By reason."""
+    """Groups dropped, by reason."""
     live: int
     """As told by the caller: in the buffer, or in flight."""
     repeated: int

@@ -89,11 +89,8 @@ def compare_dropped(ledger: Ledger, task_name: str | None = None) -> dict[str, l
 
     Tasks differ in length and score by themselves, so a comparison over several of them mixes that in.
     """
-    # Only the reasons are used of the balance, so the live groups need not be counted for it.
-    reasons = sorted(ledger.balance({}).dropped) if task_name is None else []
-    if task_name is not None and task_name in ledger.task_names:
-        reasons = sorted(ledger.balance({}).by_task[task_name].dropped)
-    places = {"all": DROPPED} | {reason: f"{DROPPED}:{reason}" for reason in reasons}
+    found = sorted({place for groups in ledger.histories(task_name) for place in groups.counts})
+    places = {"all": DROPPED} | {p.partition(":")[2]: p for p in found if p.startswith(f"{DROPPED}:")}
     trained = {quantity: _values(ledger, task_name, TRAINED, quantity) for quantity in QUANTITIES}
     return {
         reason: [

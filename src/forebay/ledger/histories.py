@@ -55,9 +55,6 @@ _COLUMNS: Mapping[str, tuple[str, float]] = {
 }
 """Type code and the value that stands for "not known"."""
 
-MAX_COUNT = 2**31 - 1
-"""The largest number in the columns of train steps and tokens."""
-
 
 class Histories:
     """The groups of one task.
@@ -98,12 +95,13 @@ class Histories:
         """Enter one event, as a line of the ledger's file; ValueError if it is none."""
         check_event(event["event"])
         before = self.place_of(event["group"])
-        row = self._rows.setdefault(event["group"], len(self._rows))
-        columns = self._columns
+        row, columns = self._rows.get(event["group"], len(self._rows)), self._columns
         if before is None:
             for column, (_, unknown) in _COLUMNS.items():
                 columns[column].append(unknown)
             columns["first_s"][row] = event["time_s"]
+            # Last: a thread that plans an epoch reads beside this, and must not find half a row.
+            self._rows[event["group"]] = row
         columns["last_s"][row] = event["time_s"]
         name = event["event"]
         if name in _COUNTED:
@@ -195,6 +193,10 @@ class Histories:
         if reason not in self._reasons:
             self._reasons.append(reason)
         return len(_PLACES) + self._reasons.index(reason)
+
+
+MAX_COUNT = 2**31 - 1
+"""The largest number in the columns of train steps and tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from forebay.io.durable import sync
+from forebay.io.safe_files import sync
 
 RESTARTED = "restarted"
 _APART = b'{"event": '

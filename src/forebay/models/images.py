@@ -34,8 +34,10 @@ Images = tuple[bytes, ...]
 class Sight:
     """Pixels and positions, which a model's passes over prompts with images take besides token ids.
 
-    >>> sight = Sight(model)                                                        # doctest: +SKIP
-    >>> model(ids, **sight.inputs([images_of(state)], model.device))                # doctest: +SKIP
+    ::
+
+        sight = Sight(model)
+        model(ids, **sight.inputs([images_of(state)], model.device))
     """
 
     def __init__(self, model: Any) -> None:

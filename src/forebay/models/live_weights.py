@@ -38,10 +38,11 @@ class LiveWeights:
     Invariants: while a block of `reading` is open, no train step changes them; every `read` begins anew, and
     so does every loop over this object, which gives them in `dtype`.
 
-    >>> weights = LiveWeights(model.named_parameters, "bfloat16", threading.Lock(), int)      # doctest: +SKIP
-    >>> with weights.reading() as step:                                             # doctest: +SKIP
-    ...     step, next(iter(weights.read()))[0]
-    (0, 'model.embed_tokens.weight')
+    ::
+
+        weights = LiveWeights(model.named_parameters, "bfloat16", threading.Lock(), int)
+        with weights.reading() as step:
+            step, next(iter(weights.read()))[0]  # (0, 'model.embed_tokens.weight')
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class LiveWeights:
         sizes: Callable[[], Weights] | None = None,
         copy: Callable[[Layout, MemoryFile], None] | None = None,
     ) -> None:
-        """`turn` is held by whoever changes or moves the weights; `step` is theirs now.
+        """Code that changes or moves the weights holds `turn`; `step()` is their current model step.
 
         `sizes` gives tensors without content, of the weights' names, dtypes and shapes, and `copy` puts the
         weights into memory; left out, both is done by reading.

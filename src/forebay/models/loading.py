@@ -28,7 +28,7 @@ from typing import Any
 from forebay import __version__
 from forebay.config import ConfigError, errors_about
 from forebay.extras import require_library
-from forebay.io.durable import made_whole
+from forebay.io.safe_files import made_whole
 from forebay.models.config import PYPI_PREFIX, TINY, Attention, ModelConfig, Precision
 from forebay.models.tiny import DEFAULT_CONTEXT, tiny_config, write_tiny
 

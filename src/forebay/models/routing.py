@@ -1,4 +1,4 @@
-"""The experts that routers of a mixture of experts choose: written down as they do, or chosen for them.
+"""The experts that routers of a mixture of experts choose: recorded during a pass, or replayed.
 
 ::
 
@@ -38,10 +38,11 @@ class Routing:
     It stays in the model: a backward pass that computes layers once more has the choice of the last `replay`.
     A model without experts, or of a kind that transformers names no routers of, has no `num_layers`.
 
-    >>> routing = Routing(model)                                                    # doctest: +SKIP
-    >>> output = model(input_ids)                                                   # doctest: +SKIP
-    >>> routing.taken().shape == (input_ids.numel(), routing.num_layers, 8)         # doctest: +SKIP
-    True
+    ::
+
+        routing = Routing(model)
+        output = model(input_ids)
+        routing.taken().shape == (input_ids.numel(), routing.num_layers, 8)  # True
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -51,13 +52,13 @@ class Routing:
         sizes = None if config is None else config.get_text_config()
         num_experts = next((size for name in _NUM_EXPERTS if (size := getattr(sizes, name, None))), 0)
         self.num_chosen = int(getattr(sizes, "num_experts_per_tok", None) or 0)
-        """k."""
+        """k: experts that a router chooses for each token; 0 if the config names none."""
         routers = _routers(model) if num_experts and self.num_chosen else []
         self.num_layers = len(routers)
-        """M."""
+        """M: layers with a router."""
         # Ids from 0 to 127, and `OWN_CHOICE`, fit into a byte.
         self.dtype = torch.int8 if num_experts <= 128 else torch.int16
-        """Of ids that are kept."""
+        """Integer type of the expert ids that are kept."""
         for number, router in enumerate(routers):
             listener = _Listener(router.forward, partial(self._choose, number, num_experts))
             # Not compiled: inside a compiled layer this is a break between two programs.
@@ -113,7 +114,7 @@ class _Listener(TorchFunctionMode):
         return self._choose(args[0], result) if func in (torch.topk, torch.Tensor.topk) else result
 
     def run(self, *inputs: Any, **named: Any) -> Any:
-        """The router's output."""
+        """The router's output, its choice of experts noted or replaced."""
         with self:
             return self._forward(*inputs, **named)
 

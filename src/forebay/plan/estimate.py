@@ -57,13 +57,15 @@ class Plan:
     longest: int
     """Tokens of the longest prompt and response."""
     host_bytes: int = 0
-    """Of a GPU machine's pinned memory, for what the trainer keeps there or moves there."""
+    """Of a GPU machine's own memory, for what all ranks of the trainer keep there."""
     advice: Sequence[str] = ()
     """Overrides, each added to those before, until the run fits; empty if it does."""
     advised_bytes: int | None = None
     """Memory with them; None: none of them is enough, or it fits."""
     times: SimulationResult | None = None
     """Of a step, if every response were as long as it may be; None: for an unknown device."""
+    sync_s: float = 0.0
+    """To hand the weights to the engines, as in `times`."""
     tokens_per_step: int = 0
 
     @property
@@ -73,12 +75,12 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """Bytes in the largest turn, all parts together."""
         return sum(self.parts.values())
 
     @property
     def share(self) -> float:
-        """Of the device's memory."""
+        """The part of the device's memory that the largest turn takes."""
         return self.total / self.device.memory_bytes
 
     @property
@@ -183,7 +185,8 @@ def _settled(config: RunConfig, device: Device) -> RunConfig:
     if device.is_gpu:
         return config
     # The host's memory is the one that is planned.
-    here: dict[str, Any] = {"offload_activations": False}
+    parallel = config.train.parallel.model_copy(update={"offload": False})
+    here: dict[str, Any] = {"offload_activations": False, "parallel": parallel}
     if config.train.moments == "cpu":
         here["moments"] = "float32"
     return config.model_copy(update={"train": config.train.model_copy(update=here)})
@@ -219,9 +222,10 @@ def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: i
         turns=turns,
         num_parameters=step.num_parameters,
         longest=longest,
-        host_bytes=step.host_bytes if device.is_gpu else 0,
+        host_bytes=step.host_bytes * config.train.ranks if device.is_gpu else 0,
+        sync_s=_sync_s(config, device, step),
         times=_times(config, device, hugging_face, step, longest),
-        tokens_per_step=config.batch_size * config.rollouts_per_prompt * longest,
+        tokens_per_step=config.batch_size * config.group_sizes[1] * longest,
     )
     if plan.share <= WARN_SHARE:
         return plan
@@ -230,9 +234,10 @@ def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: i
     for key, value in _remedies(config, plan):
         table, _, name = key.rpartition(".")
         try:
-            if table == "train":
+            if table.startswith("train"):
                 given = {**advised.train.model_dump(exclude_unset=True), "dtype": advised.train.dtype}
-                part: dict[str, Any] = {"train": TrainConfig.model_validate({**given, name: value})}
+                (given if table == "train" else given.setdefault("parallel", {}))[name] = value
+                part: dict[str, Any] = {"train": TrainConfig.model_validate(given)}
             else:
                 arguments = {**advised.engine.arguments, name: value}
                 part = {"engine": advised.engine.model_copy(update={"arguments": arguments})}
@@ -263,6 +268,8 @@ def _remedies(config: RunConfig, plan: Plan) -> list[tuple[str, Any]]:
         found.append(("train.token_budget", budget))
     if train.moments == "float32" and plan.device.is_gpu:
         found.append(("train.moments", "cpu"))
+    if train.ranks > 1 and plan.device.is_gpu and not train.parallel.offload:
+        found.append(("train.parallel.offload", True))
     if train.lora_rank == 0:
         found.append(("train.lora_rank", 32))
     if is_server_beside(config, plan.device) and config.produce.mode == "colocated":
@@ -307,7 +314,7 @@ def _memory(
 
 def _largest_batch(config: RunConfig, prompt_tokens: int, longest: int) -> TrainBatch:
     """Groups of the longest sequences, as many as fill two micro-batches at most."""
-    group_size = config.rollouts_per_prompt
+    group_size = config.group_sizes[1]
     enough = 2 * max(1, config.train.token_budget // longest)
     # Of one mini-batch and rank: the others come after it, or have memory of their own.
     ranks = config.train.ranks // config.train.parallel.same_sequences
@@ -340,12 +347,13 @@ def _times(
     )
     flop_per_token = step.flop / step.tokens * (config.train.epochs + extra / 3)
     train_rate = device.flop_per_s * TRAIN_SHARE / flop_per_token * config.train.ranks
-    kept = step.gradient_bytes + sum(step.parts.get(name, 0) for name in ("weights", "moments"))
+    gradients = step.gradient_bytes / (config.train.ranks // config.train.parallel.replicas)
+    kept = gradients + sum(step.parts.get(name, 0) for name in ("weights", "moments"))
     # All of it is read once and written once.
     optimizer_s = 2 * kept / device.bytes_per_s
-    if config.train.moments == "cpu":
-        # Both moments, there and back.
-        optimizer_s += 4 * step.gradient_bytes / HOST_BYTES_PER_S
+    if config.train.moments == "cpu" or config.train.parallel.offload:
+        # Both moments, there and back; or weights and gradients, once for each pass of a step.
+        optimizer_s += 4 * gradients / HOST_BYTES_PER_S
     running = num_running(config)
     read = step.num_parameters * engine_itemsize(config)
     read += running * longest // 2 * cache_bytes_per_token(config, hugging_face)
@@ -363,6 +371,13 @@ def _times(
         lengths=LengthConfig(constant=max(1, longest)),
         train_s=config.train.optimizer_steps * optimizer_s,
         train_tokens_per_s=train_rate,
-        sync_s=step.num_parameters * engine_itemsize(config) / device.bytes_per_s,
+        sync_s=_sync_s(config, device, step),
     )
     return simulate(config, described, steps=SIMULATED_STEPS)
+
+
+def _sync_s(config: RunConfig, device: Device, step: StepMemory) -> float:
+    num_bytes = step.num_parameters * engine_itemsize(config)
+    # Into the host's memory, and out of it into that of an engine in another process.
+    through_host = config.train.ranks > 1 or config.engine.name == "process"
+    return num_bytes / (HOST_BYTES_PER_S / 2 if through_host else device.bytes_per_s or HOST_BYTES_PER_S)

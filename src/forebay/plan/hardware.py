@@ -28,11 +28,11 @@ class Device:
     flop_per_s: float | None = None
     """Dense bfloat16 with float32 sums; None: unknown, so no times are given."""
     bytes_per_s: float | None = None
-    """Of its memory."""
+    """Memory bandwidth."""
     count: int = 1
     is_gpu: bool = True
     precision: Precision = "bfloat16"
-    """Of a GPU's passes and engines, where a run file leaves it open."""
+    """Default precision of passes and engines, where a run file leaves it open."""
 
 
 _GPUS = {

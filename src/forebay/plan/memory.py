@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +37,7 @@ from forebay.train import TrainConfig
 from forebay.train.batch import TrainBatch
 from forebay.train.learner import Learner
 from forebay.train.model.critic import Critic
+from forebay.train.model.layers import decoder_layers
 from forebay.train.packing import Packer, num_cells
 
 
@@ -105,13 +106,13 @@ class StepMemory:
     flop: int
     """Floating-point operations of the passes over one micro-batch, recomputation included."""
     tokens: int
-    """Of that micro-batch."""
+    """Tokens of that micro-batch."""
     gradient_bytes: int
     """Of all trained weights, whatever is there at the peak."""
     num_parameters: int
-    """Of the policy, adapters included."""
+    """Parameters of the policy, adapters included."""
     host_bytes: int
-    """Of the host's pinned memory, where moments or activations are kept there."""
+    """Of the host's memory, where activations, moments or all of a rank's slices are kept there."""
 
 
 LOGITS, ACTIVATIONS, HOST = "logits", "activations", "host"
@@ -186,16 +187,15 @@ def step_memory(
         learner.rehearse(batch, packs)
     parts = {kind: memory.peak[kind] for kind in KINDS if memory.peak[kind]}
     if config.ranks > 1:
-        shares = dict.fromkeys(_SPLIT, config.ranks) | dict.fromkeys(_TOKENS, config.parallel.context)
-        split = {kind: -(-parts[kind] // ranks) for kind, ranks in shares.items() if kind in parts}
-        parts = parts | split | {"gathered layers": sum(map(_gathered_bytes, trained))}
+        parts = _of_one_rank(parts, trained, config)
+    host_bytes = memory.host_peak // config.parallel.context + parts.pop(HOST, 0)
     return StepMemory(
         parts=parts,
         flop=flop.get_total_flops(),
         tokens=int(batch.lengths[packs[0]].sum()),
         gradient_bytes=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
         num_parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
-        host_bytes=memory.host_peak,
+        host_bytes=host_bytes,
     )
 
 
@@ -222,24 +222,40 @@ _TOKENS = (LOGITS, ACTIVATIONS)
 """Of each of these it holds that of its tokens, where a context group shares out a sequence."""
 
 
-def _gathered_bytes(model: nn.Module) -> int:
-    """Of `model` on several ranks, whole for a while (`forebay.train.parallel.sharding.shard`).
+def _of_one_rank(parts: dict[str, int], trained: Sequence[nn.Module], config: TrainConfig) -> dict[str, int]:
+    """The share of `parts` that one of several ranks holds, and the layers that it gathers for a while."""
+    # Replicas hold the same slices; of the part outside of the layers, `tensor` ranks hold the same.
+    outside = sum(map(_outside_bytes, trained)) / sum(map(_num_bytes, trained))
+    slices = config.ranks // config.parallel.replicas / (1 + outside * (config.parallel.tensor - 1))
+    shares = dict.fromkeys(_SPLIT, slices) | dict.fromkeys(_TOKENS, config.parallel.context)
+    split = {kind: -int(-parts[kind] // ranks) for kind, ranks in shares.items() if kind in parts}
+    parts = parts | split | {"gathered layers": sum(_gathered_bytes(model, config) for model in trained)}
+    if config.parallel.offload:
+        # Whole, whatever is there at the device's peak.
+        parts["gradients"] = int(sum(_num_bytes(model, trained=True) for model in trained) / slices)
+        parts[HOST] = sum(parts.pop(kind, 0) for kind in _SPLIT)
+    return parts
+
+
+def _num_bytes(module: nn.Module, *, trained: bool = False) -> int:
+    return sum(p.nbytes for p in module.parameters() if p.requires_grad or not trained)
+
+
+def _outside_bytes(model: nn.Module, *, trained: bool = False) -> int:
+    """Of all that is in no layer: embeddings, output head."""
+    layers = sum(_num_bytes(layer, trained=trained) for layer in decoder_layers(model))
+    return _num_bytes(model, trained=trained) - layers
+
+
+def _gathered_bytes(model: nn.Module, config: TrainConfig) -> int:
+    """Of `model` on several ranks, whole for a while (`forebay.train.parallel.loading`).
 
     The part outside of the layers is whole in all of a pass, the layer that computes, and the next one; and
-    their gradients, until they are summed.
+    their gradients, until they are summed. Of a layer each of the `tensor` ranks has a part.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    def size(module: nn.Module, *, trained: bool = False) -> int:
-        return sum(p.nbytes for p in module.parameters() if p.requires_grad or not trained)
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    rest, rest_trained = (
-        size(model, trained=trained) - sum(size(layer, trained=trained) for layer in layers)
-        for trained in (False, True)
-    )
-    largest = max((2 * size(layer) + size(layer, trained=True) for layer in layers), default=0)
-    return rest + rest_trained + largest
+    layers = decoder_layers(model)
+    largest = max((2 * _num_bytes(layer) + _num_bytes(layer, trained=True) for layer in layers), default=0)
+    return _outside_bytes(model) + _outside_bytes(model, trained=True) + largest // config.parallel.tensor
 
 
 def _on_host(memory: MemoryPeak) -> Callable[..., AbstractContextManager[object]]:

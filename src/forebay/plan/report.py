@@ -33,10 +33,11 @@ def sentences(plan: Plan) -> Iterator[str]:
     """Whether it fits, what to change if not, and the times."""
     yield verdict(plan)
     if plan.host_bytes:
-        yield f"Beside it, pinned memory of the host: {plan.host_bytes / GIB:.3g} GiB."
+        yield f"Beside it, memory of the host: {plan.host_bytes / GIB:.3g} GiB."
     if (times := plan.times) is not None:
         yield (
             f"A step, if all responses are as long as they may be ({plan.longest} tokens with the prompt): "
             f"{times.step_s:.3g} s; generation alone {times.generation_s:.3g} s, training alone "
-            f"{times.training_s:.3g} s, {plan.tokens_per_step / times.step_s:,.0f} tokens/s"
+            f"{times.training_s:.3g} s, a sync {plan.sync_s:.3g} s, "
+            f"{plan.tokens_per_step / times.step_s:,.0f} tokens/s"
         )

@@ -146,7 +146,7 @@ def num_engines(config: RunConfig) -> int:
 
 def num_running(config: RunConfig) -> int:
     """Requests that decode together in one engine."""
-    under_way = config.batch_size * config.rollouts_per_prompt * (1 + config.produce.over_sample_threshold)
+    under_way = config.batch_size * config.group_sizes[1] * (1 + config.produce.over_sample_threshold)
     most = config.engine.arguments.get("max_batch", DEFAULT_MAX_BATCH)
     return int(min(-(-under_way // num_engines(config)), most))
 
@@ -157,7 +157,7 @@ def engine_itemsize(config: RunConfig) -> int:
 
 
 def cache_bytes_per_token(config: RunConfig, hugging_face: Any) -> int:
-    """Of an engine's keys and values."""
+    """Bytes of an engine's keys and values for one token, over all layers."""
     sizes = hugging_face.get_text_config()
     heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
     head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads

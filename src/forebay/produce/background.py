@@ -82,7 +82,7 @@ class BackgroundProducer:
     def __post_init__(self) -> None:
         self._switching = asyncio.Lock()
         self._contexts: dict[str, ProduceContext] = {}
-        """Of the present round; empty between rounds."""
+        """Contexts of the present round by task; empty between rounds."""
         self._commands = Changes()
         """Everything that `run` may stand still for."""
         self.changes = Changes()

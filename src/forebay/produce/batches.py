@@ -70,7 +70,7 @@ class Batches:
     producer: BackgroundProducer
     """Fills the buffer in a separate run."""
     progress: ProduceProgress
-    """Of the separate run."""
+    """Counts of a separate run, shared with the producer."""
     rules: GroupRules | None = None
     """With rules, a batch holds only groups that the trainer can take."""
     keeps_dropped: bool = False
@@ -442,7 +442,7 @@ class ColocatedRound:
 
     progress: ProduceProgress
     statuses: Mapping[str, ProduceBatchStatus]
-    """Of the tasks that have a share."""
+    """How production ended for each task that has a share of the batch."""
     pauses_s: Mapping[str, float]
 
 

@@ -31,7 +31,7 @@ from fractions import Fraction
 from numbers import Integral
 from pathlib import Path
 
-from forebay.io.durable import check
+from forebay.io.safe_files import check
 from forebay.ledger import Ledger
 from forebay.produce.background import BackgroundProducer, Mode, TaskRunner, pause_tasks, produce_tasks, tell
 from forebay.produce.batches import Batches, ColocatedRound
@@ -122,7 +122,7 @@ class AgentLoopManager:
 
     @property
     def task_names(self) -> list[str]:
-        """In configured order."""
+        """Names of the tasks, in configured order."""
         return list(self._runners)
 
     @property

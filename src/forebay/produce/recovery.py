@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from forebay.io.durable import seal, write_json, write_text
+from forebay.io.safe_files import seal, write_json, write_text
 from forebay.ledger import GroupId, Ledger
 from forebay.produce.sampler import Sampler
 from forebay.produce.strategies.rules import GROUP_TAG, name_group
@@ -72,7 +72,7 @@ class Cut:
         await asyncio.to_thread(seal, path)
 
     async def release(self) -> None:
-        """Hold nothing any more."""
+        """Release the snapshot."""
         await self.opened.aclose()
 
 
@@ -85,7 +85,7 @@ def sampler_path(path: Path, task_name: str) -> Path:
 async def settle(
     buffer: ReplayBuffer, ledger: Ledger, samplers: Mapping[str, Sampler], train_step: int
 ) -> None:
-    """Bring buffer, books and samplers together, as the table above says it."""
+    """Bring buffer, books and samplers together, as in the module's table."""
     await buffer.restore(train_step)
     rows = await buffer.storage.get({}, rows_only=True)
     names: dict[int, Any] = {row.uid: row.tags[GROUP_TAG] for row in rows if GROUP_TAG in row.tags}

@@ -23,11 +23,12 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from forebay.config import ConfigError
-from forebay.io.durable import write_text
+from forebay.io.safe_files import write_text
 from forebay.produce.prompts.dataset import Prompt
 from forebay.produce.prompts.orders import Order, Tried
 from forebay.produce.prompts.sequences import LazySequence, Permutation
@@ -65,15 +66,16 @@ class Sampler:
     prompt_repeat_k: int
     """Rollouts in a group."""
     seed: int = 0
-    """Of the order."""
+    """Chooses the order of the prompts; ids have it too."""
     shuffle: bool = True
     """False takes the prompts as they come, in every epoch."""
     order: Order | None = None
-    """Chooses the prompts of an epoch; None: all of them."""
+    """Chooses the prompts of an epoch, of later ones in a thread, from the books as they are meanwhile; None:
+    all of them."""
     order_name: str = ""
     """Tells `order` from others when a sampler is resumed; empty: its ``repr``."""
     score_of: Callable[[str], float | None] = lambda group_id: None
-    """The mean score of a group by its id, from the books; None: it has none."""
+    """The mean score of a group by its id, from the books, in any thread; None: it has none."""
     sample_params: SampleParams | None = None
     """Of every rollout; None leaves them to the agent loop."""
     already_has: Callable[[str], bool] | None = None
@@ -89,7 +91,7 @@ class Sampler:
             raise ValueError(f"prompt_repeat_k must be at least 1, got {self.prompt_repeat_k}")
         self._asking = asyncio.Lock()
         self._is_known: Callable[[str], bool] = lambda name: False
-        """As `already_has`, of the latest `catch_up`."""
+        """Whether store or books have a group already, as the latest `catch_up` was told."""
         self._again: deque[tuple[int, int]] = deque()
         """Epochs and indices of groups that come before the next new one."""
         self._empty_at: dict[Status, int] = {}
@@ -121,7 +123,13 @@ class Sampler:
                         reset_rollout_response(state)
                         state.status = Status.INIT
                 return group
-        return self._next_group()
+        while (new := self._next_group()) is None:
+            # One makes the plan, in a thread, since an order reads the books; the others wait for it.
+            async with self._asking:
+                if self.position == len(self._plan):
+                    epoch = self.epoch + 1
+                    self._start_epoch(epoch, await asyncio.to_thread(self._plan_of, epoch))
+        return new
 
     async def _take(self, status: Status) -> list[RolloutState] | None:
         """A group with that status from the buffer, if there is one."""
@@ -227,28 +235,30 @@ class Sampler:
     def _start_epoch(self, epoch: int, plan: Sequence[int] | None = None) -> None:
         self.epoch = epoch
         self.position = 0
+        # A saved plan is not made anew: the books may know more by now.
+        self._plan = self._plan_of(epoch) if plan is None else plan
+
+    def _plan_of(self, epoch: int) -> Sequence[int]:
+        """The prompts of an epoch, by their indices; any thread may ask."""
         size = len(self.prompts)
         shuffled = LazySequence(Permutation(size, f"sampler/{self.seed}/{epoch}"), range(size))
-        # A saved plan is not made anew: the books may know more by now.
-        if plan is None and self.order is not None:
-            chosen = list(self.order.plan(shuffled, self.prompts, self._latest))
-            if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(size)):
-                raise ConfigError(
-                    f"a sampler's plan is distinct indices under {size}, not {str(chosen)[:99]}"
-                )
-            # Saved as JSON, which does not take numbers of numpy.
-            plan = [int(index) for index in chosen]
-        self._plan: Sequence[int] = (shuffled if self.shuffle else range(size)) if plan is None else plan
+        if self.order is None:
+            return shuffled if self.shuffle else range(size)
+        chosen = list(self.order.plan(shuffled, self.prompts, partial(self._latest, epoch)))
+        if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(size)):
+            raise ConfigError(f"a sampler's plan is distinct indices under {size}, not {str(chosen)[:99]}")
+        # Saved as JSON, which does not take numbers of numpy.
+        return [int(index) for index in chosen]
 
-    def _latest(self, index: int) -> Tried | None:
-        """The latest group of a prompt with a score, in the epochs before this one."""
-        for epoch in reversed(range(self.epoch)):
+    def _latest(self, before: int, index: int) -> Tried | None:
+        """The latest group of a prompt with a score, in the epochs before that one."""
+        for epoch in reversed(range(before)):
             if (score := self.score_of(self._name(epoch, index))) is not None:
                 return Tried(epoch, score)
         return None
 
-    def _next_group(self) -> list[RolloutState]:
-        """The next prompt's group; held ones are skipped.
+    def _next_group(self) -> list[RolloutState] | None:
+        """The next prompt's group; held ones are skipped. None where an `order` has to plan an epoch first.
 
         The loop ends: every round makes an id that was never made before, and what is held is finite.
         """
@@ -256,6 +266,8 @@ class Sampler:
             return self._group(*self._again.popleft())
         while True:
             if self.position == len(self._plan):
+                if self.order is not None:
+                    return None
                 self._start_epoch(self.epoch + 1)
             index = self._plan[self.position]
             self.position += 1

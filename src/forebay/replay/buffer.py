@@ -25,18 +25,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 from forebay.aio.changed import Changes
 from forebay.aio.gate import SharedLock
 from forebay.aio.tasks import run_to_the_end
+from forebay.replay import arrival as arriving
 from forebay.replay import saving
-from forebay.replay.arrival import (
-    CAN_EXPIRE,
-    LABEL_AT_ONCE,
-    Arrival,
-    PutKeywords,
-    arrived_row,
-    check_threshold,
-    expire_old,
-    label_group,
-    named_row,
-)
+from forebay.replay.arrival import PutKeywords
 from forebay.replay.format.packed import GroupCodec, hand_out
 from forebay.replay.policies import ReplayPolicy
 from forebay.replay.query import QueryLike, StorageIndices
@@ -145,7 +136,10 @@ class ReplayBuffer:
         await self.put_groups([items], task_name, **arrival)
 
     async def put_groups(
-        self, groups: Iterable[Sequence[RolloutState]], task_name: str, **arrival: Unpack[PutKeywords]
+        self,
+        groups: Iterable[Sequence[RolloutState]],
+        task_name: str,
+        **arrival: Unpack[PutKeywords],
     ) -> None:
         """Store many groups, each as `put` does and in this order: all of them or none.
 
@@ -154,7 +148,7 @@ class ReplayBuffer:
         Raises:
             ValueError: as for `put`; nothing is stored.
         """
-        _, evicted = await self._store(groups, task_name, Arrival.of(task_name, arrival))
+        _, evicted = await self._store(groups, task_name, arriving.Arrival.of(task_name, arrival))
         if self.on_evict is not None:
             for item in evicted:
                 self.on_evict(item)
@@ -163,25 +157,25 @@ class ReplayBuffer:
         self,
         groups: Iterable[Sequence[RolloutState]],
         task_name: str,
-        how: Arrival,
+        how: arriving.Arrival,
         receipt: bytes | None = None,
     ) -> tuple[list[StorageItem], list[StorageItem]]:
         """Put the groups; their rows, and those evicted for them."""
         given = (group for group in groups if group)
-        label = partial(label_group, model_step=how.model_step)
-        if not (listed := await map_in_turns(label, given, LABEL_AT_ONCE)):
+        label = partial(arriving.label_group, model_step=how.model_step)
+        if not (listed := await map_in_turns(label, given, arriving.LABEL_AT_ONCE)):
             return [], []
         async with self._lock.shared():
             step, aged_at = await self._see_step(task_name, how.current_train_step)
             while True:
-                row_of = partial(arrived_row, task_name=task_name, seen_step=step, how=how)
+                row_of = partial(arriving.arrived_row, task_name=task_name, seen_step=step, how=how)
                 rows = await map_in_turns(row_of, listed, STORE_AT_ONCE)
                 if self.reuse is not None:
                     self.reuse.weigh(rows)
                 try:
                     await self.policy.put_many(rows, self.storage, receipt=receipt, **aged_at)
                     evicted = [] if self.limit is None else await self.storage.evict(self.limit)
-                    return rows, list(map(named_row, evicted))
+                    return rows, list(map(arriving.named_row, evicted))
                 except StepPassed as passed:
                     # Another process saw a later step of the task: the groups are older than was thought.
                     step, aged_at = passed.train_step, {"aged_at": passed.train_step}
@@ -330,14 +324,14 @@ class ReplayBuffer:
             ValueError: a threshold is not positive; nothing is changed.
         """
         for task, threshold in task_stale_thresholds.items():
-            check_threshold(task, threshold)
-        asked = CAN_EXPIRE if statuses is None else tuple(statuses)
-        expiring = [status for status in CAN_EXPIRE if status in asked]
+            arriving.check_threshold(task, threshold)
+        asked = arriving.CAN_EXPIRE if statuses is None else tuple(statuses)
+        expiring = [status for status in arriving.CAN_EXPIRE if status in asked]
         async with self._lock.alone():
             expired = {}
             for task, threshold in task_stale_thresholds.items():
                 rule = task, threshold, current_train_step, expiring
-                expired[task] = await expire_old(
+                expired[task] = await arriving.expire_old(
                     self.storage, *rule, self._changes, lambda: self._num_saving > 0
                 )
             return expired

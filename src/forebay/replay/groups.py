@@ -50,7 +50,7 @@ class StoredGroup(list[RolloutState]):
 
     @property
     def status(self) -> Status:
-        """The group's."""
+        """The group's status, from its members' (`get_group_status`)."""
         return get_group_status(self)
 
     @property

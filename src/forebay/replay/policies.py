@@ -30,7 +30,7 @@ class ReplayPolicy:
     """
 
     order: ClassVar[str] = ARRIVAL
-    """As `StorageBackend.get` takes it."""
+    """Which groups are taken first, as `StorageBackend.get` takes it."""
 
     async def put(self, item: StorageItem, storage_backend: StorageBackend) -> None:
         """Store `item`, whose group is not empty."""
@@ -93,7 +93,7 @@ async def take_ranked(
 
 
 class FIFOReplayPolicy(ReplayPolicy):
-    """In order of arrival."""
+    """Takes groups in the order in which they arrived."""
 
 
 class StalenessReplayPolicy(ReplayPolicy):

@@ -9,7 +9,7 @@
     commit(S) ------> gone, if no step after S may use it: used up, too old, or without a signal
 
 A use changes tags of a row and nothing else, so every store keeps it, in the same transactions and snapshots
-as the rest. Whoever trains on such a group corrects for the weights that made its tokens: `logprobs` and
+as the rest. Training on such a group must correct for the weights that made its tokens: `logprobs` and
 `response_model_steps` are those of its generation.
 """
 

@@ -29,7 +29,7 @@ import torch
 from forebay.agents import prompt_tools
 from forebay.config import ConfigError, errors_about
 from forebay.evaluate import Evaluator
-from forebay.io.durable import DamagedError, check, publish, unfinished, write_text
+from forebay.io.safe_files import DamagedError, check, publish, unfinished, write_text
 from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
 from forebay.models import context_of, find_device, load_model, load_tokenizer, precision_on, resolve_model
@@ -39,22 +39,13 @@ from forebay.produce.prompts.conversations import Demonstrations
 from forebay.produce.prompts.dataset import load_conversations
 from forebay.produce.strategies.rules import name_group
 from forebay.replay import StorageBackend
+from forebay.runs import rollouts as rollout_parts
 from forebay.runs.config import RunConfig, WarmupTable, to_toml
 from forebay.runs.placement import Cluster, Trainer, base_precision, device_fact, takes_turns
 from forebay.runs.record.events import observe_buffer
 from forebay.runs.record.history import History
 from forebay.runs.record.journal import Recorder
 from forebay.runs.record.live import LiveFile, live_values
-from forebay.runs.rollouts import (
-    Rollouts,
-    TaskData,
-    build_rollouts,
-    check_lengths,
-    engine_precision,
-    load_data,
-    with_alphabet,
-    with_precisions,
-)
 from forebay.runs.show.alarms import RunAlarms
 from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.status import RunStatus
@@ -70,7 +61,7 @@ from forebay.types import RolloutState
 
 
 @dataclass(kw_only=True)
-class Run(Rollouts):
+class Run(rollout_parts.Rollouts):
     """A run's components and its state. The verbs in `forebay.runs.steps` take one."""
 
     config: RunConfig
@@ -84,7 +75,6 @@ class Run(Rollouts):
     """Every rollout that left the run, in columns; `history` has the numbers of the steps."""
     learned: TrainBatch | None = None
     """The batch that was trained last, until it is reported: advantages and the trainer's logprobs."""
-    live_file: LiveFile | None = None
     has_failed: bool = False
     weight_check: WeightCheck | None = None
     cluster: Cluster | None = None
@@ -115,6 +105,8 @@ class Run(Rollouts):
     guard: OffPolicyGuard = field(init=False)
     alarms: RunAlarms = field(init=False)
     status: RunStatus = field(init=False)
+    live_file: LiveFile | None = None
+    """Written from the end of `build_run` on; None in a simulated run."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -157,7 +149,7 @@ async def open_run(
     cluster: Cluster | None = None,
     *,
     resume_step: int | None = None,
-    data: Sequence[TaskData] | None = None,
+    data: Sequence[rollout_parts.TaskData] | None = None,
     storage: StorageBackend | None = None,
 ) -> Run:
     """`build_run` in the run's own folder, on a `cluster` that has not been opened or has lost a part."""
@@ -178,12 +170,12 @@ async def open_run(
 _PLAIN = {"attention": "auto", "moments": "float32"}
 LOSSES = "losses.json"
 """In the folder of the warm-up: the loss of each step, and of what is held out before each pass and after."""
-Start = tuple[Path, list[TaskData]]
+Start = tuple[Path, list[rollout_parts.TaskData]]
 """The folder of the model and the data that a run starts from."""
 
 
 def find_start(
-    config: RunConfig, folder: Path, display: RunDisplay, data: Sequence[TaskData] | None = None
+    config: RunConfig, folder: Path, display: RunDisplay, data: Sequence[rollout_parts.TaskData] | None = None
 ) -> Start:
     """The model of the run in `folder`, warmed up if the config says so, and its prompts (`data`, if loaded).
 
@@ -193,10 +185,10 @@ def find_start(
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     if data is None:
-        data = load_data(config)
-        config = with_alphabet(config, data)
+        data = rollout_parts.load_data(config)
+        config = rollout_parts.with_alphabet(config, data)
     model_folder = resolve_model(config.model, seed=config.seed)
-    data = check_lengths(config, model_folder, data)
+    data = rollout_parts.check_lengths(config, model_folder, data)
     if config.warmup is not None:
         model_folder = warm_up(config, model_folder, folder / "warmup", display, data)
         # The trainer needs blocks of other sizes than what a warm-up leaves in torch's cache.
@@ -233,7 +225,7 @@ def build_run(
     if storage is None:
         storage = open_storage(config, folder, is_new=resume_step is None)
     try:
-        rollouts = build_rollouts(config, model_folder, data, cluster=cluster, storage=storage)
+        rollouts = rollout_parts.build_rollouts(config, model_folder, data, cluster=cluster, storage=storage)
     except BaseException:
         storage.close()
         raise
@@ -261,16 +253,19 @@ def build_run(
         cluster.listen(partial(_note_retry, ledger), ledger.note_part)
     display.follow(run.status)
     if config.record:
-        run_file, device = to_toml(with_precisions(config)), device_fact(config)
+        run_file, device = to_toml(rollout_parts.with_precisions(config)), device_fact(config)
         run.record = Recorder(folder, run_file=run_file, device=device, resumed_from=resume_step)
         observe_buffer(run.record, run.manager.replay_buffer)
     if config.history_gb:
         _begin_history(run, resume_step)
+    values = partial(live_values, run.status, run.manager)
+    run.live_file = LiveFile(run.folder, run.place, values, run.status.count_buffer)
+    run.display.on_note = run.live_file.note
     return run
 
 
 def _begin_history(run: Run, resume_step: int | None) -> None:
-    """Write what the board shows: rollouts that leave the run, activities, the state of each second."""
+    """Write what the board finds rollouts and activities in."""
     limit_bytes = int(run.config.history_gb * 1e9)
     history = run.rollouts_history = History(run.folder, limit_bytes=limit_bytes, resumed_from=resume_step)
     ledger = run.manager.ledger
@@ -283,9 +278,6 @@ def _begin_history(run: Run, resume_step: int | None) -> None:
     run.manager.batches.on_drop = drop
     run.activities.listen(lambda _: None, lambda activity: history.ended(activity.span()))
     run.controller.on_request = history.ended
-    values = partial(live_values, run.status, run.manager)
-    run.live_file = LiveFile(run.folder, run.place, values, run.status.count_buffer)
-    run.display.on_note = run.live_file.note
 
 
 def _note_retry(ledger: Ledger, task_name: str | None, group_id: str | int | None, reason: str) -> None:
@@ -307,7 +299,7 @@ def build_trainer(
     Raises:
         ConfigError: the model or the training's settings do not fit.
     """
-    model: Any = ModelFolder(folder=model_folder, dtype=base_precision(with_precisions(config)))
+    model: Any = ModelFolder(folder=model_folder, dtype=base_precision(rollout_parts.with_precisions(config)))
     if device is None and config.cluster is None:
         device = _trainer_device(config)
     with errors_about("[train] cannot be built", ValueError):
@@ -321,7 +313,7 @@ def build_trainer(
             ref_model=None if config.train.teacher is None else find_teacher(config, tokenizer),
             device=device,
             ranks=ranks,
-            engine_dtype=engine_precision(config),
+            engine_dtype=rollout_parts.engine_precision(config),
         )
 
 
@@ -356,7 +348,7 @@ def _trainer_device(config: RunConfig) -> str:
 
 
 def warm_up(
-    config: RunConfig, source: Path, target: Path, display: RunDisplay, data: Sequence[TaskData]
+    config: RunConfig, source: Path, target: Path, display: RunDisplay, data: Sequence[rollout_parts.TaskData]
 ) -> Path:
     """Train the model in `source` as ``[warmup]`` says; the folder it is saved in, `target`.
 
@@ -406,7 +398,7 @@ def warm_up(
 
 
 def _examples(
-    config: RunConfig, settings: WarmupTable, tokenizer: Any, data: Sequence[TaskData]
+    config: RunConfig, settings: WarmupTable, tokenizer: Any, data: Sequence[rollout_parts.TaskData]
 ) -> tuple[list[Example], list[Example]]:
     """As many examples as the warm-up can use, drawn from all; of conversations also those held out."""
     held_out: Sequence[Prompt] = ()

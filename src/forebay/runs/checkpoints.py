@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forebay.config import ConfigError, errors_about
-from forebay.io.durable import check, publish, unfinished, write_json
+from forebay.io.safe_files import check, publish, unfinished, write_json
 from forebay.produce.recovery import GROUPS, Cut
 from forebay.runs.build import Run
 from forebay.runs.folder import checkpoint_path, list_checkpoints, prune_checkpoints, step_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import tomli_w
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, PositiveInt, field_validator, model_validator
 
 from forebay.agents import check_agent
 from forebay.config import (
@@ -235,8 +235,9 @@ class RunConfig(RunFile):
 
     batch_size: int = Field(ge=1)
     """Groups, that is prompts, per train step, over all tasks."""
-    rollouts_per_prompt: int = Field(ge=1)
-    """Size of a group."""
+    rollouts_per_prompt: PositiveInt | tuple[PositiveInt, PositiveInt]
+    """Size of a group. A pair is the least and the most: once the least are judged, more are made, up to the
+    most where half of them earned 1 and half 0, and none where all earned the same."""
     device: str = Field(default="auto", pattern=DEVICE_PATTERN)
     """Where models train and generate: ``cpu``, ``cuda``, ``cuda:1``, ``mps``, or ``auto``: CUDA if there
     is one, else the CPU. On a cluster Ray's resources say it."""
@@ -254,7 +255,8 @@ class RunConfig(RunFile):
     """Write ``record/``, with which ``forebay replay`` runs the training again."""
     history_gb: float = Field(default=2.0, ge=0)
     """Disk for ``history/``: every rollout that was trained, dropped or evaluated, and every activity, for
-    ``forebay board`` and SQL. The oldest are removed beyond it; 0: none is written."""
+    ``forebay board`` and SQL. The oldest are removed beyond it; 0: none is written, and the board shows the
+    overview and the flow alone."""
     board: bool = False
     """Start ``forebay board`` beside the run, and say its address; it ends with the run."""
     model: ModelConfig
@@ -270,6 +272,13 @@ class RunConfig(RunFile):
     train: TrainConfig = TrainConfig()
     evaluate: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
+
+    @property
+    def group_sizes(self) -> tuple[int, int]:
+        """The least and the most rollouts of a group."""
+        sizes = self.rollouts_per_prompt
+        pair = sizes if isinstance(sizes, tuple) else (sizes, sizes)
+        return min(pair), max(pair)
 
     def tries(self, task: TaskConfig) -> EvalConfig:
         """How the held-out prompts of `task` are tried."""
@@ -328,7 +337,7 @@ class RunConfig(RunFile):
 
     def _check_together(self) -> None:
         """Rules over keys of several tables."""
-        train, group_size = self.train, self.rollouts_per_prompt
+        train, group_size = self.train, self.group_sizes[0]
         if self.record and self.replay.store not in (None, "memory"):
             raise ConfigError(
                 f"record = true repeats what happened to groups in memory, and replay.store is "
@@ -340,8 +349,9 @@ class RunConfig(RunFile):
                 "machine: set produce.mode = 'separate' and leave cluster out, or set evaluate.mode = 'pause'"
             )
         if self.produce.save_partial_every_s is not None:
-            is_durable = self.replay.store in ("sqlite", "postgresql")
-            if self.cluster is not None or not (is_durable and self.produce.enable_partial_rollout):
+            # Which store a run has that names none depends on its folder: `check_partial_saves` looks again.
+            is_lost = self.replay.store == "memory" or not self.produce.enable_partial_rollout
+            if self.cluster is not None or is_lost:
                 raise ConfigError(
                     "produce.save_partial_every_s saves rollouts of this process that can go on: leave it or "
                     "cluster out, set replay.store = 'sqlite' and produce.enable_partial_rollout = true"
@@ -353,10 +363,10 @@ class RunConfig(RunFile):
                 f"max_staleness of task {', '.join(own_limits)}: nothing is stale in this run; set "
                 f"produce.mode = 'separate' or produce.max_staleness, or leave it out"
             )
-        if self.steps > 0 and train.compares and group_size < 2:
+        if self.steps > 0 and group_size < 2 and (train.compares or self.group_sizes[1] > 1):
             raise ConfigError(
-                f"rollouts_per_prompt = {group_size} gives advantage {train.advantage!r} nothing to compare: "
-                f"set it to 2 or more, or use advantage 'gae'"
+                f"rollouts_per_prompt = {group_size} gives advantage {train.advantage!r} nothing to compare, "
+                f"nor a group that may grow: set it to 2 or more, or to 1 with advantage 'gae'"
             )
         if train.pass_k is not None and train.pass_k > group_size:
             raise ConfigError(

@@ -24,12 +24,12 @@ import logging
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from forebay.config import ConfigError, ModelT, load_config
-from forebay.io.durable import DamagedError, DiskError, check, disk_errors_named, write_text
+from forebay.io.safe_files import DamagedError, DiskError, check, disk_errors_named, write_text
 from forebay.runs.config import RunConfig, RunFile, to_toml
 
 try:
@@ -172,6 +172,18 @@ def occupied(folder: Path) -> Iterator[None]:
             # A disk that refuses it hides no other error: a left-over lock does no harm.
             with contextlib.suppress(OSError):
                 Path(file.name).unlink()
+
+
+def try_folder(folder: Path, say: Callable[[str], None]) -> None:
+    """Say whether the folder is free for a new run.
+
+    Raises:
+        ConfigError: another process works in it.
+    """
+    with occupied(folder):
+        is_used = (folder / RUN_FILE).exists()
+        state = "holds a run: --overwrite replaces it" if is_used else "is free"
+        say(f"folder  {folder} {state}")
 
 
 def _locked(folder: Path) -> TextIO:

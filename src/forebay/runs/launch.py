@@ -22,28 +22,16 @@ from rich.console import Console
 
 from forebay.config import ConfigError
 from forebay.evaluate import Evaluator
-from forebay.io.durable import DamagedError, check, is_disk_error
+from forebay.io.safe_files import DamagedError, check, is_disk_error
 from forebay.judges import build_judge
 from forebay.produce import ProductionError, Prompt, TaskRunner
 from forebay.produce.prompts.dataset import last_user_text
 from forebay.replay import StorageBackend
-from forebay.runs import steps
+from forebay.runs import folder as run_folder
+from forebay.runs import steps, store
 from forebay.runs.build import Run, open_run
 from forebay.runs.colocated import run_colocated
 from forebay.runs.config import RunConfig, changed
-from forebay.runs.folder import (
-    RUN_FILE,
-    check_checkpoint,
-    disk_errors_of_run,
-    finished_line,
-    is_finished,
-    list_checkpoints,
-    new_folder,
-    occupied,
-    saved_config,
-    step_of,
-    write_run_file,
-)
 from forebay.runs.placement import Cluster, PartLost, device_fact, idle_gpus, opened_cluster
 from forebay.runs.reporting import accuracy_line
 from forebay.runs.rollouts import TaskData, build_rollouts, load_data, with_alphabet
@@ -51,7 +39,6 @@ from forebay.runs.separate import run_separate
 from forebay.runs.show import surroundings
 from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.wording import clean
-from forebay.runs.store import keeps_consumed, lost_database, store_of, wait_for_database
 from forebay.train.parallel.ranks import RankError
 from forebay.types import FAILED_AT_KEY, RolloutState, Status
 
@@ -72,17 +59,18 @@ async def launch(
         PartLost: a part of the cluster was lost again and again.
     """
     silence_progress_bars()
+    store.check_partial_saves(config)
     folder = config.folder
-    with disk_errors_of_run(folder), occupied(folder):
+    with run_folder.disk_errors_of_run(folder), run_folder.occupied(folder):
         checkpoint, step, changes = None, 0, []
         if resume is not None:
-            if not (checkpoints := list_checkpoints(folder)):
+            if not (checkpoints := run_folder.list_checkpoints(folder)):
                 raise ConfigError(f"nothing to resume in {str(folder)!r}: it has no complete checkpoint")
             checkpoint = checkpoints[-1]
-            step = step_of(checkpoint)
-            changes = changed(saved_config(folder), config)
-            if step >= config.steps and is_finished(folder, checkpoint):
-                return finished_line(folder, step), False
+            step = run_folder.step_of(checkpoint)
+            changes = changed(run_folder.saved_config(folder), config)
+            if step >= config.steps and run_folder.is_finished(folder, checkpoint):
+                return run_folder.finished_line(folder, step), False
         with RunDisplay() as display, surroundings.logs_shown(display):
             facts = {
                 "model": config.model.source,
@@ -104,7 +92,7 @@ async def launch(
                     else:
                         run = await _resumed(config, checkpoint, step, display, cluster)
                         # Only now: overrides that do not fit must not spoil the run file.
-                        write_run_file(config, folder)
+                        run_folder.write_run_file(config, folder)
                 except (KeyboardInterrupt, asyncio.CancelledError):
                     kept = "nothing of this run is kept" if checkpoint is None else "the run is as it was"
                     display.stopped(f"{kept}; start it again with the same command")
@@ -121,7 +109,7 @@ async def _begun(config: RunConfig, display: RunDisplay, cluster: Cluster | None
         data = load_data(config)
         config = with_alphabet(config, data)
     await try_judges(config, data)
-    with new_folder(config, overwrite=overwrite):
+    with run_folder.new_folder(config, overwrite=overwrite):
         return await open_run(config, display, cluster, data=data)
 
 
@@ -134,7 +122,7 @@ async def _resumed(
     storage: StorageBackend | None = None,
 ) -> Run:
     # Before anything is built: the answer comes at once, and nothing has to be undone.
-    await asyncio.to_thread(check_checkpoint, checkpoint)
+    await asyncio.to_thread(run_folder.check_checkpoint, checkpoint)
     run = await open_run(config, display, cluster, resume_step=step, storage=storage)
     try:
         await steps.resume(run, checkpoint, has_groups=storage is not None)
@@ -147,7 +135,7 @@ async def _resumed(
 MAX_RESTARTS = 3
 """How often a run in one process may lose its trainer's ranks without finishing a step in between."""
 LOOPS = {"colocated": run_colocated, "separate": run_separate}
-"""By ``produce.mode``."""
+"""The loop of each ``produce.mode``."""
 
 
 async def _to_the_end(run: Run) -> Run:
@@ -202,7 +190,7 @@ def _lost_part(run: Run, error: Exception) -> str:
     """Which part's loss ended the run; raises `error` if it was none that going back brings back."""
     if isinstance(error, PartLost | RankError):
         return str(error)
-    if store_of(run.config) == "postgresql" and (lost := lost_database(error)):
+    if store.store_of(run.config) == "postgresql" and (lost := store.lost_database(error)):
         return f"the database of the replay buffer is lost: {lost}"
     if isinstance(error, ProductionError) and is_disk_error(error.__cause__):
         # Groups could not be entered in the books: it is the disk that a person has to look at.
@@ -212,15 +200,15 @@ def _lost_part(run: Run, error: Exception) -> str:
 
 async def _back_to_checkpoint(run: Run, reason: str) -> Run:
     config, display = run.config, run.display
-    checkpoints = list_checkpoints(config.folder)
+    checkpoints = run_folder.list_checkpoints(config.folder)
     # Before the first one nothing was trained or produced that would have to be taken back.
-    step = step_of(checkpoints[-1]) if checkpoints else 0
+    step = run_folder.step_of(checkpoints[-1]) if checkpoints else 0
     display.warning(f"{reason}; the run goes back from train step {run.train_step} to {step}")
     display.start(config.name, {}, step=step, total=config.steps)
     storage = run.manager.replay_buffer.storage
-    await asyncio.to_thread(wait_for_database, config)
+    await asyncio.to_thread(store.wait_for_database, config)
     # A durable store is opened anew, which fences off its owner of before; groups in memory are only here.
-    kept = storage if keeps_consumed(config) and not storage.is_durable else None
+    kept = storage if store.keeps_consumed(config) and not storage.is_durable else None
     if checkpoints:
         again = await _resumed(config, checkpoints[-1], step, display, run.cluster, kept)
     else:
@@ -275,7 +263,7 @@ def silence_progress_bars() -> None:
 
 def _newest_model(folder: Path) -> Path:
     """The run's trained model, or that of its last checkpoint, once its files are known to be whole."""
-    checkpoints = [path / "trainer" for path in list_checkpoints(folder)]
+    checkpoints = [path / "trainer" for path in run_folder.list_checkpoints(folder)]
     published = [folder / "model"] if (folder / "model").is_dir() else []
     newest_first = [*published, *reversed(checkpoints)]
     if not newest_first:
@@ -352,9 +340,8 @@ async def try_all(config: RunConfig, say: Callable[[str], None]) -> None:
     Raises:
         ConfigError: something does not fit, or all rollouts of a group failed.
     """
-    with occupied(config.folder):
-        state = "holds a run: --overwrite replaces it" if (config.folder / RUN_FILE).exists() else "is free"
-        say(f"folder  {config.folder} {state}")
+    store.check_partial_saves(config)
+    run_folder.try_folder(config.folder, say)
     data = load_data(config)
     config = with_alphabet(config, data)
     for task, part in zip(config.tasks, data, strict=True):

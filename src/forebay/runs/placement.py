@@ -102,7 +102,7 @@ class Trainer(Protocol):
         *,
         stale_thresholds: int | Mapping[str, int] | None = None,
     ) -> TrainBatch:
-        """One train step."""
+        """Make one train step on `groups`, and return the batch that was trained."""
 
     async def sync_weights(self, rollout_controller: Any) -> None:
         """Give the current weights to what generates."""
@@ -119,7 +119,7 @@ class Trainer(Protocol):
     def finish_save(self) -> None:
         """Wait until the folder is there; in any thread."""
 
-    def resume(self, path: Path | str) -> None:
+    def resume(self, path: Path | str) -> int:
         """Go on from such a folder."""
 
     def close(self) -> None:

@@ -45,7 +45,7 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
     if run.rollouts_history is not None:
         for outcome, told in batch.by_outcome().items():
             run.rollouts_history.left(told, outcome, train_step=train_step, learned=run.learned)
-        # It holds the arrays of a whole batch, which nobody needs any more.
+        # It holds the arrays of a whole batch, which nothing needs any more.
         run.learned = None
 
 

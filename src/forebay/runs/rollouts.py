@@ -106,7 +106,7 @@ class Rollouts:
     eval_controller: RolloutController | None = None
     """Of the engine for evaluations beside production; None: production is paused for them."""
     eval_watch: StallWatch | None = None
-    """Watches that engine."""
+    """Watches the engine of evaluations."""
 
 
 def load_data(config: RunConfig) -> list[TaskData]:
@@ -399,7 +399,7 @@ def _sampler(
         prompts,
         buffer,
         task_name=task.name,
-        prompt_repeat_k=config.rollouts_per_prompt,
+        prompt_repeat_k=config.group_sizes[0],
         seed=config.seed,
         order=build_order(task.sampler),
         order_name=str(task.sampler),
@@ -450,6 +450,7 @@ def group_rules(config: RunConfig, context: int) -> GroupRules:
         min_members=max(produce.min_members, needed),
         needed_members=needed,
         max_failed_groups=produce.max_failed_groups,
+        sizes=config.group_sizes,
     )
 
 

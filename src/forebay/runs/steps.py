@@ -25,7 +25,7 @@ from forebay.agents import AgentLoop
 from forebay.aio.tasks import unless
 from forebay.config import ConfigError
 from forebay.engines import EngineLost
-from forebay.io.durable import publish, unfinished
+from forebay.io.safe_files import publish, unfinished
 from forebay.produce import ProduceBatchResult, ProductionError
 from forebay.runs.build import Run
 from forebay.runs.checkpoints import begin_checkpoint as begin_checkpoint

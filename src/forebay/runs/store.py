@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from forebay.config import ConfigError
 from forebay.extras import needed_by
-from forebay.io.durable import write_text
+from forebay.io.safe_files import write_text
 from forebay.replay import IndexedStorage, StorageBackend
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import ID_FILE
@@ -53,6 +53,16 @@ def store_of(config: RunConfig) -> str:
     # A record can be repeated with groups in memory only.
     on_disk = outlives and not config.record and network_mount(config.folder) is None
     return "sqlite" if on_disk else "memory"
+
+
+def check_partial_saves(config: RunConfig) -> None:
+    """Refuse to save unfinished rollouts where the run's folder and mode give it no durable store.
+
+    Raises:
+        ConfigError: that is so.
+    """
+    if config.produce.save_partial_every_s is not None and store_of(config) == "memory":
+        raise ConfigError("produce.save_partial_every_s needs replay.store = 'sqlite' or 'postgresql'")
 
 
 def keeps_consumed(config: RunConfig) -> bool:

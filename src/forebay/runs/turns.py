@@ -32,7 +32,7 @@ from forebay.train import TrainController
 
 
 class Turn(Enum):
-    """Drawn above."""
+    """The side that holds the device."""
 
     GENERATING = auto()
     TRAINING = auto()
@@ -45,8 +45,10 @@ class DeviceTurns:
     Invariants: the trainer trains only while the server has given its memory back, or has been ended; the
     server is awake only while the trainer's part that `offload` names is in the host's memory.
 
-    >>> turns = DeviceTurns(controller, trainer, thread, offload="moments")            # doctest: +SKIP
-    >>> await turns.train(keep_weights=False)                                          # doctest: +SKIP
+    ::
+
+        turns = DeviceTurns(controller, trainer, thread, offload="moments")
+        await turns.train(keep_weights=False)
     """
 
     def __init__(

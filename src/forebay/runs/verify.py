@@ -40,10 +40,11 @@ class WeightsDifferError(RuntimeError):
 class WeightCheck:
     """Compares engines with the trainer after a hand-over.
 
-    >>> check = WeightCheck(vocabulary=len(tokenizer), seed=0)                      # doctest: +SKIP
-    >>> states = await check.probe(engine, model_step)                              # doctest: +SKIP
-    >>> check.compare(0, states, trainer)                                           # doctest: +SKIP
-    0.0000012
+    ::
+
+        check = WeightCheck(vocabulary=len(tokenizer), seed=0)
+        states = await check.probe(engine, model_step)
+        check.compare(0, states, trainer)  # 0.0000012
     """
 
     def __init__(self, *, vocabulary: int, seed: int = 0) -> None:

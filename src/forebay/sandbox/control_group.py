@@ -36,29 +36,6 @@ _REFUSED: set[Path] = set()
 _JOIN = 'echo 0 >"$0" && exec "$@"'
 
 
-@dataclass
-class ControlGroup:
-    """The group of one program at a time."""
-
-    folder: Path
-    num_killed: int = 0
-    """Processes of earlier programs that the kernel killed for want of memory."""
-
-    def joining(self, command: list[str]) -> list[str]:
-        """The command that joins the group and then becomes `command`."""
-        return ["sh", "-c", _JOIN, str(self.folder / "cgroup.procs"), *command]
-
-    def ran_out_of_memory(self) -> bool:
-        """Whether, since the last call, the kernel has killed a process because the group was full."""
-        before = self.num_killed
-        # The file's name in the unified hierarchy, and in the first version of control groups.
-        for name in ("memory.events", "memory.oom_control"):
-            with contextlib.suppress(FileNotFoundError):
-                counts = dict(line.split() for line in (self.folder / name).read_text().splitlines())
-                self.num_killed = int(counts.get("oom_kill", 0))
-        return self.num_killed > before
-
-
 class ControlGroups:
     """Lends groups that hold `memory_bytes` each, swap included, made in the folder `parent`."""
 
@@ -100,6 +77,29 @@ class ControlGroups:
             if (folder / name).exists():  # not every kernel counts swap
                 (folder / name).write_text(str(value))
         return ControlGroup(folder)
+
+
+@dataclass
+class ControlGroup:
+    """The group of one program at a time."""
+
+    folder: Path
+    num_killed: int = 0
+    """Processes of earlier programs that the kernel killed for want of memory."""
+
+    def joining(self, command: list[str]) -> list[str]:
+        """The command that joins the group and then becomes `command`."""
+        return ["sh", "-c", _JOIN, str(self.folder / "cgroup.procs"), *command]
+
+    def ran_out_of_memory(self) -> bool:
+        """Whether, since the last call, the kernel has killed a process because the group was full."""
+        before = self.num_killed
+        # The file's name in the unified hierarchy, and in the first version of control groups.
+        for name in ("memory.events", "memory.oom_control"):
+            with contextlib.suppress(FileNotFoundError):
+                counts = dict(line.split() for line in (self.folder / name).read_text().splitlines())
+                self.num_killed = int(counts.get("oom_kill", 0))
+        return self.num_killed > before
 
 
 def _remove(folders: Iterable[Path], owner: int) -> None:

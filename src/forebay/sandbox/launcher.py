@@ -32,6 +32,37 @@ from typing import Any
 
 STARTED = "\x01started\x01"
 
+
+def main(orders: dict[str, Any], program: Sequence[str]) -> None:
+    """Confine this process as `orders` say and become `program`; returns only by an exception."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    _prctl(libc, _PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.chdir(orders["folder"])
+    if orders["processes"] is not None:
+        tasks = _count_tasks(os.getuid()) + orders["processes"]
+        orders["limits"]["NPROC"] = (tasks, tasks)
+    rules = None if orders["readable"] is None else _landlock_rules(libc, orders)
+    seccomp = None if rules is None else seccomp_library()
+    for name, values in orders["limits"].items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), tuple(values))
+    if rules is not None and seccomp is not None:
+        _drop_capabilities(libc)
+        _prctl(libc, _PR_SET_NO_NEW_PRIVS, 1)
+        _check(libc.syscall(_RESTRICT_SELF, rules, 0), "landlock_restrict_self")
+        _filter_system_calls(seccomp)
+    # This interpreter ignores them, and what is ignored stays so across exec.
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.write(2, STARTED.encode())
+    os.dup2(orders["stderr"], 2)
+    try:
+        os.execvp(program[0], list(program))
+    except OSError as error:
+        # As a shell says and returns it.
+        os.write(2, f"{program[0]}: {error.strerror}\n".encode())
+        os._exit(127)
+
+
 # include/uapi/linux: prctl.h, landlock.h, sched.h; include/uapi/asm-generic/unistd.h (the same everywhere)
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_SECUREBITS, _PR_SET_NO_NEW_PRIVS = 1, 24, 28, 38
 _SECBIT_NOROOT_AND_LOCKED = 0b11
@@ -95,36 +126,6 @@ class _Comparison(ctypes.Structure):
         ("first", ctypes.c_uint64),
         ("second", ctypes.c_uint64),
     )
-
-
-def main(orders: dict[str, Any], program: Sequence[str]) -> None:
-    """Confine this process as `orders` say and become `program`; returns only by an exception."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    _prctl(libc, _PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.chdir(orders["folder"])
-    if orders["processes"] is not None:
-        tasks = _count_tasks(os.getuid()) + orders["processes"]
-        orders["limits"]["NPROC"] = (tasks, tasks)
-    rules = None if orders["readable"] is None else _landlock_rules(libc, orders)
-    seccomp = None if rules is None else seccomp_library()
-    for name, values in orders["limits"].items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), tuple(values))
-    if rules is not None and seccomp is not None:
-        _drop_capabilities(libc)
-        _prctl(libc, _PR_SET_NO_NEW_PRIVS, 1)
-        _check(libc.syscall(_RESTRICT_SELF, rules, 0), "landlock_restrict_self")
-        _filter_system_calls(seccomp)
-    # This interpreter ignores them, and what is ignored stays so across exec.
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    os.write(2, STARTED.encode())
-    os.dup2(orders["stderr"], 2)
-    try:
-        os.execvp(program[0], list(program))
-    except OSError as error:
-        # As a shell says and returns it.
-        os.write(2, f"{program[0]}: {error.strerror}\n".encode())
-        os._exit(127)
 
 
 def _check(result: int, what: str) -> int:

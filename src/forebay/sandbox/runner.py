@@ -348,7 +348,7 @@ async def until_end(process: subprocess.Popen[bytes], wall_s: float, *, tree: bo
 
 
 async def _end(process: subprocess.Popen[bytes], tree: bool) -> None:
-    # Not reaped yet, so the number cannot be anybody else's.
+    # Not reaped yet, so the number cannot be another process's.
     _kill(process.pid, tree=tree)
     await until_exit(process.pid)
     process.wait()

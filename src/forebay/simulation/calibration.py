@@ -2,12 +2,13 @@
 
 ::
 
-    history/      rollouts -> tokens/s by how many ran at once, lengths; seconds to judge, train, sync
+    history/      rollouts -> seconds to start, tokens/s by how many ran at once, lengths
+                  seconds to judge, train, sync, and of a step beside them
     ledger.jsonl  groups that the filter rejected                              --> ClusterConfig
     metrics.jsonl seconds of a step, staleness                                 --> Measured, to compare with
 
 Everything is measured while generation and training ran beside each other, so what they cost each other is in
-the rates. The first steps are left out, as in a simulation.
+the rates. The first steps are left out, as in a simulation, and so are evaluations.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ import numpy as np
 from forebay.config import ConfigError
 from forebay.engines.base import DEFAULT_MAX_BATCH
 from forebay.ledger import Ledger
-from forebay.metrics import STEP_S, read_jsonl
+from forebay.metrics import STEP_S, Row, read_jsonl
 from forebay.runs.config import RunConfig
 from forebay.runs.record.history import read_spans
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
 from forebay.simulation.prediction import WARM_UP_SHARE
-from forebay.watching.activity import GENERATE, JUDGE, SYNC, TRAIN, Span
+from forebay.watching.activity import EVALUATE, GENERATE, JUDGE, SYNC, TRAIN, Span
 
 _MAX_LENGTHS = 1000
 """Quantiles that are kept of the measured lengths: a file to read, and more than a tail needs."""
 _MAX_PAIRS = 12
 """Levels of concurrency that get a rate of their own."""
+_LEAST_SPREAD = 0.1
+"""Standard deviation of the lengths over their mean: of less, a line's beginning is chance."""
 _Call = tuple[float, float, int]
 """Start, end and tokens."""
 _NOTE = re.compile(r"(\w+), (\d+) tokens")
@@ -58,6 +61,9 @@ def calibrate(folder: Path, config: RunConfig) -> tuple[ClusterConfig, Measured]
     except FileNotFoundError:
         raise ConfigError(f"no run in {str(folder)!r}: it has no metrics.jsonl") from None
     bars = list(read_spans(folder))
+    # While held-out prompts are tried, they have the engines to themselves.
+    tries = [bar for bar in bars if bar.stage == EVALUATE]
+    bars = [bar for bar in bars if not any(each.start_s <= bar.start_s < each.end_s for each in tries)]
     trained = [bar for bar in bars if bar.stage == TRAIN]
     if min(len(rows), len(trained)) < 3:
         raise ConfigError(
@@ -81,14 +87,18 @@ def calibrate(folder: Path, config: RunConfig) -> tuple[ClusterConfig, Measured]
     given = {**config.engine.arguments, **(config.cluster.arguments if config.cluster else {})}
     slots = given.get("max_batch", DEFAULT_MAX_BATCH)
     engines = given.get("engines", 1) * given.get("num_engines", 1)
+    begin_s = measure_start(rollouts)
+    decoding = [(min(start + begin_s, end), end, tokens) for start, end, tokens in rollouts]
+    per_step, in_turns = config.batch_size / (1 - filtered_share), config.produce.mode == "colocated"
     num_kept = min(len(lengths), _MAX_LENGTHS)
     shares = (np.arange(num_kept) + 0.5) / num_kept
     cluster = ClusterConfig(
         engines=engines,
         slots=slots,
-        tokens_per_s=measure_rates(rollouts, slots, engines),
+        tokens_per_s=measure_rates(decoding, slots, engines),
+        start_s=begin_s,
         lengths=LengthConfig(values=np.quantile(lengths, shares, method="inverted_cdf").tolist()),
-        train_s=mean_s(TRAIN),
+        train_s=mean_s(TRAIN) + _overhead_s(bars, rows, per_step, in_turns=in_turns),
         sync_s=mean_s(SYNC),
         judge_s=mean_s(JUDGE),
         filtered_share=filtered_share,
@@ -97,6 +107,22 @@ def calibrate(folder: Path, config: RunConfig) -> tuple[ClusterConfig, Measured]
         step_s=float(np.mean([row[STEP_S] for row in rows])),
         staleness=float(np.mean([row["staleness"] or 0.0 for row in rows])),
     )
+
+
+def measure_start(rollouts: Sequence[_Call]) -> float:
+    """Seconds of a request before its first token: where a line through (tokens, seconds) begins.
+
+    At most the shortest request; 0 where they are about equally long, which tells a start from no speed.
+
+    >>> round(measure_start([(0, 3, 10), (0, 4, 20), (1, 6, 30)]), 6)
+    2.0
+    """
+    start_s, end_s, tokens = np.array([call for call in rollouts if call[2]], np.float64).T
+    seconds = end_s - start_s
+    if tokens.std() < _LEAST_SPREAD * tokens.mean():
+        return 0.0
+    _, begin_s = np.polyfit(tokens, seconds, 1)
+    return float(np.clip(begin_s, 0.0, seconds.min()))
 
 
 def measure_rates(rollouts: Sequence[_Call], slots: int, engines: int = 1) -> tuple[tuple[int, float], ...]:
@@ -132,6 +158,28 @@ def measure_rates(rollouts: Sequence[_Call], slots: int, engines: int = 1) -> tu
             pairs.append((round(float((levels * seconds[levels]).sum() / time_s)), float(made / time_s)))
     # Two neighbors may round to one number.
     return tuple(dict(pairs).items())
+
+
+def _overhead_s(bars: Sequence[Span], rows: Sequence[Row], per_step: float, *, in_turns: bool) -> float:
+    """Seconds of a step, on average, in which production is waited for and no rollout of the batch is made.
+
+    Prompts are drawn, groups stored, the batch taken. A batch counts as made when the last of its `per_step`
+    groups, in their order, is.
+    """
+    # By name: of a step that was made again after a way back to a checkpoint the last time counts.
+    trained = [*{bar.name: (bar.start_s, bar.end_s) for bar in bars if bar.stage == TRAIN}.values()]
+    rows = rows[1 - len(trained) :]
+    numbers = np.arange(len(trained) - len(rows), len(trained))
+    seconds = np.array([row.get("time/generate_s" if in_turns else "time/wait_s") or 0.0 for row in rows])
+    begun = np.array(trained)[numbers, 0] - seconds
+    made = sorted((bar for bar in bars if bar.stage in (GENERATE, JUDGE)), key=lambda bar: bar.end_s)
+    if in_turns:
+        requests = np.sort([*(bar.start_s for bar in made), np.inf])
+        begun = requests[np.searchsorted(requests, np.array(trained)[numbers - 1, 1])]
+    # The last bar of each group is its last verdict.
+    ended = np.sort([*{bar.group_id: bar.end_s for bar in made}.values()])
+    ready = ended[np.minimum((numbers + 1) * per_step, len(ended)).astype(int) - 1]
+    return float(np.mean(seconds - np.clip(ready - begun, 0.0, seconds)))
 
 
 def _rollouts(bars: Sequence[Span], start_s: float) -> tuple[list[_Call], list[int]]:

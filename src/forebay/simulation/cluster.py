@@ -46,6 +46,8 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
     prompt_tokens: int = Field(default=256, ge=1)
     prefill_tokens_per_s: float | None = Field(default=None, gt=0)
     """Input tokens that a request gets through before its first token. None: prefill takes no time."""
+    start_s: float = Field(default=0.0, ge=0)
+    """Seconds of a request before its first token that do not depend on its input."""
     lengths: LengthConfig
     task_lengths: dict[str, LengthConfig] = Field(default_factory=dict)
     """For tasks, by name, whose responses have other lengths."""
@@ -56,7 +58,8 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
     trainers: int = Field(default=1, ge=1)
     """Devices that train, so that `split` can give some of them to the engines."""
     train_s: float = Field(default=0.0, ge=0)
-    """Seconds of a train step that do not depend on its tokens."""
+    """Seconds of a train step that do not depend on its tokens. Calibrated ones hold what a step takes beside
+    rollouts and training too, and so does a report's share of training."""
     train_tokens_per_s: float | None = Field(default=None, gt=0)
     """Response tokens that all trainers together train in a second, besides."""
     sync_s: float = Field(default=0.0, ge=0)

@@ -54,7 +54,7 @@ class SimulationResult:
     sync_share: float
     """Share of the time in which weights were handed over."""
     mean_tokens: float
-    """Of a trained response."""
+    """Mean length of a trained response, in tokens."""
     token_staleness: Staleness
     group_staleness: Staleness
     stalest_mean: float
@@ -62,7 +62,7 @@ class SimulationResult:
     groups: int
     """Groups taken up."""
     dropped: Mapping[str, int]
-    """Groups, by reason."""
+    """Groups dropped, by reason."""
     made_tokens: int
     trained_tokens: int
     kept_tokens: int
@@ -70,7 +70,7 @@ class SimulationResult:
 
     @property
     def steps_per_hour(self) -> float:
-        """Train steps."""
+        """Train steps in an hour of virtual time."""
         return 3600 / self.step_s
 
     @property
@@ -112,9 +112,10 @@ def simulate(
         ValueError: fewer than two steps.
         ProductionError: production cannot go on with these settings.
 
-    >>> result = simulate(load_config(RunConfig, path), cluster, steps=20)             # doctest: +SKIP
-    >>> result.step_s, result.token_staleness.p95                                      # doctest: +SKIP
-    (31.2, 1)
+    ::
+
+        result = simulate(load_config(RunConfig, path), cluster, steps=20)
+        result.step_s, result.token_staleness.p95  # (31.2, 1)
     """
     if steps < 2:
         raise ValueError(f"a step time needs at least 2 steps, got {steps}")
@@ -154,7 +155,7 @@ class Staleness:
 
     @staticmethod
     def of(counters: Sequence[Counter[int]]) -> Staleness:
-        """Several counts together."""
+        """The distribution of several counts together."""
         counts = dict(sorted(sum(counters, Counter()).items()))
         return Staleness(
             mean=sum(lag * count for lag, count in counts.items()) / max(1, sum(counts.values())),
@@ -195,7 +196,7 @@ async def _simulate(
         engine_idle=max(0.0, 1 - (end.slot_s - start.slot_s) / (cluster.engines * cluster.slots * seconds)),
         trainer_idle=1 - share_of(TRAIN),
         sync_share=share_of(SYNC),
-        mean_tokens=tokens_per_step / (config.batch_size * config.rollouts_per_prompt),
+        mean_tokens=tokens_per_step / (config.batch_size * config.group_sizes[0]),
         token_staleness=Staleness.of([step.token_staleness for step in trained]),
         group_staleness=Staleness.of([step.group_staleness for step in trained]),
         stalest_mean=sum(max(step.group_staleness) for step in usual) / len(usual),

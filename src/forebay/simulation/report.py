@@ -42,7 +42,7 @@ def write_numbers(folder: Path, ranked: Sequence[Outcome]) -> None:
 
 
 def number(value: float) -> str:
-    """Three digits that count."""
+    """Text with three significant digits; whole numbers from `_MANY` on."""
     return f"{value:,.0f}" if abs(value) >= _MANY else f"{value:.3g}"
 
 

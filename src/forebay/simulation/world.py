@@ -89,7 +89,7 @@ def build_world(config: RunConfig, cluster: ClusterConfig, folder: Path) -> Worl
                 _PROMPTS,
                 buffer,
                 task_name=task.name,
-                prompt_repeat_k=config.rollouts_per_prompt,
+                prompt_repeat_k=config.group_sizes[0],
                 seed=config.seed,
                 shuffle=False,
                 sample_params=task.sample,
@@ -125,7 +125,7 @@ def build_world(config: RunConfig, cluster: ClusterConfig, folder: Path) -> Worl
 
 
 def _engine(cluster: ClusterConfig) -> ModeledEngine:
-    prefill_rate = cluster.prefill_tokens_per_s
+    prefill_rate, start_s = cluster.prefill_tokens_per_s, cluster.start_s
 
     def length(request: GenerateRequest) -> int:
         """The same for all calls of one try, however often it is interrupted."""
@@ -140,7 +140,7 @@ def _engine(cluster: ClusterConfig) -> ModeledEngine:
         rate=cluster.decode_rate,
         slots=cluster.slots,
         length=length,
-        prefill_s=lambda num_tokens: num_tokens / prefill_rate if prefill_rate else 0.0,
+        prefill_s=lambda num_tokens: start_s + (num_tokens / prefill_rate if prefill_rate else 0.0),
     )
 
 
@@ -164,29 +164,30 @@ class PromptTokenizer:
         return self._ids
 
     def decode(self, token_ids: Any, **kwargs: Any) -> Any:
-        """No text."""
+        """Empty: simulated tokens have no text."""
         return ""
 
 
 class TimedJudge(Judge):
-    """Gives every rollout the same score, `seconds` later."""
+    """Gives a rollout 0 or 1, always the same, `seconds` later."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(timeout_s=None)
         self._seconds = seconds
 
     async def score(self, state: RolloutState) -> float:
-        """1, later."""
+        """Return 0 or 1, by the name of the rollout, after the judge's seconds."""
         if self._seconds:
             await asyncio.sleep(self._seconds)
-        return 1.0
+        # Scores that differ within a group: others carry no signal, and nothing would be used again.
+        return float(request_seed("score", str(state.rollout_id)) & 1)
 
 
 class TimedThread(Executor):
     """Stands for a thread: what is done in it takes as long as it is charged with while it is done."""
 
     charged_s = 0.0
-    """For the work that is being done."""
+    """Virtual seconds that the work being done takes."""
 
 
 class SimulationLoop(VirtualTimeLoop):
@@ -252,7 +253,7 @@ class TimedTrainer:
         await controller.update_weights([], self.model_step)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing; there is no process."""
 
 
 class EnoughSteps(Exception):

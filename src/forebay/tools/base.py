@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, cast
 
 from forebay.aio.time_limits import CallThreads, OverrunError, TooManyOverrunsError
-from forebay.config import ConfigError, StrictModel, find_component, look_up, parse_component
+from forebay.config import ConfigError, find_component, look_up, parse_component
 from forebay.tools.calculator import Calculator
 from forebay.tools.contract import Schema, Tool, ToolError, ToolUnavailableError
 from forebay.tools.python import Python
@@ -17,9 +17,6 @@ from forebay.tools.search import Search
 
 TOOLS: dict[str, Callable[..., Tool]] = {"calculator": Calculator, "python": Python, "search": Search}
 """The names of tools in a run file; besides, ``package.module:Name`` of a function or of a class of tools."""
-
-TOOL_ARGUMENTS: dict[str, type[StrictModel]] = {"python": Python.Arguments, "search": Search.Arguments}
-"""The model of each one's ``arguments``; a calculator takes none."""
 
 NUM_THREADS = 16
 """Of one function: most of them wait for another service."""

@@ -33,7 +33,7 @@ class Python:
         """Keys of the tool ``python`` in a run file."""
 
         limits: Limits | None = None
-        """Of one program."""
+        """Time, memory and files of one program; None: the defaults of `Limits`."""
 
     def __init__(
         self, *, limits: Limits | Mapping[str, float] | None = None, sandbox: Sandbox | None = None

@@ -61,7 +61,7 @@ class TrainBatch:
     """
 
     rollout_ids: list[str | int | None]
-    """S names for messages."""
+    """S: the rollout that each sequence is of, for messages."""
     task_names: list[str | None]
     """S: the task that each sequence is of."""
     input_ids: IntArray
@@ -77,7 +77,7 @@ class TrainBatch:
     model_steps: IntArray
     """int32, R: the weights that made each token; -1 where they are unknown."""
     scores: NDArray[np.float64]
-    """S rewards."""
+    """S: the reward (`reward["score"]`) of each sequence."""
     group_index: NDArray[np.int64]
     """S: number of the group in this batch, from 0."""
     attempt_first: NDArray[np.int64]
@@ -113,7 +113,7 @@ class TrainBatch:
     values: FloatArray | None = None
     """float32, R: the critic's estimate before each token."""
     advantages: FloatArray | None = None
-    """float32, R."""
+    """float32, R: advantage of each token; None before they are computed."""
     returns: FloatArray | None = None
     """float32, R: what the critic should have said."""
     token_weights: FloatArray | None = None
@@ -211,7 +211,7 @@ class TrainBatch:
 
     @property
     def num_sequences(self) -> int:
-        """S."""
+        """S: how many sequences the batch has."""
         return len(self.prompt_lengths)
 
     @property

@@ -34,20 +34,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.checkpoint._hf_utils import (
-    CUSTOM_METADATA_KEY,
-    DCP_VERSION_KEY,
-    DTYPE_MAP,
-    FORMAT_KEY,
-    FORMAT_VALUE,
-    HF_DCP_VERSION,
-    SAVED_OFFSETS_KEY,
-)
+from torch.distributed.checkpoint import _hf_utils as hf
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 
-from forebay.io.durable import check, publish, unfinished
+from forebay.io.safe_files import check, publish, unfinished
 from forebay.train.model.critic import Critic
 from forebay.train.model.lora import adapter_config, adapter_weights, is_lora, model_weights, without_adapters
 from forebay.train.optimization import Optimizer
@@ -79,7 +71,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, **metadata: st
     Raises:
         OSError: the disk takes no more.
     """
-    header: dict[str, Any] = {"__metadata__": {FORMAT_KEY: FORMAT_VALUE, **metadata}}
+    header: dict[str, Any] = {"__metadata__": {hf.FORMAT_KEY: hf.FORMAT_VALUE, **metadata}}
     # The widest first, so that each begins where one of its dtype may.
     ordered = sorted(tensors.items(), key=lambda entry: -entry[1].element_size())
     start = 0
@@ -97,7 +89,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, **metadata: st
         os.fsync(file.fileno())
 
 
-_NAMES = {torch.bool: "BOOL"} | {dtype: name for name, dtype in DTYPE_MAP.items()}
+_NAMES = {torch.bool: "BOOL"} | {dtype: name for name, dtype in hf.DTYPE_MAP.items()}
 """Of dtypes, in the header of a safetensors file."""
 
 
@@ -208,8 +200,8 @@ def begin_save(
         if block.numel():
             # What training changes from now on is not of this checkpoint.
             copies[name] = block.to("cpu", copy=True)
-            places[name] = {SAVED_OFFSETS_KEY: [part.start for part in place]}
-    described = {CUSTOM_METADATA_KEY: json.dumps(places), DCP_VERSION_KEY: str(HF_DCP_VERSION)}
+            places[name] = {hf.SAVED_OFFSETS_KEY: [part.start for part in place]}
+    described = {hf.CUSTOM_METADATA_KEY: json.dumps(places), hf.DCP_VERSION_KEY: str(hf.HF_DCP_VERSION)}
     (folder / STATE).mkdir(exist_ok=True)
     shard = folder / STATE / f"shard-{rank:05d}.safetensors"
     files = _model_files(parts.model, rank, 1 if mesh is None else mesh.size())
@@ -327,7 +319,8 @@ def load_trainer(folder: Path, parts: TrainerParts) -> int:
     if different := sorted(weights.keys() ^ there):
         raise ValueError(f"the saved weights are of another model; names that differ: {different[:5]}")
     moments: dict[str, dict[str, torch.Tensor]] = {prefix: {} for prefix in parts.optimizers}
-    for name, value in found.items():
+    # Ranks that list the files in another order would move other slices at the same time.
+    for name, value in sorted(found.items()):
         prefix, _, key = name.partition(".")
         if prefix in moments:
             moments[prefix][key] = _place_for(value, parts.optimizers[prefix].weight_of(key))

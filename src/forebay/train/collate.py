@@ -47,7 +47,7 @@ class SharedPrompts:
     rows: torch.Tensor
     """int64, B: the prompt of each row of the second pass."""
     position_ids: torch.Tensor | None
-    """As of `MicroBatch`."""
+    """int64, for the cells of Q x P: as in `MicroBatch`."""
     routed_experts: torch.Tensor | None
     """int8 or int16, Q P x layers x k, as of `MicroBatch`."""
 

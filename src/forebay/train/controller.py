@@ -33,17 +33,10 @@ from torch import nn
 from forebay.models import load_model, save_tokenizer
 from forebay.models.config import Precision
 from forebay.models.live_weights import LiveWeights
-from forebay.train import checkpoint, presets, weight_sync
+from forebay.train import checkpoint, measures, presets, weight_sync
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Learner
-from forebay.train.measures import (
-    batch_measures,
-    correction_measures,
-    staleness_measures,
-    timed,
-    token_measures,
-)
 from forebay.train.model.critic import Critic
 from forebay.train.objective.advantages import AdvantageFunction, find_advantage, spread
 from forebay.train.objective.corrections import Corrector
@@ -226,7 +219,7 @@ class TrainController:
         """
         if self.config.correction != "ratio":
             return self._fill("old_logprobs", batch)
-        with timed(batch, "old_logprobs"):
+        with measures.timed(batch, "old_logprobs"):
             unknown_R: NDArray[np.bool_] = np.isnan(batch.rollout_logprobs) & batch.response_mask
             if unknown_R.any():
                 rollout_id = batch.rollout_ids[int(batch.response_rows[np.argmax(unknown_R)])]
@@ -261,7 +254,7 @@ class TrainController:
         masks = name == "old_logprobs" and self.config.may_mask
         if batch.advantages is not None and name != "values" and not masks:
             read_S = self._read_by_loss(batch, batch.in_loss)
-        with timed(batch, name):
+        with measures.timed(batch, name):
             values_R = self._token_values(name, self._only(batch, read_S))
         # Not 0, so that `_check_ready` finds out if the loss reads them after all.
         values_R[batch.response_mask & ~read_S[batch.response_rows]] = np.nan
@@ -305,7 +298,7 @@ class TrainController:
         Raises:
             ValueError: as the estimator; values are missing, for example.
         """
-        with timed(batch, "advantages"):
+        with measures.timed(batch, "advantages"):
             result = self._advantages(batch, self.config)
             if isinstance(result, tuple):
                 advantages_R, returns_R = result
@@ -331,7 +324,7 @@ class TrainController:
     def _train(self, batch: TrainBatch) -> TrainBatch:
         self._check_ready(batch)
         batch.importance = self._corrector.weights(batch)
-        with timed(batch, "update"):
+        with measures.timed(batch, "update"):
             batch.token_weights = np.zeros(batch.num_response_tokens, np.float32)
             for sequences in batch.mini_batches:
                 batch.token_weights += batch_token_weights(self.config.normalization, batch, sequences)
@@ -350,9 +343,9 @@ class TrainController:
             proximal_N = batch.old_logprobs[tokens]
         batch.trainer_logprobs = np.full(batch.num_response_tokens, np.nan, np.float32)
         batch.trainer_logprobs[tokens] = proximal_N
-        metrics = token_measures(done.columns, num_steps) | batch_measures(passed)
-        metrics |= correction_measures(self._corrector, batch, proximal_N, tokens)
-        metrics |= staleness_measures(batch, self.train_step + 1)
+        metrics = measures.token_measures(done.columns, num_steps) | measures.batch_measures(passed)
+        metrics |= measures.correction_measures(self._corrector, batch, proximal_N, tokens)
+        metrics |= measures.staleness_measures(batch, self.train_step + 1)
         metrics["train/grad_norm"] = float(np.mean(done.norms)) if done.norms else 0.0
         metrics["train/lr"] = done.lr
         metrics["train/skipped_updates"] = float(self.config.optimizer_steps - num_steps)
@@ -451,8 +444,10 @@ class TrainController:
             if self._tokenizer is not None:
                 save_tokenizer(self._tokenizer, folder / "model")
 
-    def resume(self, path: Path | str) -> None:
-        """Continue from what `save` wrote, in a controller built as the saved one was; any number of ranks.
+    def resume(self, path: Path | str) -> int:
+        """Continue from what `save` wrote, in a controller built as the saved one was; its train step.
+
+        The number of ranks may differ.
 
         Raises:
             ValueError: no checkpoint there, a damaged one, or one of another format, kind of training, or
@@ -469,6 +464,7 @@ class TrainController:
             targets, own = self.config.penalty_targets, self.config.penalties
             kl, entropy = (s if t and s else o for s, t, o in zip(found, targets, own, strict=True))
             self.penalties = kl, entropy
+        return self.train_step
 
     def _check_ready(self, batch: TrainBatch) -> None:
         needed: dict[str, tuple[bool, Any]] = {

@@ -238,6 +238,9 @@ class Learner:
                     critic_norms.append(self._optimizers["critic_optimizer"].step(train_step))
         columns = records.columns()
         columns["weight"] = batch.token_weights[columns["token_index"]]
+        if self.device.type == "cuda":
+            # An engine in another process may have the GPU next, and cannot use what torch keeps cached here.
+            torch.cuda.empty_cache()
         return Update(columns, norms, critic_norms, lr)
 
     def rehearse(self, batch: TrainBatch, packs: Iterable[Pack]) -> None:

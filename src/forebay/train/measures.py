@@ -94,7 +94,8 @@ def token_measures(columns: Columns, num_optimizer_steps: int) -> dict[str, floa
 
 def batch_measures(batch: TrainBatch) -> dict[str, float]:
     """Sizes, scores (by attempt) and advantages of a batch, and how much of its tensors is padding."""
-    scores = batch.scores[batch.attempt_first == np.arange(batch.num_sequences)]
+    is_first = batch.attempt_first == np.arange(batch.num_sequences)
+    scores, groups = batch.scores[is_first], batch.group_index[is_first]
     firsts = np.flatnonzero(np.diff(batch.group_index, prepend=-1))
     spread = np.maximum.reduceat(batch.scores, firsts) - np.minimum.reduceat(batch.scores, firsts)
     packs = [pack for ranks in batch.packs for micros in ranks for pack in micros]
@@ -106,6 +107,8 @@ def batch_measures(batch: TrainBatch) -> dict[str, float]:
         "trained_tokens": float(batch.in_loss.sum()),
         "score_mean": float(scores.mean()),
         "score_std": float(scores.std()),
+        # Of the groups' means: how differently hard the prompts are.
+        "group_score_std": float((np.bincount(groups, scores) / np.bincount(groups)).std()),
         # Groups whose scores are all equal teach nothing.
         "equal_score_groups": float((spread == 0).mean()),
         # Cells that hold no token; negative where shared prompts save more than it costs.

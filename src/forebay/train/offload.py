@@ -1,4 +1,4 @@
-"""A trainer's tensors on their way to the host's memory and back, while somebody else has the device.
+"""A trainer's tensors on their way to the host's memory and back, while an engine has the device.
 
 ::
 
@@ -25,7 +25,7 @@ class Offload:
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> offload = Offload()
-    >>> offload.offload([("weight", weight.data, partial(setattr, weight, "data"))])
+    >>> offload.offload([("weight", weight.data, lambda value: setattr(weight, "data", value))])
     >>> offload.onload()
     """
 

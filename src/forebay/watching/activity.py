@@ -25,8 +25,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-QUEUED = "queued"
-"""A group or rollout waits for its turn to be generated."""
 GENERATE = "generate"
 """A rollout is generated: engine, agent and tools together; named by its rollout id."""
 TOOL = "tool"
@@ -103,7 +101,7 @@ class Stage(NamedTuple):
     """How a stage is spoken of."""
 
     track: str
-    """Of a trace."""
+    """The line of a trace that the stage is drawn in."""
     report: str
     """In a stall report, with the activity's name."""
     side: str = ""
@@ -121,7 +119,6 @@ STAGES: Mapping[str, Stage] = {
     SYNC: Stage("sync", "weight sync {name}", "trainer"),
     EVALUATE: Stage("evaluation", "evaluation {name}", "trainer"),
     EVALUATE_BESIDE: Stage("evaluation", "evaluation {name} beside production"),
-    QUEUED: Stage("queued", "{name} waiting for its turn", "", "queued", "group"),
     GENERATE: Stage("rollouts", "rollout {name} generating", "producer", "generating", "rollout"),
     TOOL: Stage("tools", "rollout {name} waiting for a tool", "producer", "at a tool:", "rollout"),
     JUDGE: Stage("judging", "group {name} being judged", "producer", "judging", "group"),
@@ -133,7 +130,7 @@ Name = str | int | None
 
 
 class Span(NamedTuple):
-    """An activity that has ended, as histories and traces have it; texts that nobody gave are empty."""
+    """An activity that has ended, as histories and traces have it; texts that were not given are empty."""
 
     start_s: float
     end_s: float
@@ -163,7 +160,7 @@ class Activity:
         self.start_s = self.end_s = float("nan")
 
     def span(self) -> Span:
-        """As it ended."""
+        """The ended activity as a `Span`."""
         named = (self.stage, self.name, self.task, self.group, self.note)
         texts = ("" if text is None else str(text) for text in named)
         return Span(self.start_s, self.end_s, *texts)

@@ -7,7 +7,7 @@
           progress() has grown: from the last look        v
                                               StallError in every guarded wait
 
-    consumes: nothing    waits for: the clock, while somebody waits
+    consumes: nothing    waits for: the clock, while a caller waits
     woken by: one timer of the event loop, set to the next moment that matters
     produces: one log line per stall, and errors
 
@@ -40,7 +40,7 @@ _NUM_NAMED = 5
 """Enough to tell one hanging rollout from an engine that stands still, few enough for one line."""
 
 _AROUND = frozenset(name for name, stage in STAGES.items() if stage.track in ("waiting", "evaluation"))
-"""Stages that end when others do: named last, for they are older and say nothing of the cause."""
+"""Stages that wait for other stages; reported last, because they are symptoms."""
 
 
 ANSWER_LIMIT_S = 60.0
@@ -63,9 +63,12 @@ class StallWatch:
     Raises:
         ValueError: the limits are not positive, or the second is not the longer one.
 
-    >>> watch = StallWatch(activities, warn_after_s=60, fail_after_s=600)           # doctest: +SKIP
-    >>> async with watch.guard():                                                     # doctest: +SKIP
-    StallError: no progress for 600 s; 9 in flight: rollout math/0/17/3 generating for 598 s (412 tokens), ...
+    ::
+
+        watch = StallWatch(activities, warn_after_s=60, fail_after_s=600)
+        async with watch.guard():
+            await produce()
+        # StallError: no progress for 600 s; 9 in flight: rollout math/0/17/3 generating for 598 s, ...
     """
 
     activities: Activities
@@ -122,7 +125,7 @@ class StallWatch:
             async with timeout(None, lambda: StallError(self._failure)) as limit:
                 if not self._waiting:
                     self._since_s = max(self._since_s, loop_time())
-                    # Only looked at: growth while nobody waited is no progress of this wait.
+                    # Only looked at: growth while nothing waited is no progress of this wait.
                     self._has_grown()
                 self._waiting[limit] = None
                 if self._timer is None:

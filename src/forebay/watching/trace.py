@@ -29,7 +29,9 @@ MAX_LANES = 512
 def write_trace(path: Path, spans: Iterable[Span], *, max_lanes: int = MAX_LANES) -> None:
     """Write `spans`, which come in the order of their beginnings, to `path`.
 
-    >>> write_trace(Path("trace.json"), read_spans(Path("runs/a")))                   # doctest: +SKIP
+    ::
+
+        write_trace(Path("trace.json"), read_spans(Path("runs/a")))
     """
     # Under its name when it is whole: what fails leaves the file that was there.
     temporary = path.with_name(f"{path.name}.tmp")

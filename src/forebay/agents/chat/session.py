@@ -40,6 +40,7 @@ from forebay.agents.chat.conversation import (
 from forebay.agents.chat.rendering import ChatTokenizer, IncrementRenderer
 from forebay.agents.chat.tool_calls import TurnReader
 from forebay.agents.extra_fields import RECORD_KEY
+from forebay.aio.changed import Changes
 from forebay.aio.tasks import is_cancelled
 from forebay.types import TOKEN_FIELDS, Message, RolloutState, SampleParams, Status, reset_rollout_response
 
@@ -94,7 +95,7 @@ class ChatSession:
         self._waiting = asyncio.Lock()
         self._running: set[asyncio.Task[Any]] = set()
         self._closed = False
-        self._news = asyncio.Event()
+        self._news = Changes()
         # The record of an earlier run of the program, which a pause ended.
         record = state.extra_fields.pop(RECORD_KEY, None)
         if record is not None and len(state.response_ids):
@@ -176,7 +177,7 @@ class ChatSession:
             raise
         finally:
             trajectory.is_busy = False
-            self._wake()
+            self._news.note()
 
     def _continued(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Trajectory | None:
         """The recorded conversation that `messages` continue, their tokens appended; the longest one."""
@@ -252,7 +253,7 @@ class ChatSession:
                 if not self._reserved or wanted <= unused - self._reserved:
                     self._reserved += wanted
                     return wanted
-                await self._news.wait()
+                await self._news.wait(self._news.version)
 
     async def _generate(self, trajectory: Trajectory, room: int, stop: tuple[str, ...]) -> None:
         state = trajectory.state
@@ -341,13 +342,13 @@ class ChatSession:
     async def close(self) -> None:
         """Return once nothing is written any more; turns without a waiting request are given up."""
         self._closed = True
-        self._wake()
+        self._news.note()
         # A pause ends them itself, and lets them keep the tokens they have.
         if self.end_status is not Status.ABORTED or is_cancelled():
             for turn in self._running:
                 turn.cancel()
         while any(trajectory.is_busy for trajectory in self._trajectories):
-            await self._news.wait()
+            await self._news.wait(self._news.version)
 
     def finished(self) -> list[RolloutState]:
         """The trajectories of the attempt, the rollout itself first; empty ones are left out.
@@ -377,15 +378,11 @@ class ChatSession:
         if self.end_status is None or status is Status.FAILED:
             self.end_status, self.error_msg = status, error_msg
         self.ended.set()
-        self._wake()
+        self._news.note()
 
     def _check_open(self) -> None:
         if self.ended.is_set() or self._closed:
             raise SessionEndedError("the rollout was interrupted, or its program has ended")
-
-    def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
 
 
 class BudgetExhaustedError(RequestError):

@@ -47,7 +47,7 @@ class CacheBudget:
 
     @property
     def tokens(self) -> int:
-        """The bound of now."""
+        """Tokens that the cache may hold now."""
         return min(self.most_tokens, self._measured, self._lowered)
 
     def measure(self, device: torch.device, held_tokens: int, bytes_per_token: int) -> None:

@@ -33,7 +33,7 @@ class Row:
         return np.concatenate([ids, self.made["id"]]) if len(self.made) else ids
 
     def completion(self, finish_reason: str, error_msg: str | None = None) -> Completion:
-        """With the tokens made."""
+        """The answer with the tokens made so far."""
         return Completion(
             response_ids=self.made["id"].copy(),
             logprobs=self.made["logprob"].copy(),

@@ -6,8 +6,8 @@
     third --> recorded --> replayed from then on: one launch instead of hundreds
 
 A recording holds addresses, not values. It reads the tensors that its forward read and writes its logits
-where it wrote them; so inputs are copied into one tensor, weights are updated in place, and who moves the
-cache or the weights calls `clear` first.
+where it wrote them; so inputs are copied into one tensor and weights are updated in place. Call `clear`
+before moving the cache or the weights.
 """
 
 from __future__ import annotations

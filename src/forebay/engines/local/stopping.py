@@ -20,9 +20,10 @@ _MARGIN_TOKENS = 4
 class StopTexts:
     """Finds stop texts in token ids. One per engine.
 
-    >>> stops = StopTexts(tokenizer)                                            # doctest: +SKIP
-    >>> stops.completed(("END",), tokenizer.encode("the END"))                  # doctest: +SKIP
-    True
+    ::
+
+        stops = StopTexts(tokenizer)
+        stops.completed(("END",), tokenizer.encode("the END"))  # True
     """
 
     def __init__(self, tokenizer: Any) -> None:

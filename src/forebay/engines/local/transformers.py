@@ -61,10 +61,12 @@ class TransformersEngine:
     The same request draws the same random numbers whatever runs beside it, and on CPU in float32 the same
     tokens to the bit. One event loop at a time may use it.
 
-    >>> engine = TransformersEngine(model, tokenizer)                               # doctest: +SKIP
-    >>> request = GenerateRequest(request_id="a", input_ids=np.array([1, 5], np.int32),
-    ...                           params=SampleParams(), max_tokens=8, seed=0)      # doctest: +SKIP
-    >>> completion = await engine.generate(request)                                 # doctest: +SKIP
+    ::
+
+        engine = TransformersEngine(model, tokenizer)
+        request = GenerateRequest(request_id="a", input_ids=np.array([1, 5], np.int32),
+                                  params=SampleParams(), max_tokens=8, seed=0)
+        completion = await engine.generate(request)
     """
 
     def __init__(

@@ -59,9 +59,11 @@ class ProcessEngine:
     had with ``lost`` at once, and `bring_up` starts another one, which gets the weights of the last hand-over
     (the adapters of the last one, on the starting weights) before it gets requests.
 
-    >>> recipe = EngineRecipe(model_folder=folder, model=ModelConfig(source=str(folder)),
-    ...                       engine=Component(name="transformers"))                # doctest: +SKIP
-    >>> engine = ProcessEngine(recipe, SharedMemoryHandOver(), log=Path("engine.log"))  # doctest: +SKIP
+    ::
+
+        recipe = EngineRecipe(model_folder=folder, model=ModelConfig(source=str(folder)),
+                              engine=Component(name="transformers"))
+        engine = ProcessEngine(recipe, SharedMemoryHandOver(), log=Path("engine.log"))
 
     Args:
         recipe: of the engine.

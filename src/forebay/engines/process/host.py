@@ -44,7 +44,9 @@ class HostSession(Session):
 
     Beside them it says how many tokens running requests have, twice a second while something runs.
 
-    >>> await HostSession(EnginePool(engines), Channel(sock), silence_limit_s=120.0).run()  # doctest: +SKIP
+    ::
+
+        await HostSession(EnginePool(engines), Channel(sock), silence_limit_s=120.0).run()
     """
 
     def __init__(self, pool: EnginePool, channel: Channel, *, silence_limit_s: float) -> None:
@@ -114,8 +116,8 @@ class EngineRecipe(StrictModel):
     model: ModelConfig
     engine: Component
     dtype: Precision = "float32"
-    """Of the weights that the engine holds."""
+    """Number type of the weights that the engine holds."""
     attention: AttentionKey = "auto"
     device: str = "cpu"
     threads: int = 1
-    """For torch."""
+    """CPU threads of torch in the process."""

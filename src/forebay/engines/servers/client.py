@@ -40,10 +40,10 @@ class Response:
 
     status: int
     headers: dict[str, str]
-    """Names in lower case."""
+    """Header values by name in lower case."""
     reader: asyncio.StreamReader
     origin: str
-    """Of the server, for errors."""
+    """Scheme, host and port of the server, for errors."""
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The body as it arrives.
@@ -81,9 +81,10 @@ async def request(
 ) -> AsyncIterator[Response]:
     """Send a request with a JSON `body`; the answer. Leaving the block closes the connection.
 
-    >>> async with request("GET", "http://127.0.0.1:8000/health") as response:      # doctest: +SKIP
-    ...     response.status, await response.read()
-    (200, b'')
+    ::
+
+        async with request("GET", "http://127.0.0.1:8000/health") as response:
+            response.status, await response.read()  # (200, b'')
 
     Raises:
         HTTPError: there is no connection, or it broke.

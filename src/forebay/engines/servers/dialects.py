@@ -35,21 +35,15 @@ MODEL_NAME = "policy"
 ADAPTER_NAME = "policy-adapter"
 """vLLM's name of the one adapter that it has: always the same, so that it counts as one in its memory."""
 
-TOKENS_PER_PIECE = 16
-"""Asked of servers that take it. One event per token costs both sides more than it tells."""
-
 WEIGHTS, CACHE = "weights", "kv_cache"
 """The parts of a server's memory, as both servers call them: what sleeps, and wakes up one by one."""
 
 RETURN_EXPERTS = "--enable-return-routed-experts"
 """vLLM's option for a mixture of experts; among ``options`` it also says so of servers that others run."""
 
-SGLANG_SEED_BITS = 31
-"""SGLang keeps seeds in 32-bit integers."""
-
 
 class Call(NamedTuple):
-    """One control request."""
+    """One control request of a dialect: method, path, body."""
 
     method: str
     path: str
@@ -58,29 +52,7 @@ class Call(NamedTuple):
     tries: int = 1
     """How often to ask while the answer is that it could not be done just now."""
     may_refuse: bool = False
-    """Whether a server that does not do it is none the worse."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """New tokens of one event of a stream."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-    routed_experts: NDArray[Any] | None = None
-    """With the end of an answer: those of all its tokens, from the first of the prompt on."""
-    versions: tuple[tuple[str, int, int], ...] = ()
-    """With the end of an answer that was held while weights changed: the version that made its tokens from
-    the first number up to the second, for each."""
-
-
-class BadAnswer(ValueError):
-    """A server sent something else than its interface says."""
-
-
-class ErrorEvent(BadAnswer):
-    """A server sent an error in the middle of a stream."""
+    """Whether a refusal by the server is harmless."""
 
 
 class Dialect:
@@ -305,6 +277,32 @@ class Dialect:
         return [part.format(**values) for part in line]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """New tokens of one event of a stream."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    routed_experts: NDArray[Any] | None = None
+    """With the end of an answer: those of all its tokens, from the first of the prompt on."""
+    versions: tuple[tuple[str, int, int], ...] = ()
+    """With the end of an answer that was held while weights changed: the version that made its tokens from
+    the first number up to the second, for each."""
+
+
+class BadAnswer(ValueError):
+    """A server sent something else than its interface says."""
+
+
+class ErrorEvent(BadAnswer):
+    """A server sent an error in the middle of a stream."""
+
+
+SGLANG_SEED_BITS = 31
+"""SGLang keeps seeds in 32-bit integers."""
+
+
 class SGLang(Dialect):
     """SGLang's own generate endpoint.
 
@@ -443,6 +441,10 @@ def _routed_experts(text: str) -> NDArray[Any]:
 def _versions(answer: Mapping[str, Any]) -> tuple[tuple[str, int, int], ...]:
     spans = answer.get("weight_versions") or ()
     return tuple((span["version"], span["start"], span["end"]) for span in spans)
+
+
+TOKENS_PER_PIECE = 16
+"""Asked of servers that take it. One event per token costs both sides more than it tells."""
 
 
 def _sampling(params: SampleParams) -> dict[str, Any]:

@@ -24,7 +24,7 @@ The engine's state says what becomes of a request that comes now, and of those t
 
 Beside it the engine is paused or not, as its controller wants it: while paused, requests end with "abort",
 and a load leaves the server paused. One that sleeps is paused, so no request reaches it. One controller per
-server: pausing it pauses everybody's requests.
+server: pausing it pauses the requests of all its users.
 
 Requests that were running when weights change go on from their tokens with the new weights: in new requests,
 or held in between (`Dialect.keeps`). Every token carries its weights' step: `forebay.engines.servers.stream`.
@@ -55,12 +55,12 @@ class HTTPEngine:
 
     The same request draws the same random numbers, but what runs beside it changes a server's rounding, so
     tokens may differ from run to run. A stop text that began before an interruption is found where a
-    tokenizer is given.
+    tokenizer is given. It is used so::
 
-    >>> engine = HTTPEngine("http://gpu7:8000", model="policy", max_context_tokens=4096,
-    ...                     files=WeightFiles(Path("/shared/weights")))                # doctest: +SKIP
-    >>> await engine.bring_up()                                                        # doctest: +SKIP
-    >>> completion = await engine.generate(request)                                    # doctest: +SKIP
+        engine = HTTPEngine("http://gpu7:8000", model="policy", max_context_tokens=4096,
+                            files=WeightFiles(Path("/shared/weights")))
+        await engine.bring_up()
+        completion = await engine.generate(request)
     """
 
     def __init__(

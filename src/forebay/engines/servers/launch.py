@@ -31,7 +31,7 @@ _ASK_EVERY_S = 0.5
 
 _TAIL_LINES = 15
 _TAIL_BYTES = 8192
-"""Of a log: where the error stands."""
+"""How much of the end of a log an error quotes."""
 
 _STOP_LIMIT_S = server_guard.GRACE_S + 5
 
@@ -42,11 +42,12 @@ class LocalServer:
     Invariants: at most one process at a time; when this object's process dies, however it dies, so does the
     server with all its children; a restart gets a port of its own.
 
-    >>> server = LocalServer(lambda port: ["python", "-m", "http.server", str(port)],
-    ...                      log=Path("server.log"))                                   # doctest: +SKIP
-    >>> await server.start(is_ready)                                                   # doctest: +SKIP
-    >>> server.url                                                                     # doctest: +SKIP
-    'http://127.0.0.1:41723'
+    ::
+
+        server = LocalServer(lambda port: ["python", "-m", "http.server", str(port)],
+                             log=Path("server.log"))
+        await server.start(is_ready)
+        server.url  # 'http://127.0.0.1:41723'
     """
 
     def __init__(

@@ -60,8 +60,10 @@ class ServerLink:
 
     Raises only `EngineLost`, `ServerFailed`, `Refused` and `BadAnswer`, never the client's own errors.
 
-    >>> link = ServerLink(Dialect(), "http://127.0.0.1:8000")                          # doctest: +SKIP
-    >>> await link.do(link.dialect.pause)                                          # doctest: +SKIP
+    ::
+
+        link = ServerLink(Dialect(), "http://127.0.0.1:8000")
+        await link.do(link.dialect.pause)
     """
 
     def __init__(
@@ -256,9 +258,11 @@ class Watch:
     Invariants: it watches while answers are read, and only then; what it finds it tells `lose`, once. It ends
     nothing itself.
 
-    >>> watch = Watch(link, None, not_loading, lose=print)                             # doctest: +SKIP
-    >>> with watch.reading():                                                          # doctest: +SKIP
-    ...     watch.heard()
+    ::
+
+        watch = Watch(link, None, not_loading, lose=print)
+        with watch.reading():
+            watch.heard()
     """
 
     def __init__(

@@ -35,13 +35,14 @@ class Stream:
     Invariants: tokens, log probabilities and labels are equally many; the end that the server reports wins
     over a cut, so that nothing is continued that has ended.
 
-    >>> stream = Stream(request, None, {})                                          # doctest: +SKIP
-    >>> while not stream.has_ended:                                                 # doctest: +SKIP
-    ...     async with stream.leg(step=engine.model_step):
-    ...         async for event in link.events(body_of(stream.rest())):
-    ...             stream.add(dialect.read(event, stream.num_in_leg))
-    >>> stream.completion().model_steps                                             # doctest: +SKIP
-    array([3, 3], dtype=int32)
+    ::
+
+        stream = Stream(request, None, {})
+        while not stream.has_ended:
+            async with stream.leg(step=engine.model_step):
+                async for event in link.events(body_of(stream.rest())):
+                    stream.add(dialect.read(event, stream.num_in_leg))
+        stream.completion().model_steps  # array([3, 3], dtype=int32)
     """
 
     def __init__(

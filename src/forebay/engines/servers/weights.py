@@ -35,9 +35,11 @@ class ServerWeights:
     Invariants: `model_step` and `adapters` are those of the last weights that the server took over whole; a
     server whose loading failed half way counts as one that `has` nothing.
 
-    >>> weights = ServerWeights(link, lora_rank=16, bucket_device=None)                # doctest: +SKIP
-    >>> if not await weights.has(written):                                             # doctest: +SKIP
-    ...     await weights.take(written)
+    ::
+
+        weights = ServerWeights(link, lora_rank=16, bucket_device=None)
+        if not await weights.has(written):
+            await weights.take(written)
     """
 
     def __init__(self, link: ServerLink, *, lora_rank: int, bucket_device: str | None) -> None:

@@ -157,8 +157,10 @@ class SharedMemoryHandOver:
 class WeightInbox:
     """The side of a hand-over where the engines are.
 
-    >>> inbox = WeightInbox(EnginePool(engines))                                    # doctest: +SKIP
-    >>> await inbox.handle(message)                                                 # doctest: +SKIP
+    ::
+
+        inbox = WeightInbox(EnginePool(engines))
+        await inbox.handle(message)
     """
 
     def __init__(self, pool: EnginePool) -> None:

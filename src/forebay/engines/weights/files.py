@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forebay.config import ConfigError
-from forebay.io.durable import made_whole
+from forebay.io.safe_files import made_whole
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import (
     BASE_FINGERPRINT,
@@ -65,9 +65,11 @@ class WeightFiles:
     is. Several of them may share one folder, also from several processes: each writes into its own part of
     it, and deletes the parts of processes of this machine that have died.
 
-    >>> files = WeightFiles(Path("/dev/shm/run"), model_folder=Path("model"))          # doctest: +SKIP
-    >>> (await files.write(model.named_parameters(), 7)).folder                        # doctest: +SKIP
-    PosixPath('/dev/shm/run/run-5f0c21aa/step_000007-1')
+    ::
+
+        files = WeightFiles(Path("/dev/shm/run"), model_folder=Path("model"))
+        (await files.write(model.named_parameters(), 7)).folder
+        # PosixPath('/dev/shm/run/run-5f0c21aa/step_000007-1')
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class WeightFiles:
     async def write(
         self, weights: Weights, model_step: int, *, adapters: AdapterConfig | None = None
     ) -> WrittenWeights:
-        """Write them, unless somebody is just doing so; return when they are `current`.
+        """Write them, unless another call is just doing so; return when they are `current`.
 
         The tensors are read before it returns. One of two that share their memory (tied weights) is left
         out, as in a saved model. With `adapters`, peft's config of them, `weights` are LoRA adapters. Live
@@ -190,7 +192,7 @@ class WeightFiles:
         base = self._whole[-1] if self._whole else self._start
         if base is None:
             raise BaseDiffersError(
-                "nobody knows which weights the servers began with; give them the starting weights first"
+                "the weights that the servers began with are unknown; give them the starting weights first"
             )
         wanted = config.get(BASE_FINGERPRINT)
         if wanted is None:
@@ -292,7 +294,7 @@ class _Part:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def close(self) -> None:
-        """Delete it."""
+        """Delete the folder and all weights in it."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._unlock()
 

@@ -43,8 +43,10 @@ class AdaptedWeights:
     adapters, merged by the trainer, would have; `full_load` makes the parameters of then the starting
     weights. The kept copy lies where the model does and is as large as the weights that have adapters.
 
-    >>> adapted = AdaptedWeights(model)                                             # doctest: +SKIP
-    >>> adapted.load(load_file(folder / "adapter_model.safetensors").items(), config)  # doctest: +SKIP
+    ::
+
+        adapted = AdaptedWeights(model)
+        adapted.load(load_file(folder / "adapter_model.safetensors").items(), config)
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -147,9 +149,9 @@ class _Adapter:
     weight: torch.Tensor
     """The model's own parameter: out, in; or in, out where `is_transposed`."""
     a: torch.Tensor
-    """r, in."""
+    """r x in: A of the adapter."""
     b: torch.Tensor
-    """out, r."""
+    """out x r: B of the adapter."""
     scale: float
     is_transposed: bool
 

@@ -1,1 +1,1 @@
-"""Workers that act in environments: as threads, as processes, or as Ray actors."""
+"""Workers that act in environments: as threads or as processes."""

@@ -97,7 +97,7 @@ class Hub:
         return self._num_fragments.get(worker_uuid, 0)
 
     def counts(self) -> dict[str, Any]:
-        """Plain values for `load`."""
+        """Steps and episodes so far, as plain values for `load`."""
         return {"num_steps": self.num_steps, "num_episodes": self.num_episodes, "recent": list(self.recent)}
 
     def load(self, counts: Mapping[str, Any]) -> None:

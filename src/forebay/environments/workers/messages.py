@@ -77,7 +77,7 @@ class Report(msgspec.Struct, array_like=True):
 
 
 class Orders(NamedTuple):
-    """The hub's answer."""
+    """The hub's answer to a worker: what to do next."""
 
     stop: bool
     version: int

@@ -55,7 +55,7 @@ class Stepper:
     def __init__(self, envs: Any, policy: Policy, *, length: int, worker_uuid: str, seed: int) -> None:
         """`envs` is from `make_vector`; it is reset here."""
         self.version = -1
-        """Of the weights that act."""
+        """Model version of the weights that act."""
         self._envs, self._policy, self._length = envs, policy, length
         self._worker_uuid, self._fid = worker_uuid, 0
         self._generator = torch.Generator().manual_seed(seed)

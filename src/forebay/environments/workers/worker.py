@@ -5,7 +5,7 @@
     consumes: weights, by version          waits for: the hub's answer, or signs of life of the hub
     woken by: that answer                  produces: fragments in the store, one report each; signs of life
 
-The same function in a thread, a process or a Ray actor; it ends when the hub says so, or is gone.
+The same function in a thread or a process; it ends when the hub says so, or is gone.
 """
 
 from __future__ import annotations
@@ -21,19 +21,9 @@ from forebay.environments.policy import Policy, head_for
 from forebay.environments.workers.messages import Orders, Report, WorkerSpec
 from forebay.environments.workers.stepper import Stepper, make_vector
 from forebay.fragments import FragmentStore
+from forebay.io import messages
 from forebay.io.address import dial_blocking
 from forebay.io.channel import BlockingChannel
-from forebay.io.messages import (
-    BEATS,
-    SILENCE_LIMIT_S,
-    Alive,
-    Answer,
-    Call,
-    Failure,
-    Note,
-    encode_value,
-    error_of,
-)
 
 WORK_LIMIT_S = 900.0
 """Without a report for so long an environment hangs: none takes a quarter of an hour for a few steps."""
@@ -42,21 +32,21 @@ WORK_LIMIT_S = 900.0
 class HubLink:
     """A worker's connection to the hub's Unix socket, without an event loop."""
 
-    def __init__(self, address: str, worker_uuid: str, *, limit_s: float = SILENCE_LIMIT_S) -> None:
+    def __init__(self, address: str, worker_uuid: str, *, limit_s: float = messages.SILENCE_LIMIT_S) -> None:
         """A hub that is silent for `limit_s` is gone."""
         self._limit_s = limit_s
         self._working_since: float | None = time.monotonic()
         sock = dial_blocking(address, limit_s)
         # Weights may be of any size.
         self._channel = BlockingChannel(sock, limit_s=limit_s, max_frame_bytes=sys.maxsize)
-        self._channel.send(Note(encode_value(worker_uuid)))
+        self._channel.send(messages.Note(messages.encode_value(worker_uuid)))
 
         def is_alive() -> bool:
             since = self._working_since
             return since is None or time.monotonic() - since < WORK_LIMIT_S
 
         # A thread beats, also while an environment hangs: `is_alive` stops it then.
-        self._channel.beat(Alive(), limit_s / BEATS, is_alive)
+        self._channel.beat(messages.Alive(), limit_s / messages.BEATS, is_alive)
 
     def report(self, report: Report) -> Orders:
         """Send the report and wait for the answer, however long the buffer keeps writers waiting.
@@ -67,8 +57,8 @@ class HubLink:
         # Waiting for orders is not work: `WORK_LIMIT_S` does not run meanwhile.
         self._working_since = None
         try:
-            self._channel.send(Call(0, "report", encode_value(report)))
-            while isinstance((received := self._channel.receive())[0], Alive):
+            self._channel.send(messages.Call(0, "report", messages.encode_value(report)))
+            while isinstance((received := self._channel.receive())[0], messages.Alive):
                 pass
         except TimeoutError:
             raise EOFError(f"the trainer is gone: it has been silent for {self._limit_s:g} s") from None
@@ -77,9 +67,9 @@ class HubLink:
         finally:
             self._working_since = time.monotonic()
         message, weights = received
-        if isinstance(message, Failure):
-            raise error_of(message)
-        assert isinstance(message, Answer)
+        if isinstance(message, messages.Failure):
+            raise messages.error_of(message)
+        assert isinstance(message, messages.Answer)
         stop, version = msgspec.msgpack.decode(message.value, type=tuple[bool, int])
         return Orders(stop, version, weights[0].tobytes() if weights else b"")
 

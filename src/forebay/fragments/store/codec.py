@@ -57,7 +57,7 @@ class Schema:
     """The nesting, dtypes and shapes of a fragment, and where its arrays lie in the body."""
 
     text: bytes
-    """JSON; what is stored."""
+    """The schema as JSON, as it is stored."""
     schema_id: bytes
     """8 bytes that name it: a hash of its text."""
     skeleton: Any
@@ -113,7 +113,7 @@ class Packed(NamedTuple):
     parts: list[Any]
     """Bytes and uint8 arrays that look into the fragment's own."""
     num_bytes: int
-    """Of all parts."""
+    """Bytes of all parts together."""
 
     @property
     def payload(self) -> bytes:
@@ -273,7 +273,7 @@ def _dtype_text(dtype: np.dtype[Any], where: str) -> str:
 
 
 def schema_id_of(payload: Any) -> bytes:
-    """Which schema reads it."""
+    """The id of the schema that `payload` is read with: its first 8 bytes."""
     return bytes(payload[:8])
 
 
@@ -318,7 +318,7 @@ class _Rows(NamedTuple):
     block: Bytes
     stride: int
     start: int
-    """Of the first body."""
+    """Offset in bytes of the first body in `block`."""
     values: list[list[Any]]
 
     def column(self, leaf: _Leaf) -> np.ndarray[Any, Any]:

@@ -107,7 +107,7 @@ class Collector:
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Delete nothing inside."""
+        """Delete no payload while the block runs."""
         self._paused += 1
         try:
             # A deletion that has begun ends first.

@@ -107,10 +107,10 @@ class Journal:
 
 
 class Added(msgspec.Struct, array_like=True, tag=True):
-    """`ReplayState.add`."""
+    """Fragments were added: the arguments and outcome of `ReplayState.add`."""
 
     fragments: dict[str, FragmentMetadata]
-    """By id, those that were new."""
+    """The new fragments, by id."""
     num_duplicates: int
 
 
@@ -129,14 +129,14 @@ class LeaseEnded(msgspec.Struct, array_like=True, tag=True):
 
 
 class VersionSet(msgspec.Struct, array_like=True, tag=True):
-    """`ReplayState.set_version`."""
+    """A session has newer weights: `ReplayState.set_version`."""
 
     session_id: str
     model_version: int
 
 
 class WorkerDropped(msgspec.Struct, array_like=True, tag=True):
-    """`ReplayState.drop_worker`."""
+    """A worker is gone, with its unfinished chunk: `ReplayState.drop_worker`."""
 
     worker_uuid: str
 
@@ -150,12 +150,12 @@ class Meta(msgspec.Struct):
     session_id: str = ""
     model_version: int = -1
     num_chunks: int = 0
-    """Numbered so far."""
+    """Chunks so far; the next gets this number."""
     num_leases: int = 0
     num_draws: int = 0
     """Batches drawn: every draw has a seed of its own, so a resumed buffer does not repeat any."""
     difference: float = 0.0
-    """Of the rate limit."""
+    """The difference that `forebay.fragments.rules` draws, between inserts and samples."""
     tallies: Tallies = msgspec.field(default_factory=Tallies)
 
 
@@ -177,4 +177,4 @@ class Saved(NamedTuple):
     snapshot: Snapshot | None
     """None: the journal is new."""
     changes: list[Change]
-    """Since the snapshot."""
+    """The changes since the snapshot, oldest first."""

@@ -30,7 +30,7 @@ from weakref import WeakSet, WeakValueDictionary
 import numpy as np
 
 from forebay.extras import needed_by
-from forebay.io import durable
+from forebay.io import safe_files
 
 if TYPE_CHECKING:
     import lmdb
@@ -138,7 +138,7 @@ class Environment:
                     self._reserve(num_bytes)
                     yield transaction
             except self._full_error:
-                # Readers that were killed hold pages until somebody looks.
+                # Readers that were killed hold pages until a look at the table of readers.
                 self._lmdb.reader_check()
                 raise StoreFullError(
                     f"{str(self._file)!r} has reached {self._lmdb.info()['map_size']} bytes, and arrays of "
@@ -169,8 +169,8 @@ class Environment:
         """A copy in the folder `path`, without free pages, that has reached the disk."""
         path.mkdir(parents=True)
         self._lmdb.copy(str(path), compact=True)
-        durable.sync(path / "data.mdb")
-        durable.sync(path)
+        safe_files.sync(path / "data.mdb")
+        safe_files.sync(path)
 
 
 class StoreFullError(RuntimeError):

@@ -215,7 +215,7 @@ class FragmentStore:
         return self._read_totals(self._environment.read())[0]
 
     def num_bytes(self) -> int:
-        """Of the payloads."""
+        """Bytes of all payloads held."""
         return self._read_totals(self._environment.read())[1]
 
     def _read_totals(self, reader: Any) -> tuple[int, int]:

@@ -32,7 +32,9 @@ class Demonstrations:
     The turns are the row's column ``demonstration``, the messages after the prompt; without it the answer;
     without that all turns of the chat itself.
 
-    >>> prompt_ids, response_ids, mask, mm_info = Demonstrations(tokenizer).example(Prompt(message=..., ...))
+    ::
+
+        prompt_ids, response_ids, mask, mm_info = Demonstrations(tokenizer).example(prompt)
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -10,7 +10,6 @@ Not a stream and not a cache: the rows stay where they are and a `Prompt` is mad
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 from collections import defaultdict
@@ -22,7 +21,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from forebay.agents.chat.rendering import ChatTokenizer, offered_tools, render_prompt
-from forebay.config import ArgumentPaths, ConfigError, StrictModel, errors_about
+from forebay.config import ArgumentPaths, ConfigError, StrictModel, did_you_mean, errors_about
 from forebay.models.images import IMAGES, images_of
 from forebay.produce.prompts.expressions import compile_column, compile_expression
 from forebay.produce.prompts.images import take_images
@@ -339,11 +338,9 @@ Templates = Mapping[str, Callable[[Mapping[str, Any], str], str] | None]
 def _find_column(row: Mapping[str, Any], column: str, name: str, place: str) -> Any:
     if column in row:
         return row[column]
-    near = difflib.get_close_matches(column, row, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
-        f"{place} has no column {column!r}; {hint}Its columns: {', '.join(map(str, row))}. Set "
-        f"columns.{name}."
+        f"{place} has no column {column!r}; {did_you_mean(column, row)}Its columns: "
+        f"{', '.join(map(str, row))}. Set columns.{name}."
     )
 
 

@@ -26,9 +26,9 @@ class AdditionArguments(StrictModel, strict=True):
     """The arguments of the data source ``addition`` in a run file."""
 
     digits: int = Field(default=2, ge=1, le=9)
-    """Of each of the two numbers."""
+    """Digits of each of the two numbers."""
     seed: int = 0
-    """Of the order of the problems."""
+    """Chooses the order of the problems."""
 
 
 class SortingArguments(StrictModel, strict=True):
@@ -39,7 +39,7 @@ class SortingArguments(StrictModel, strict=True):
     letters: int = Field(default=26, ge=2, le=26)
     """How many of the alphabet's first letters are used."""
     seed: int = 0
-    """Of the order of the problems."""
+    """Chooses the order of the problems."""
 
 
 def addition(*, digits: int = 2, seed: int = 0) -> LazySequence[Row]:

@@ -52,7 +52,7 @@ class Curriculum(StrictModel, strict=True):
     """A Jinja expression over the columns that are neither prompt nor answer: ``level``, or ``-level``."""
 
     def plan(self, shuffled: Sequence[int], prompts: Sequence[Prompt], latest: Latest) -> list[int]:
-        """All of them."""
+        """All indices of the epoch, by rising value of `by`; equal ones stay shuffled."""
         value = compile_expression("sampler.arguments.by", self.by)
         return sorted(shuffled, key=lambda index: value(prompts[index].extra, prompts[index].place))
 

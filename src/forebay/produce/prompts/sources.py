@@ -38,7 +38,7 @@ from uuid import UUID
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from forebay.config import ConfigError, StrictModel, check_arguments, locate, look_up
+from forebay.config import ConfigError, StrictModel, check_arguments, did_you_mean, locate, look_up
 from forebay.extras import needed_by
 from forebay.produce.prompts import demo_tasks
 from forebay.produce.prompts.sequences import LazySequence
@@ -414,10 +414,9 @@ def _open_reasoning_gym(source: str, arguments: Mapping[str, Any], num_wanted: i
         from reasoning_gym.factory import DATASETS, create_dataset
     name = source.partition(":")[2]
     if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
-            f"reasoning-gym has no generator {name!r}; {hint}known: {', '.join(sorted(DATASETS))}"
+            f"reasoning-gym has no generator {name!r}; {did_you_mean(name, DATASETS)}known: "
+            f"{', '.join(sorted(DATASETS))}"
         )
     # Without a seed each process would draw problems of its own, and a resumed run others.
     settings = {"seed": 0, **arguments}

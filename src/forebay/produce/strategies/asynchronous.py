@@ -26,15 +26,7 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from forebay.aio.time_limits import timeout_at
-from forebay.produce.strategies.base import (
-    Outlook,
-    ProduceBatchStatus,
-    ProduceStrategy,
-    ProduceStrategyConfig,
-    StalenessRule,
-    calculate_stale_threshold,
-    find_staleness_rule,
-)
+from forebay.produce.strategies import base
 from forebay.produce.strategies.context import COUNTED_TOKENS_KEY, Generation, Group, ProduceContext
 from forebay.produce.strategies.pending import Ended, Work
 from forebay.types import (
@@ -57,7 +49,7 @@ LAST_FAILURE_KEY = "last_failure"
 """Key in ``extra_fields``: why it failed the last time."""
 
 
-class AsyncProduceStrategy(ProduceStrategy):
+class AsyncProduceStrategy(base.ProduceStrategy):
     """Keeps groups in flight up to a limit that its staleness rule sets.
 
     Invariants: at any instant a group is in flight, or in the buffer, or the trainer's, and in one of them
@@ -78,9 +70,9 @@ class AsyncProduceStrategy(ProduceStrategy):
     ) -> None:
         super().__init__(config.is_valid_sample_fn, config.should_continue_fn)
         self.config = config
-        self.rule = find_staleness_rule(config.staleness_rule)
+        self.rule = base.find_staleness_rule(config.staleness_rule)
         self.rollout_controller = rollout_controller
-        self.max_lag: int = calculate_stale_threshold(config.max_staleness, sync_weights_interval)
+        self.max_lag: int = base.calculate_stale_threshold(config.max_staleness, sync_weights_interval)
         """In train steps: weights that lag this much are too old, and so are rollouts that may expire."""
         self.stale_threshold = self.max_lag if self.rule.expires else None
         self.keeps_expired = self.rule.regenerates or config.tail_batch_trigger_size > 0
@@ -95,7 +87,7 @@ class AsyncProduceStrategy(ProduceStrategy):
         self.max_lag = min(self.max_lag, train_steps)
         self.stale_threshold = self.max_lag if self.rule.expires else None
 
-    async def produce_batch(self, ctx: ProduceContext) -> ProduceBatchStatus:
+    async def produce_batch(self, ctx: ProduceContext) -> base.ProduceBatchStatus:
         """Start groups until `should_continue_fn` finds enough of them available.
 
         Raises:
@@ -106,7 +98,7 @@ class AsyncProduceStrategy(ProduceStrategy):
         # Both counts are read now: a task that the progress does not know is an error and not a wait.
         target, _ = ctx.target_abs, ctx.consumed
         if target <= 0:
-            return ProduceBatchStatus.NORMAL
+            return base.ProduceBatchStatus.NORMAL
         if (stop := self._must_stop(ctx)) is not None:
             return stop
         trigger, num_expired = self.config.tail_batch_trigger_size, await ctx.expired_count()
@@ -122,7 +114,7 @@ class AsyncProduceStrategy(ProduceStrategy):
             in_flight, progress = len(self._pending), ctx.progress
             # Train steps beyond those of the target for which a group that starts now is fresh enough.
             fresh_steps = ctx.model_step + self.max_lag - progress.target_upto_future_step
-            outlook = Outlook(
+            outlook = base.Outlook(
                 # `should_continue_fn` may want more than the target.
                 target=max(ctx.target_abs, available + 1),
                 available=available,
@@ -137,9 +129,9 @@ class AsyncProduceStrategy(ProduceStrategy):
 
         return await self._fill(ctx, start_missing)
 
-    def _must_stop(self, ctx: ProduceContext) -> ProduceBatchStatus | None:
+    def _must_stop(self, ctx: ProduceContext) -> base.ProduceBatchStatus | None:
         if self.is_model_expired(ctx.train_step, ctx.model_step) and not ctx.should_abort():
-            return ProduceBatchStatus.EXPIRED_BATCH
+            return base.ProduceBatchStatus.EXPIRED_BATCH
         return super()._must_stop(ctx)
 
     async def _generate(self, ctx: ProduceContext, model_step: int, group: Group) -> Group:
@@ -252,7 +244,7 @@ class AsyncProduceStrategy(ProduceStrategy):
                 logger.exception("task %s: asking to stop failed", ctx.task_name)
 
 
-class AsyncProduceStrategyConfig(ProduceStrategyConfig):
+class AsyncProduceStrategyConfig(base.ProduceStrategyConfig):
     """Builds an `AsyncProduceStrategy`.
 
     >>> config = AsyncProduceStrategyConfig(max_staleness=1, over_sample_threshold=0.5)
@@ -266,7 +258,7 @@ class AsyncProduceStrategyConfig(ProduceStrategyConfig):
     """An interrupted rollout keeps its tokens and goes on from them; else it starts over."""
     max_staleness: int = Field(default=0, ge=0)
     """Sync periods that a rollout may lag behind, beyond the current one."""
-    staleness_rule: str | StalenessRule = "drop"
+    staleness_rule: str | base.StalenessRule = "drop"
     """A name of `produce.strategies.base` (drop, requeue, admit, mask, correct), or your own rule."""
     tail_batch_trigger_size: int = Field(default=0, ge=0)
     """With this many EXPIRED and MAX_TRIES groups waiting, the next round generates those, and no more."""
@@ -279,8 +271,8 @@ class AsyncProduceStrategyConfig(ProduceStrategyConfig):
 
     @field_validator("staleness_rule")
     @classmethod
-    def _is_known(cls, rule: str | StalenessRule) -> str | StalenessRule:
-        find_staleness_rule(rule)
+    def _is_known(cls, rule: str | base.StalenessRule) -> str | base.StalenessRule:
+        base.find_staleness_rule(rule)
         return rule
 
     def build(

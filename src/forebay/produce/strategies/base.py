@@ -40,15 +40,7 @@ from pydantic import BaseModel
 
 from forebay.aio.tasks import beside
 from forebay.config import StrictModel
-from forebay.produce.strategies.context import (
-    Generation,
-    Group,
-    IsValidSampleFn,
-    ProduceContext,
-    ShouldContinueFn,
-    default_is_valid_sample_fn,
-    default_should_continue_fn,
-)
+from forebay.produce.strategies import context
 from forebay.produce.strategies.pending import Ended, PendingGroups, ProductionBudget, Work
 from forebay.types import Status, get_group_status, reset_rollout_response
 
@@ -71,8 +63,8 @@ class ProduceStrategy(ABC):
 
     def __init__(
         self,
-        is_valid_sample_fn: IsValidSampleFn = default_is_valid_sample_fn,
-        should_continue_fn: ShouldContinueFn = default_should_continue_fn,
+        is_valid_sample_fn: context.IsValidSampleFn = context.default_is_valid_sample_fn,
+        should_continue_fn: context.ShouldContinueFn = context.default_should_continue_fn,
     ) -> None:
         self.is_valid_sample_fn = is_valid_sample_fn
         self.should_continue_fn = should_continue_fn
@@ -80,10 +72,10 @@ class ProduceStrategy(ABC):
         self._budget = ProductionBudget()
 
     @abstractmethod
-    async def produce_batch(self, ctx: ProduceContext) -> ProduceBatchStatus:
+    async def produce_batch(self, ctx: context.ProduceContext) -> ProduceBatchStatus:
         """Bring the buffer to this task's target."""
 
-    async def pause_produce(self, ctx: ProduceContext) -> float:
+    async def pause_produce(self, ctx: context.ProduceContext) -> float:
         """Collect what is in flight; return the seconds it took."""
         return 0.0
 
@@ -102,23 +94,25 @@ class ProduceStrategy(ABC):
         """Groups in flight."""
         return len(self._pending)
 
-    def pending_groups(self) -> list[Group]:
+    def pending_groups(self) -> list[context.Group]:
         """The groups in flight that have their prompt already."""
         return self._pending.groups
 
-    def _must_stop(self, ctx: ProduceContext) -> ProduceBatchStatus | None:
+    def _must_stop(self, ctx: context.ProduceContext) -> ProduceBatchStatus | None:
         """Why a call must start nothing more; None if it may."""
         return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT if ctx.should_abort() else None
 
-    async def _count_available(self, ctx: ProduceContext) -> int:
+    async def _count_available(self, ctx: context.ProduceContext) -> int:
         """The groups to compare with the target of the call."""
         return await ctx.available_count()
 
-    def _target(self, ctx: ProduceContext) -> int:
+    def _target(self, ctx: context.ProduceContext) -> int:
         """The number of available groups that `should_continue_fn` compares with."""
         return ctx.target_abs
 
-    async def _fill(self, ctx: ProduceContext, start_missing: Callable[[int], None]) -> ProduceBatchStatus:
+    async def _fill(
+        self, ctx: context.ProduceContext, start_missing: Callable[[int], None]
+    ) -> ProduceBatchStatus:
         """Start groups, and wait for them, until `should_continue_fn` finds enough of them available.
 
         `start_missing` starts what the call still needs, given the number of groups that are available.
@@ -167,12 +161,12 @@ class ProduceStrategyConfig(BaseModel, ABC):
 
     model_config = StrictModel.model_config
 
-    is_valid_sample_fn: IsValidSampleFn = default_is_valid_sample_fn
-    should_continue_fn: ShouldContinueFn = default_should_continue_fn
+    is_valid_sample_fn: context.IsValidSampleFn = context.default_is_valid_sample_fn
+    should_continue_fn: context.ShouldContinueFn = context.default_should_continue_fn
 
     @abstractmethod
     def build(
-        self, *, sync_weights_interval: int = 1, rollout_controller: Generation | None = None
+        self, *, sync_weights_interval: int = 1, rollout_controller: context.Generation | None = None
     ) -> ProduceStrategy:
         """The strategy for weights that are synchronized every `sync_weights_interval` train steps."""
 
@@ -181,7 +175,7 @@ class SyncProduceStrategyConfig(ProduceStrategyConfig):
     """Builds a `SyncProduceStrategy`."""
 
     def build(
-        self, *, sync_weights_interval: int = 1, rollout_controller: Generation | None = None
+        self, *, sync_weights_interval: int = 1, rollout_controller: context.Generation | None = None
     ) -> SyncProduceStrategy:
         """The strategy for weights that are synchronized every `sync_weights_interval` train steps."""
         return SyncProduceStrategy(self, sync_weights_interval)
@@ -202,7 +196,7 @@ class SyncProduceStrategy(ProduceStrategy):
         super().__init__(config.is_valid_sample_fn, config.should_continue_fn)
         self._max_lag = calculate_stale_threshold(0, sync_weights_interval)
         self.leftover_threshold: int = self._max_lag
-        self._ctx: ProduceContext
+        self._ctx: context.ProduceContext
         self._completed = 0
         """Groups that count for the present call: left over, or completed by it."""
 
@@ -210,7 +204,7 @@ class SyncProduceStrategy(ProduceStrategy):
         """It never raises the limit."""
         self._max_lag = min(self._max_lag, train_steps)
 
-    async def produce_batch(self, ctx: ProduceContext) -> ProduceBatchStatus:
+    async def produce_batch(self, ctx: context.ProduceContext) -> ProduceBatchStatus:
         """Start what is missing and replace what does not complete, until `should_continue_fn` says stop.
 
         Raises:
@@ -235,13 +229,13 @@ class SyncProduceStrategy(ProduceStrategy):
             await self._pending.cancel()
             self._pending.raise_error()
 
-    async def _count_available(self, ctx: ProduceContext) -> int:
+    async def _count_available(self, ctx: context.ProduceContext) -> int:
         return self._completed
 
-    def _target(self, ctx: ProduceContext) -> int:
+    def _target(self, ctx: context.ProduceContext) -> int:
         return ctx.task_batch_size
 
-    def _start_missing(self, ctx: ProduceContext, available: int) -> None:
+    def _start_missing(self, ctx: context.ProduceContext, available: int) -> None:
         size = ctx.task_batch_size
         missing = size - available
         if missing <= 0:
@@ -252,7 +246,7 @@ class SyncProduceStrategy(ProduceStrategy):
             take = partial(ctx.sample_group, from_expired_pool=False)
             self._pending.start(Work(take, ctx.generate_group, self._store, ctx.should_abort))
 
-    async def _store(self, group: Group, ended: Ended) -> None:
+    async def _store(self, group: context.Group, ended: Ended) -> None:
         """Count and store one group."""
         if ended is Ended.RETURNED:
             # In two lines: others may be stored while this one is, and all of them count.
@@ -263,7 +257,7 @@ class SyncProduceStrategy(ProduceStrategy):
             await self._ctx.put_back(group, wipe=ended is Ended.INTERRUPTED)
 
 
-def _forget_aborted(group: Group) -> None:
+def _forget_aborted(group: context.Group) -> None:
     """Wipe aborted rollouts: they will start over, and must not grow old meanwhile."""
     for state in group:
         if state.status is Status.ABORTED:

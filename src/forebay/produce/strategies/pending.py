@@ -164,7 +164,7 @@ class PendingGroups:
             # A lost buffer is reported before the failures that it causes.
             if not work.is_given_up and (self._error is None or isinstance(error, ConnectionLost)):
                 self._error = error
-            # Nobody awaits this task: other errors reach a waiter by `raise_error`.
+            # This task is not awaited: other errors reach a waiter by `raise_error`.
             if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
                 raise
         finally:

@@ -1,7 +1,8 @@
-"""The form that a generated group must have before it is stored, and the fate of members that failed.
+"""The form that a generated group must have before it is stored, its size, and the fate of failed members.
 
 ::
 
+    all COMPLETED, their scores differ          --> further members, up to the most that a group may have
     COMPLETED, but the trainer cannot take it   --> FAILED, with the reason
     FAILED members, at least min_members others --> they leave; the rest goes on as the group
     FAILED members, fewer others                --> the group is FAILED: generated again, or replaced
@@ -12,11 +13,12 @@ context without `GroupRules` stores groups as they are, as long as they are well
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -64,6 +66,39 @@ class GroupRules:
     resume, under other rules, may have fewer."""
     max_failed_groups: int | None = None
     """Groups of one task that may fail while a batch is made; None: twice the batch, and at least 8."""
+    sizes: tuple[int, int] = (0, 0)
+    """Attempts that a group begins with, and the most that it may have; two equal numbers add none."""
+
+    def further_members(self, group: Sequence[RolloutState]) -> list[RolloutState]:
+        """The attempts to be made beside the first ones, now that these are judged: more where scores vary.
+
+        Of the attempts that may be added, a share of four times the variance of the scores, at most all; that
+        is 4 p (1 - p) for scores of 0 and 1, of which a share p is 1. Only the first ones decide, and a group
+        that has grown is not asked again: an interruption, before or after, changes nothing.
+        """
+        fewest, most = self.sizes
+        firsts = [attempt[0] for attempt in split_attempts(group)]
+        if len(firsts) != fewest or any(self.why_untrainable(state) is not None for state in firsts):
+            return []
+        first, names = firsts[0], {state.rollout_id for state in firsts}
+        # Some of those that were added are left of a group that had grown and lost members.
+        if names & {f"{first.group_id}/{place}" for place in range(fewest, most)}:
+            return []
+        spread = np.var([float((state.reward or {})["score"]) for state in firsts])
+        further = []
+        for place in range(fewest, fewest + round(min(1.0, 4 * float(spread)) * (most - fewest))):
+            # As a rollout that was interrupted before its first token; agents may add to lists of their own.
+            state = replace(
+                first,
+                rollout_id=f"{first.group_id}/{place}",
+                message=copy.deepcopy(first.message),
+                extra_fields=copy.deepcopy(first.extra_fields),
+                num_tries=0,
+                status=Status.ABORTED,
+            )
+            reset_rollout_response(state)
+            further.append(state)
+        return further
 
     def release_failed(self, group: list[RolloutState]) -> list[RolloutState]:
         """Make FAILED what cannot be trained, then take the failed members out of `group`; return those.
@@ -109,7 +144,7 @@ def name_group(group: Sequence[RolloutState]) -> str | int:
 
 
 def book_tags(group: Sequence[RolloutState], **facts: float | None) -> dict[str, TagValue]:
-    """The entry of a group in the books, as tags of its row: who finds the row knows of the entry.
+    """The entry of a group in the books, as tags of its row, so the row alone tells what the entry says.
 
     `facts` are those of the event ``produced``; those that are not known are left out.
     """

@@ -37,6 +37,45 @@ from forebay.types import FIELDS, ROLLOUT_SLOTS, TOKEN_FIELDS, RolloutState, Sam
 
 assert sys.byteorder == "little", "arrays are stored as they lie in memory, which must be little-endian"
 
+Buffer = bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class PackedGroup:
+    """A group in its packed form.
+
+    >>> from forebay.replay.format.packed import unpack_group
+    >>> packed = pack_group([RolloutState([], response_ids=[7, 8])])
+    >>> unpack_group(packed.head, bytearray(b"".join(packed.buffers)))[0].response_ids
+    array([7, 8], dtype=int32)
+    """
+
+    head: bytes
+    buffers: list[Buffer]
+    """May be the arrays themselves: not to be written to while they are used."""
+    num_bytes: int
+    """Bytes of `buffers` together."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Bytes of the head and of the arrays."""
+        return len(self.head), self.num_bytes
+
+
+def pack_group(group: Sequence[RolloutState], *, join_small: bool = True) -> PackedGroup:
+    """The packed form of a group; a caller that joins all buffers itself gets the small ones as they lie.
+
+    Raises:
+        ValueError: a rollout holds a value that cannot be stored; the message says where.
+    """
+    stored = group if isinstance(group, StoredGroup) else StoredGroup(group)
+    try:
+        return _pack(stored, all_as_trees=False, join_small=join_small)
+    except (OverflowError, UnicodeEncodeError):
+        # MessagePack has no integers over 64 bits and no lone surrogates; the trees' JSON text has both.
+        return _pack(stored, all_as_trees=True, join_small=join_small)
+
+
 PROMPTS = "prompt_ids"
 ARRAYS: dict[str, np.dtype[Any]] = {
     name: np.dtype(FIELDS[name].dtype)
@@ -64,14 +103,12 @@ MIN_APART_BYTES = 64 << 10
 """Arrays from this mean size up are sent from where they lie. To hand out many small ones one by one, to
 Python and to the socket, takes longer than to copy them into one piece."""
 
-Buffer = bytes | memoryview
-
 
 class Head(msgspec.Struct, forbid_unknown_fields=True):
     """All of a group but its arrays; a map, whose keys are these names."""
 
     status: list[Status]
-    """Of each member."""
+    """The status of each member."""
     steps: list[int | None]
     """The oldest model step of each member."""
     values: dict[str, list[Any]]
@@ -103,42 +140,6 @@ _TEXT, _INTS, _FLOATS = frozenset({str}), frozenset({int}), frozenset({float})
 _PARAMS = {SampleParams}
 _EMPTY: dict[type[Any], msgspec.Raw] = {kind: msgspec.Raw(_encode(kind())) for kind in (dict, list)}
 """The empty containers, which most fields that may hold a container hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class PackedGroup:
-    """A group in its packed form.
-
-    >>> from forebay.replay.format.packed import unpack_group
-    >>> packed = pack_group([RolloutState([], response_ids=[7, 8])])
-    >>> unpack_group(packed.head, bytearray(b"".join(packed.buffers)))[0].response_ids
-    array([7, 8], dtype=int32)
-    """
-
-    head: bytes
-    buffers: list[Buffer]
-    """May be the arrays themselves: not to be written to while they are used."""
-    num_bytes: int
-    """Of `buffers` together."""
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Bytes of the head and of the arrays."""
-        return len(self.head), self.num_bytes
-
-
-def pack_group(group: Sequence[RolloutState], *, join_small: bool = True) -> PackedGroup:
-    """The packed form of a group; a caller that joins all buffers itself gets the small ones as they lie.
-
-    Raises:
-        ValueError: a rollout holds a value that cannot be stored; the message says where.
-    """
-    stored = group if isinstance(group, StoredGroup) else StoredGroup(group)
-    try:
-        return _pack(stored, all_as_trees=False, join_small=join_small)
-    except (OverflowError, UnicodeEncodeError):
-        # MessagePack has no integers over 64 bits and no lone surrogates; the trees' JSON text has both.
-        return _pack(stored, all_as_trees=True, join_small=join_small)
 
 
 def _pack(group: StoredGroup, *, all_as_trees: bool, join_small: bool) -> PackedGroup:

@@ -95,7 +95,7 @@ class PackedPayload(Sequence[RolloutState]):
         return StoredGroup.with_steps(states, self.steps)
 
     def refresh(self, train_step: int, *, reset_unlabeled: bool = False) -> None:
-        """See `StoredGroup.refresh`."""
+        """Set every member's staleness as of `train_step`, without decoding the group."""
         self.staleness = tuple(
             [
                 calculate_seq_staleness(step, train_step)
@@ -186,7 +186,7 @@ def _as_of(group: Sequence[RolloutState], train_step: int | None, *, copy: bool)
 
 
 MAGIC = b"FBG2"
-"""With the version of the format."""
+"""First bytes of an encoded group; they name the format and its version."""
 _PRELUDE = struct.Struct("<4sI")
 
 

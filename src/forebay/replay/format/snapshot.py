@@ -34,7 +34,7 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 import pyarrow as pa
 
-from forebay.io.durable import sync
+from forebay.io.safe_files import sync
 from forebay.replay.format.tables import (
     SCHEMAS,
     check_table,
@@ -66,7 +66,7 @@ class TableFile(msgspec.Struct):
 
 
 class TableFiles(msgspec.Struct):
-    """The two of them."""
+    """The two files of a snapshot: rows of groups, and their rollouts."""
 
     groups: TableFile
     rollouts: TableFile

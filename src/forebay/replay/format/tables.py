@@ -142,7 +142,7 @@ def _rollout_batch(groups: Sequence[tuple[int, Sequence[RolloutState]]]) -> pa.R
         # Blobs that members share are with the first that has them.
         encoder = Encoder()
         for state in group:
-            # Not read back: it is for whoever looks at the table. The reward itself is in ``fields``.
+            # Not read back: it is for readers of the table. The reward itself is in ``fields``.
             score = state.reward.get("score") if isinstance(state.reward, dict) else None
             columns["score"].append(float(score) if isinstance(score, numbers.Real) else None)
             num_before, rest = len(encoder.blobs), odd[len(columns["fields"])]

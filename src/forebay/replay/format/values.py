@@ -171,7 +171,7 @@ _KINDS_OF_BYTES = "biufcmMSUV"
 class Checker(Encoder):
     """Refuses the values that an `Encoder` would, without copying arrays or fetching references.
 
-    >>> Checker().encode({"is": print}, "extra_fields")
+    >>> Checker().encode({"is": len}, "extra_fields")
     Traceback (most recent call last):
     ValueError: extra_fields['is'] is a builtins.builtin_function_or_method, which a snapshot cannot hold; ...
     """

@@ -76,7 +76,7 @@ class RemoteReplayBuffer:
     ) -> RemoteReplayBuffer:
         """Connect to the server at `address`.
 
-        A server that lets no one in for `limit_s` seconds, or gives no sign of life for so long, is given up.
+        A server that refuses connections or gives no sign of life for `limit_s` seconds is given up.
 
         Raises:
             ValueError: the address is not one, or the limit is not positive.

@@ -171,7 +171,7 @@ class ClientConnection(Session):
         others = self._num_put_bytes - before
         if others and self._num_put_bytes + num_bytes > SLACK * messages.PUT_WINDOW_BYTES:
             raise FrameError(f"puts of {others} bytes wait for their answers already")
-        # A put beyond the bound of the server has to get in while nobody else's is on its way.
+        # A put beyond the bound of the server has to get in while no other client's is on its way.
         is_alone = served.put_bytes == self._num_put_bytes
         if not is_alone and served.put_bytes + num_bytes > served.limits.max_put_bytes:
             self._forget(number)

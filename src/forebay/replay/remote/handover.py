@@ -45,13 +45,13 @@ class Handover:
 
     buffer: ReplayBuffer
     groups: dict[str, list[PackedGroup]]
-    """By task, for the client."""
+    """The groups by task, as they go to the client."""
     rows: list[StorageItem]
-    """As they were before."""
+    """Their rows as they were before the take, to be put back."""
     held: Mapping[str, Any] | None
     """The query for where the store has them now; None if they are removed."""
     train_step: int | None
-    """For which they were taken."""
+    """The train step that they were taken for; None: for none."""
     is_kept: bool = False
     """Whether they stay taken when the client is gone."""
 

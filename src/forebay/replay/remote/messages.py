@@ -98,7 +98,7 @@ class Hello(_Note, tag="hello"):
 
 
 class Key(_Note, tag="key"):
-    """The groups taken under this key are with the caller who asked for them."""
+    """The groups taken under this key are with the caller that asked for them."""
 
     key: bytes
 
@@ -125,7 +125,7 @@ class EvictedGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     @classmethod
     def of(cls, row: StorageItem) -> EvictedGroup:
-        """The evicted row."""
+        """The evicted row, without its payload."""
         names = [(_id(state.rollout_id), _id(state.group_id)) for state in row.item]
         return cls(row.uid, row.task_name, Status(row.status), row.staleness, names)
 
@@ -143,7 +143,7 @@ def _id(value: Any) -> str | int | None:
 
 
 class PutArguments(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `ReplayBuffer.put_groups`; the client has labelled the tokens."""
+    """Of `ReplayBuffer.put_groups`; the client has labeled the tokens."""
 
     key: bytes
     task_name: str

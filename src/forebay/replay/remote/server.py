@@ -20,7 +20,7 @@ Both sides can rely on this:
 * **Take.** The groups are parked until the client has them all: if it dies before, they are live again, in
   their old places. Then they are removed, or, with a train step, ARCHIVED, and `restore` brings them back.
 * **Others.** A client that waits, reads slowly or dies holds up no other: each has its own tasks and socket.
-* **Closing.** What runs comes to its end, what waits raises `ServerClosed`, then everybody is sent goodbye.
+* **Closing.** Running calls end, waiting ones raise `ServerClosed`, then every client is sent goodbye.
 """
 
 from __future__ import annotations
@@ -42,13 +42,8 @@ from forebay.io.address import Address, listen, tune
 from forebay.io.channel import Channel
 from forebay.io.link import Acceptor
 from forebay.io.messages import Goodbye
+from forebay.replay import policies
 from forebay.replay.buffer import ReplayBuffer
-from forebay.replay.policies import (
-    FIFOReplayPolicy,
-    PrioritizedReplayPolicy,
-    ReplayPolicy,
-    StalenessReplayPolicy,
-)
 from forebay.replay.remote.calls import CLIENT_LIMIT_S, MAX_CLIENTS, MAX_PUT_BYTES, Limits, Served
 from forebay.replay.remote.connection import ClientConnection
 from forebay.replay.remote.messages import MAX_FRAME_BYTES
@@ -73,7 +68,7 @@ class BufferServer:
         return len(self._connections)
 
     async def open(self, listener: socket.socket) -> None:
-        """Begin to accept."""
+        """Open the store, and begin to accept connections."""
         # Before clients are let in: they may ask for groups that an earlier server left parked.
         await self._served.open()
         self._acceptor = Acceptor(listener, self._serve, self._path)
@@ -194,10 +189,10 @@ APART_BYTES = 32 << 20
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
-POLICIES: dict[str, Callable[[], ReplayPolicy]] = {
-    "fifo": FIFOReplayPolicy,
-    "staleness": StalenessReplayPolicy,
-    "prioritized": PrioritizedReplayPolicy,
+POLICIES: dict[str, Callable[[], policies.ReplayPolicy]] = {
+    "fifo": policies.FIFOReplayPolicy,
+    "staleness": policies.StalenessReplayPolicy,
+    "prioritized": policies.PrioritizedReplayPolicy,
 }
 
 
@@ -315,7 +310,7 @@ async def open_buffer(options: ServeOptions) -> ReplayBuffer:
 
 
 def _plain_store(store: str) -> str:
-    """Without user and password."""
+    """The address of a store without user and password."""
     scheme, found, rest = store.partition("://")
     # The last @: a password may contain others.
     return f"{scheme}://{rest.rpartition('@')[2]}" if found else store

@@ -213,7 +213,7 @@ class StorageBackend(ABC):
     ) -> int:
         """`update` those whose rows still match `query`, and belong to no other, in one step; how many.
 
-        If that are not as many as `expected`, nothing is changed.
+        If the number differs from `expected`, nothing is changed.
         """
         by_uid = {item.uid: item for item in items}
         still = All((Condition("uid", "$in", tuple(by_uid)), parse_query(query)))

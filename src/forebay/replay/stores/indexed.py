@@ -197,7 +197,7 @@ class _Bucket:
 
     @property
     def rows(self) -> OrderedDict[int, int]:
-        """In order of arrival."""
+        """Uids by timestamp id, in order of arrival."""
         if not self._is_sorted:
             # Once for many rows: they come back in batches, and draws consume them in any order.
             self._rows, self._is_sorted = OrderedDict(sorted(self._rows.items())), True

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forebay.config import ConfigError
-from forebay.io.durable import write_json
+from forebay.io.safe_files import write_json
 from forebay.ledger import GroupLife
 from forebay.models.images import IMAGES
 from forebay.runs.record.columns import TEXTS, Left, rollouts_table, spans_table
@@ -68,9 +68,11 @@ class History:
     Invariants: each rollout that left has one line, until its file is removed; a file that has its name is
     whole.
 
-    >>> history = History(run_folder, limit_bytes=2_000_000_000)                    # doctest: +SKIP
-    >>> history.left(groups, "trained", train_step=7, learned=batch)                # doctest: +SKIP
-    >>> history.close()                                                             # doctest: +SKIP
+    ::
+
+        history = History(run_folder, limit_bytes=2_000_000_000)
+        history.left(groups, "trained", train_step=7, learned=batch)
+        history.close()
 
     Args:
         folder: the run's.
@@ -154,7 +156,7 @@ class History:
         try:
             action(*arguments)
         # A full disk; a value of user code that no column holds, of which any method may fail. The run goes
-        # on without these lines. Nobody looks at the future of this call: an error would not be seen.
+        # on without these lines. This call's future is never read: an error would not be seen.
         except Exception as error:
             self._warn(f"{type(error).__name__}: {error}")
         finally:
@@ -223,26 +225,30 @@ class _Files:
 
     def _remove_oldest(self) -> None:
         """Keep the limit; the newest file always stays."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+        import pyarrow.parquet as pq
+
         parts = sorted(
             self._folder.glob("segment_*/*.parquet"),
             # Of a start of the run by time: by name, all rollouts would go before the first activity.
             key=lambda path: (path.parent.name, path.stat().st_mtime),
         )
         total = sum(map(_size, parts))
-        removed = {"rollouts": 0, "until_train_step": 0}
+        removed = {ROLLOUTS: 0, SPANS: 0, "until_train_step": 0}
         with contextlib.suppress(FileNotFoundError):
             removed |= json.loads((self._folder / REMOVED_FILE).read_text())
         before = dict(removed)
         while total > self._limit and len(parts) > 2:
             path = parts.pop(0)
             total -= _size(path)
-            if path.name.startswith(ROLLOUTS):
-                import pyarrow.compute as pc
-                import pyarrow.parquet as pq
-
-                steps = pq.read_table(path, columns=["train_step"])["train_step"]
-                removed["rollouts"] += len(steps)
-                removed["until_train_step"] = max(removed["until_train_step"], pc.max(steps).as_py() or 0)
+            kind = ROLLOUTS if path.name.startswith(ROLLOUTS) else SPANS
+            # A power cut may have left a part of a file, which must not keep all others from being removed.
+            with contextlib.suppress(pa.ArrowInvalid, OSError):
+                removed[kind] += pq.read_metadata(path).num_rows
+                if kind == ROLLOUTS:
+                    steps = pq.read_table(path, columns=["train_step"])["train_step"]
+                    removed["until_train_step"] = max(removed["until_train_step"], pc.max(steps).as_py() or 0)
             _remove(path)
         if removed != before:
             write_json(self._folder / REMOVED_FILE, removed)
@@ -300,7 +306,7 @@ def _join(segment: Path, kind: str, parts: Sequence[Part]) -> None:
 
 
 def _size(path: Path) -> int:
-    """Of a file with its index."""
+    """Bytes of a file and its index."""
     index = path.with_suffix(SUFFIX)
     return path.stat().st_size + (index.stat().st_size if index.exists() else 0)
 
@@ -321,28 +327,33 @@ class Part(NamedTuple):
     """Its lines count up to this train step; None: all of them."""
 
 
-def list_parts(run_folder: Path, kind: str) -> list[Part]:
+def list_parts(run_folder: Path, kind: str, damaged: set[Path] | None = None) -> list[Part]:
     """The files of `kind` (``rollouts`` or ``spans``) that count, oldest first; none without a history.
 
     A run that went back to a checkpoint left lines of later train steps, which count no more. The list may be
-    out of date when a file of it is opened: then ask again.
+    out of date when a file of it is opened: then ask again. A segment of another version, or a damaged one,
+    is left out and its file added to `damaged`, if that is given.
 
     Raises:
-        ConfigError: the history is of another version, or damaged.
+        ConfigError: there is such a segment, and `damaged` is None.
     """
     found: list[Part] = []
     until: int | None = None
     for segment in sorted((run_folder / FOLDER).glob("segment_*"), reverse=True):
+        path = segment / SEGMENT_FILE
         try:
-            facts = json.loads((segment / SEGMENT_FILE).read_text())
-            is_known, resumed_from = facts["format"] == FORMAT, facts["resumed_from"]
+            facts = json.loads(path.read_text())
+            if facts["format"] != FORMAT:
+                raise ValueError(f"not a history that this release reads ({FORMAT})")
+            resumed_from = None if facts["resumed_from"] is None else int(facts["resumed_from"])
         except FileNotFoundError:
             # It begins just now.
             continue
         except (ValueError, LookupError, TypeError) as error:
-            raise ConfigError(f"{str(segment / SEGMENT_FILE)!r} is damaged: {error!r}") from None
-        if not is_known:
-            raise ConfigError(f"{str(segment)!r} is not a history that this release reads ({FORMAT})")
+            if damaged is None:
+                raise ConfigError(f"{str(path)!r} cannot be read: {error}") from None
+            damaged.add(path)
+            continue
         found[:0] = [part._replace(until=until) for part in _parts_of(segment, kind)]
         if resumed_from is not None:
             # Earlier segments count up to where this one went on from.
@@ -359,18 +370,16 @@ def read_spans(run_folder: Path) -> Iterator[Span]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    for attempt in range(3):
-        if not (parts := list_parts(run_folder, SPANS)):
-            raise ConfigError(f"no activities in {str(run_folder / FOLDER)!r}: history_gb = 0 keeps none")
-        try:
+    while parts := list_parts(run_folder, SPANS):
+        # Missing: the run has put files together, or removed some, since they were listed.
+        with contextlib.suppress(FileNotFoundError):
             table = pa.concat_tables(pq.read_table(part.path) for part in parts).sort_by("start_s")
-            break
-        except FileNotFoundError:
-            # The run has put files together, or removed some, since they were listed.
-            if attempt == 2:
-                raise
-    for batch in table.to_batches():
-        yield from map(Span._make, zip(*(batch[name].to_pylist() for name in Span._fields), strict=True))
+            for batch in table.to_batches():
+                yield from map(
+                    Span._make, zip(*(batch[name].to_pylist() for name in Span._fields), strict=True)
+                )
+            return
+    raise ConfigError(f"no activities in {str(run_folder / FOLDER)!r}: history_gb = 0 keeps none")
 
 
 def _parts_of(segment: Path, kind: str) -> list[Part]:

@@ -32,7 +32,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from forebay.io.durable import sync, write_text
+from forebay.io.safe_files import sync, write_text
 from forebay.replay.format.values import damage_named
 from forebay.replay.groups import StoredGroup
 from forebay.replay.stores.contract import StorageItem
@@ -62,10 +62,12 @@ class Recorder:
     nothing is left out, or the record has ended there: a full disk or a rollout that cannot be stored ends it
     with a warning, never the run. Made and used in the event loop's thread.
 
-    >>> recorder = Recorder(Path("runs/a"), run_file=to_toml(config))
-    >>> recorder.note("put", group, task="math")
-    >>> await recorder.checkpoint(5)                 # what was noted so far is on the disk
-    >>> recorder.close()
+    ::
+
+        recorder = Recorder(Path("runs/a"), run_file=to_toml(config))
+        recorder.note("put", group, task="math")
+        await recorder.checkpoint(5)  # now the notes so far are on the disk
+        recorder.close()
 
     Args:
         folder: the run's.
@@ -166,7 +168,7 @@ class _Files:
         self._events: BinaryIO = (segment / EVENTS).open("xb")
         self._rollouts: BinaryIO = (segment / ROLLOUTS).open("xb")
         self._stream: Any = None
-        """Of Arrow; made with the first piece."""
+        """The Arrow writer of `rollouts`, made with the first piece."""
         self._encode = json.JSONEncoder(separators=(",", ":")).encode
         self._lines: list[str] = []
         self._items: list[StorageItem] = []
@@ -346,8 +348,10 @@ def batch_file(path: Path) -> Iterator[Callable[[int, Sequence[Sequence[RolloutS
     The block is given a function that appends the groups of a train step. The columns are those of
     `forebay.replay.format.tables`, `train_step` in front. The file can be read once the block has ended.
 
-    >>> with batch_file(Path("batches.parquet")) as add:                            # doctest: +SKIP
-    ...     add(step.train_step, step.groups)
+    ::
+
+        with batch_file(Path("batches.parquet")) as add:
+            add(step.train_step, step.groups)
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

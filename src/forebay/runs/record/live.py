@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from forebay.io.durable import is_disk_error
+from forebay.io.safe_files import is_disk_error
 from forebay.ledger import Ledger
 from forebay.produce import AgentLoopManager
 from forebay.runs.show.live import look_again_and_again
@@ -75,7 +75,7 @@ class LiveFile:
         values = {"unix_time_s": time.time(), "state": state, **self._at(), **self._values()}
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text(json.dumps(values, default=str), encoding="utf-8")
-        # Not synced: after a power cut nobody looks for the state of the last second.
+        # Not synced: after a power cut nothing looks for the state of the last second.
         temporary.replace(self._path)
 
     async def _write_all(self) -> None:
@@ -88,7 +88,7 @@ class LiveFile:
         try:
             await self._refresh()
             self._write("running")
-        # Of a remote store, for instance. Nobody waits for this task: its end would not be seen.
+        # Of a remote store, for instance. This task is not awaited: its end would not be seen.
         except Exception as error:
             if is_disk_error(error):
                 raise

@@ -44,10 +44,12 @@ class Rerun:
     Invariants: no file of the run is written; nothing is generated or judged; the trainer gets the groups
     that a real buffer hands out, and those are the recorded ones.
 
-    >>> rerun = Rerun(Path("runs/a"))                                               # doctest: +SKIP
-    >>> async for step in rerun.steps(until=5):                                     # doctest: +SKIP
-    ...     print(step.train_step, step.differences)
-    >>> rerun.trainer.save("step_5/trainer")                                        # doctest: +SKIP
+    ::
+
+        rerun = Rerun(Path("runs/a"))
+        async for step in rerun.steps(until=5):
+            print(step.train_step, step.differences)
+        rerun.trainer.save("step_5/trainer")
 
     Args:
         folder: the run's.
@@ -78,7 +80,7 @@ class Rerun:
 
     @property
     def buffer(self) -> ReplayBuffer:
-        """As of the last step."""
+        """The replay buffer as it is after the last step that was run again."""
         return self._buffer.buffer
 
     async def steps(self, *, until: int | None = None) -> AsyncIterator[RerunStep]:
@@ -158,7 +160,7 @@ class RerunStep:
 
     train_step: int
     groups: Groups
-    """The batch."""
+    """The batch that was trained, as the buffer gave it."""
     recorded: Numbers | None
     """Its line of ``metrics.jsonl``; None if the run ended before it was written."""
     again: Numbers

@@ -63,6 +63,10 @@ class RunAlarms:
     Invariants: an alarm is said when its condition begins to hold, and not again before it was gone for
     `REST_STEPS` train steps; a number that a row lacks raises no alarm.
 
+    >>> from forebay.runs import RunConfig
+    >>> task = {"name": "sums", "data": {"source": "addition"}, "judge": {"name": "exact_match"}}
+    >>> config = RunConfig(
+    ...     name="a", steps=9, batch_size=4, rollouts_per_prompt=8, model={"source": "tiny"}, tasks=[task])
     >>> alarms = RunAlarms(config)
     >>> for step in range(1, 11):
     ...     new = alarms.see({"train_step": step, "reward": 0.0, "train/equal_score_groups": 1.0})
@@ -133,7 +137,7 @@ class RunAlarms:
 
     def _no_signal(self) -> str | None:
         config = self._config
-        compares = config.rollouts_per_prompt > 1 and not config.train.uses_critic
+        compares = config.group_sizes[1] > 1 and not config.train.uses_critic
         # A critic, or a group of one, needs scores that differ anywhere; the others within a group.
         values = self._column("train/equal_score_groups" if compares else "train/score_std")
         if len(values) < WINDOW_STEPS or any(value != (1.0 if compares else 0.0) for value in values):

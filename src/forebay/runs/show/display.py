@@ -102,7 +102,7 @@ class RunDisplay:
         self._step, self._total = 0, 0
         self._phase, self._phase_at = "", clock()
         self.phase_name, self._progress_at = "", self._phase_at
-        """Of the latest `phase`."""
+        """Name of the latest `phase`."""
         self._produced: tuple[int, int] | None = None
 
     def __enter__(self) -> Self:
@@ -154,7 +154,7 @@ class RunDisplay:
         self._produced = (done, total)
 
     def count_group(self, task_name: str, group: Sequence[RolloutState]) -> None:
-        """Count a stored group for the step under way; a background producer's groups are of no one step."""
+        """Count a stored group for the step under way; those of a background producer have no step."""
         if self._produced is not None and get_group_status(group) is Status.COMPLETED:
             self.production(self._produced[0] + 1, self._produced[1])
 

@@ -53,8 +53,10 @@ class LiveView:
     Invariants: drawing costs at most `MAX_CPU_SHARE` of a core over any stretch of time; an error in it ends
     the view with a warning, never the run; after `close` the terminal is as it was.
 
-    >>> live = LiveView(console, lambda: Text("step 1"), look=status.count_buffer)     # doctest: +SKIP
-    >>> live.close()                                                                   # doctest: +SKIP
+    ::
+
+        live = LiveView(console, lambda: Text("step 1"), look=status.count_buffer)
+        live.close()
     """
 
     def __init__(

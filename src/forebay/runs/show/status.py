@@ -13,7 +13,6 @@ however many groups there are.
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections import Counter
@@ -59,10 +58,11 @@ class RunStatus:
 
     Invariant: everything is as of the call, but the buffer, which is as of the last `count_buffer`.
 
-    >>> status = RunStatus(manager, activities, controller, batch_size=16)
-    >>> await status.count_buffer()
-    >>> status.now().tasks["math"].buffer[Status.COMPLETED]
-    12
+    ::
+
+        status = RunStatus(manager, activities, controller, batch_size=16)
+        await status.count_buffer()
+        status.now().tasks["math"].buffer[Status.COMPLETED]  # 12
     """
 
     def __init__(
@@ -114,17 +114,21 @@ class RunStatus:
     def now(self) -> Now:
         """The numbers of this moment; those of the buffer are as of the last `count_buffer`."""
         watch = self._manager.stall_watch
-        producing = self._producing()
+        producing, tasks = self._producing(), self._tasks()
+        # Once over all, of which there may be 16,000, and not once for each task.
+        counts = Counter((activity.task, activity.stage) for activity in producing)
+        firsts = {(activity.stage, activity.task): activity for activity in reversed(producing)}.values()
         self._gpu.append(gpu_use(self._device))
-        others = (
-            activity for activity in self._activities.in_flight() if activity.stage not in PRODUCER_STAGES
-        )
+        others = [one for one in self._activities.in_flight() if one.stage not in PRODUCER_STAGES]
         return Now(
-            tasks=self._tasks(),
+            tasks=tasks,
             stages=dict(Counter(activity.stage for activity in producing)),
-            # The first are the oldest; those of 16,000 rollouts in flight are not sorted.
-            oldest=[self._told(activity) for activity in producing[:NUM_OLDEST]],
-            doing=[self._told(activity) for activity in itertools.islice(others, NUM_OLDEST)],
+            stages_of={task: {stage: n for (of, stage), n in counts.items() if of == task} for task in tasks},
+            # The first are the oldest; those of 16,000 rollouts in flight are not sorted. With the oldest of
+            # each stage and task, or a judge that hangs could not be seen behind long generations, nor a task
+            # whose work is younger than another's.
+            oldest=[self._told(activity) for activity in dict.fromkeys([*producing[:NUM_OLDEST], *firsts])],
+            doing=[self._told(activity) for activity in others[:NUM_OLDEST]],
             busy={side: self._busy.share(side) for side in SIDES},
             model_step=self._controller.model_step,
             stall=watch.report() if watch is not None and watch.has_warned else "",
@@ -137,7 +141,7 @@ class RunStatus:
         now_s, busy_s = self._activities.clock(), {side: self._busy.busy_s(side) for side in SIDES}
         past_s, before_s = now_s - self._reported_s, self._reported_busy_s
         self._reported_s, self._reported_busy_s = now_s, busy_s
-        # One more, since nobody may have looked during the step.
+        # One more, since there may have been no look during the step.
         looks, self._gpu = [*self._gpu, gpu_use(self._device)], []
         values = {
             **_group_values(tasks.values(), ""),
@@ -254,14 +258,17 @@ class Now:
     tasks: Mapping[str, TaskNow]
     stages: Mapping[str, int]
     """The producer's work in flight, by stage: rollouts that are generated, groups that are judged."""
+    stages_of: Mapping[str, Mapping[str, int]]
+    """The same by task."""
     oldest: Sequence[Doing]
-    """The producer's work that has been in flight for longest, the oldest first; `NUM_OLDEST` at most."""
+    """The producer's work that has been in flight for longest, the oldest first: `NUM_OLDEST`, and after them
+    the oldest of each other stage, by task."""
     doing: Sequence[Doing]
     """All other work in flight, as that of the trainer, the oldest first."""
     busy: Mapping[str, float]
     """Share of the last half minute, by side: "producer", "trainer"."""
     model_step: int
-    """Of the weights that generate."""
+    """Step of the weights that generate."""
     stall: str
     """The report of a stall that was warned of and goes on; else empty."""
 

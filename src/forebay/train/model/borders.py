@@ -1,4 +1,4 @@
-"""Whether a row of tokens holds several sequences: told to transformers, which would look.
+"""Tells transformers whether a row is packed, so that it need not ask the device.
 
 transformers finds the borders of packed sequences in the position ids of every pass, and asks the device
 whether there are any. A process that queues work for a GPU then waits at each pass until the GPU has done all

@@ -44,7 +44,7 @@ class TokenOutputs(NamedTuple):
     """The model's results for the N trained tokens."""
 
     logprobs: torch.Tensor
-    """float32, N."""
+    """float32, N: log probability of each trained token."""
     entropy: torch.Tensor | None
     """float32, N, of the whole distribution, in nats; without gradient unless asked for."""
     others: torch.Tensor | None = None

@@ -112,7 +112,7 @@ class _ChunkedLinear(torch.autograd.Function):
         finish: Tail,
         parts: list[slice],
     ) -> torch.Tensor:
-        """N x K."""
+        """N x K: the results that `finish` makes of each part's logits."""
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V)
         ctx.finish, ctx.parts, device = finish, parts, hidden_NH.device.type
         ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype

@@ -203,7 +203,7 @@ class Decisions:
         self.firsts_K = self.tokens_N[np.unique(self.part_N, return_index=True)[1]]
         """K: the first token of each decision."""
         self.rows_K = batch.response_rows[self.firsts_K]
-        """K: its sequence."""
+        """K: the sequence of each first token."""
 
     def sums(self, values_R: Floats) -> Floats:
         """K: the sums of an array by response token."""

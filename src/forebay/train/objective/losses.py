@@ -35,11 +35,11 @@ class PolicyInputs(NamedTuple):
     """The inputs of a policy loss; all of shape N, and only tokens that the policy generated."""
 
     logprobs: torch.Tensor
-    """float32, with gradient."""
+    """float32, with gradient: log probabilities under the policy that is trained."""
     old_logprobs: torch.Tensor
-    """float32."""
+    """float32: log probabilities under the policy that ratios are taken to."""
     advantages: torch.Tensor
-    """float32."""
+    """float32: the advantage of each token."""
     sequence_index: torch.Tensor
     """int64: which sequence a token belongs to, 0 .. num_sequences - 1."""
     num_sequences: int
@@ -49,7 +49,7 @@ class PolicyLoss(NamedTuple):
     """A loss by token, and on which tokens the clipping acts; all of shape N."""
 
     loss: torch.Tensor
-    """float32, with gradient."""
+    """float32, with gradient: the loss of each token, before any weight."""
     clipped_low: torch.Tensor
     """bool: the ratio is under the range, and the clipped bound holds."""
     clipped_high: torch.Tensor

@@ -122,7 +122,7 @@ class Context:
     def join(self, results_nK: torch.Tensor, own_n: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """N x K: the results of all ranks, of which `own_n` are this one's and have its gradient.
 
-        Every rank computes the same loss of them, so each has its part of the gradient, and none a multiple.
+        Every rank computes the same loss of them, so each rank's gradient counts once.
         """
         own_NK = results_nK.new_zeros(num_tokens, results_nK.shape[1]).index_copy(0, own_n, results_nK)
         all_NK = own_NK.detach().clone()
@@ -136,7 +136,7 @@ class Share:
 
     context: Context
     columns: slice
-    """Of all L."""
+    """This rank's part of the whole row's length, L."""
     own: torch.Tensor
     """int64: which of the N trained tokens they predict."""
 

@@ -83,13 +83,13 @@ class RankedLearner:
         return self._call(method, *arguments)[:: self._config.parallel.same_sequences]
 
     def token_values(self, name: str, batch: TrainBatch) -> FloatArray:
-        """As `Learner.token_values`."""
+        """The named values of all tokens; each rank computes those of its sequences."""
         # Each rank gives 0 for the sequences of the others.
         parts: list[FloatArray] = self._call_data("token_values", name, batch.to_plain())
         return reduce(np.add, parts)
 
     def update(self, batch: TrainBatch, train_step: int) -> Update:
-        """As `Learner.update`."""
+        """Make the optimizer's steps on all ranks; columns are joined in the batch's order."""
         parts = [Update(**part) for part in self._call_data("update", batch.to_plain(), train_step)]
         columns = {
             # Epoch by epoch, as of one rank: every epoch goes through the same tokens.
@@ -102,12 +102,12 @@ class RankedLearner:
         return parts[0]._replace(columns={name: values.ravel() for name, values in columns.items()})
 
     def sizes(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `Learner.sizes`."""
+        """Every weight by name as a tensor without content, of the whole shape."""
         for name, dtype, shape, *_ in self._sizes:
             yield name, torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
 
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `Learner.weights`, but copies, on the CPU."""
+        """Every weight by name, whole: a copy on the CPU, adapters merged if asked for."""
         layout, num_bytes = lay_out(self.sizes())
         memory = MemoryFile(num_bytes)
         self._ranks.copy_weights(layout, memory, merged=merged)
@@ -118,7 +118,7 @@ class RankedLearner:
         self._ranks.copy_weights(layout, memory, merged=True)
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As `Learner.adapters`, but copies, on the CPU."""
+        """Every adapter weight by name: a copy on the CPU."""
         return iter(self._call("adapters")[0].items())
 
     def begin_save(self, folder: Path, train_step: int) -> None:
@@ -126,7 +126,7 @@ class RankedLearner:
         self._call("begin_save", str(folder.absolute()), train_step)
 
     def finish_save(self) -> None:
-        """As `Learner.finish_save`."""
+        """Wait until every rank has written its files."""
         self._call("finish_save")
 
     def resume(self, folder: Path) -> int:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from forebay.config import ConfigError
 from forebay.models.config import Precision
 from forebay.models.loading import auto_class
+from forebay.train.model.layers import decoder_layers
 from forebay.train.parallel.config import ParallelConfig
 from forebay.train.parallel.context import Context
 from forebay.train.parallel.sharding import CONTEXT, REPLICA, SHARD, TENSOR, no_progress_bars
@@ -145,7 +146,6 @@ def _split_matrices(model: Any, mesh: DeviceMesh) -> None:
 def _shard(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, precision: Precision) -> None:
     """FSDP2 over every layer, and over the rest of the model as one more."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-    from transformers.modeling_layers import GradientCheckpointingLayer
 
     on_gpu = mesh.device_type == "cuda"
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -154,8 +154,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, precision
         "mp_policy": mixed if precision != "float32" else MixedPrecisionPolicy(),
         "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if config.offload else OffloadPolicy(),
     }
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for module in (*layers, model):
+    for module in (*decoder_layers(model), model):
         # So is the rest: whole weights that stay behind a pass without gradient would be stale after the next
         # optimizer step.
         sharded: Any = fully_shard(module, reshard_after_forward=True, **policies)

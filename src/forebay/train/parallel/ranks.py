@@ -6,8 +6,8 @@
         a thread for each rank asks it; the first failure gives the others `GRACE_S`, then all are ended
 
     LocalRanks   caller                                     process of rank r
-                 frames.send(method, arguments) --socket--> RankWorker.method(*arguments)
-                 waits for: a reply of every rank   <--     frames.send(result | error with traceback)
+                 send(method, arguments) --socket--> RankWorker.method(*arguments)
+                 waits for: a reply of every rank   <--     send(result | error with traceback)
                  woken by: a reply, or the end of a process; a thread of the process gives a sign of life
                  every `limit_s` / 4
                  a second socket and thread of each process: calls `BESIDE` all others
@@ -37,10 +37,10 @@ import torch
 
 from forebay.config import ConfigError
 from forebay.io.channel import BlockingChannel
-from forebay.io.durable import DiskError, disk_errors_named
 from forebay.io.messages import BEATS, Alive, check_limit
+from forebay.io.safe_files import DiskError, disk_errors_named
 from forebay.io.shared import Layout, MemoryFile, views
-from forebay.train.parallel import frames
+from forebay.train.parallel.array_messages import connect, receive, send
 from forebay.train.parallel.worker import RankWorker
 
 SILENCE_LIMIT_S = 120.0
@@ -58,7 +58,7 @@ class Ranks:
         if num_ranks < 1:
             raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
         self.num_ranks = num_ranks
-        """How many there are."""
+        """Processes that train together."""
         self._have_ended = False
         self._closing = threading.Lock()
         self._lost: BaseException | None = None
@@ -190,7 +190,7 @@ class LocalRanks(Ranks):
                 process.start()
                 for sock in theirs:
                     sock.close()
-                self._ranks.append(_Rank(process, [frames.connect(sock, START_LIMIT_S) for sock in ours]))
+                self._ranks.append(_Rank(process, [connect(sock, START_LIMIT_S) for sock in ours]))
             begun.pop_all()
         self._ask(START, [()] * num_ranks)
         self._limit_s = limit_s
@@ -223,8 +223,8 @@ class LocalRanks(Ranks):
         try:
             # Of its start it tells by itself.
             if method != START:
-                frames.send(channel, [method, list(arguments)])
-            reply = frames.receive(channel)
+                send(channel, [method, list(arguments)])
+            reply = receive(channel)
         except TimeoutError:
             raise RankError(silence(number, self._limit_s, method)) from None
         except (EOFError, OSError):
@@ -320,7 +320,7 @@ def _serve(socks: Sequence[socket.socket], join: Callable[[], Any], threads: int
     """
     # Ctrl-C reaches every process of the terminal; the caller decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channels = [frames.connect(sock) for sock in socks]
+    channels = [connect(sock) for sock in socks]
     for channel in channels:
         channel.beat(Alive(), limit_s / BEATS)
     # gloo would meet over the interface that the host's name stands for.
@@ -339,8 +339,8 @@ def _serve(socks: Sequence[socket.socket], join: Callable[[], Any], threads: int
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if reply is not None:
-                    frames.send(channel, reply)
-                method, arguments = frames.receive(channel)
+                    send(channel, reply)
+                method, arguments = receive(channel)
                 reply = _attempt(partial(getattr(worker, method), *arguments))
 
     started = _attempt(start)

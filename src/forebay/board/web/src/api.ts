@@ -14,18 +14,26 @@ export function isOver(runs: RunSummary[], run: string): boolean {
 
 export class AskError extends Error {}
 
+/** What a report does not hold, by question. */
+const UNTOLD: Partial<Record<keyof Answers, string>> = {
+  compare: "A report holds the last evaluation of each run against its first, and no other: answers of all would be most of its size. Open the run with forebay board to compare others.",
+};
+
 export async function ask<What extends keyof Answers>(what: What, given: Record<string, unknown> = {}): Promise<Answers[What]> {
   const asked = new URLSearchParams();
   for (const [name, value] of Object.entries(given)) {
     if (value !== undefined && value !== null && value !== "") asked.set(name, String(value));
   }
-  // A report has all columns.
-  if (answers) asked.delete("names");
+  // A report has all columns, and has them once.
+  if (answers) {
+    asked.delete("names");
+    if (what === "metrics") return (answers[`overview?${asked}`] as Answers["overview"]).metrics as Answers[What];
+  }
   asked.sort();
   const address = `${what}?${asked}`;
   if (answers) {
     if (address in answers) return answers[address] as Answers[What];
-    throw new AskError("This report holds only a part of the run; open the run with forebay board to see this.");
+    throw new AskError(UNTOLD[what] ?? "This report holds only a part of the run; open the run with forebay board to see this.");
   }
   let response: Response;
   try {

@@ -1,5 +1,6 @@
-import { ask, isOver } from "./api";
+import { ask, isOver, isReport } from "./api";
 import { absent, duration, h, number, percent, show, svg, table, WITHOUT } from "./dom";
+import { judgesOf } from "./judges";
 import { address } from "./place";
 import type { Aged, Bin, Mean, Measured, RunSummary } from "./types";
 
@@ -15,14 +16,18 @@ const SPREADS: [name: string, title: string, unit: string][] = [
 ];
 
 /** What was dropped against what was trained, and what a shorter bound of staleness would have dropped. */
-export async function bias(root: HTMLElement, run: string, _: Record<string, string>, runs: RunSummary[]): Promise<() => void> {
-  const found = await ask("bias", { run });
+export async function bias(root: HTMLElement, run: string, given: Record<string, string>, runs: RunSummary[]): Promise<() => void> {
+  const task = given.task ?? "";
+  const [found, judges] = await Promise.all([ask("bias", { run, task }), judgesOf(run)]);
   if (!found.means.length) {
     show(root, absent(isOver(runs, run), `No rollout was trained or dropped yet: how the two differ stands here by itself as soon as some were. ${WITHOUT}`, `No rollout was trained or dropped. ${WITHOUT}`));
     return () => undefined;
   }
+  const pick = h("select", { id: "task", onchange: () => (location.hash = address("bias", run, { task: (pick as HTMLSelectElement).value })) }, h("option", { value: "" }, "all"), ...[...judges.keys()].map((name) => h("option", { value: name, selected: name === task }, name)));
   show(
     root,
+    // A report has them all together.
+    judges.size > 1 && !isReport ? h("div", { class: "controls" }, h("label", { for: "task" }, "task ", pick)) : null,
     h("div", {}, ...verdict(found.means)),
     h("section", {}, h("h2", {}, "By outcome"), means(found.means, run)),
     h("div", { class: "columns" }, ...SPREADS.map(([name, title, unit]) => h("section", {}, h("h2", {}, title), histogram(found.spread[name] ?? [], unit, title)))),

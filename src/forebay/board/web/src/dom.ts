@@ -51,6 +51,7 @@ export function percent(value: unknown): string {
 
 export function duration(seconds: number): string {
   if (!Number.isFinite(seconds)) return "-";
+  if (seconds < 0.1) return `${Math.round(1000 * seconds)} ms`;
   if (seconds < 10) return `${seconds.toFixed(1)} s`;
   if (seconds < 60) return `${Math.round(seconds)} s`;
   const minutes = Math.floor(seconds / 60);

@@ -1,10 +1,12 @@
 import { ask, follow } from "./api";
-import { duration, h, number, show, svg, table } from "./dom";
-import { address } from "./place";
+import { duration, h, number, show, svg, table, type Child } from "./dom";
+import { judgesOf, stageText, type Judges } from "./judges";
+import { address, keep } from "./place";
 import type { Books, Doing, Live, TaskNow } from "./types";
 
 const WIDTH = 980;
-const HEIGHT = 236;
+/** With room for five reasons of a drop. */
+const HEIGHT = 268;
 const NARROW = 360;
 /** From the top of a box to that of the next, where they stand one below the other. */
 const FALL = 140;
@@ -13,27 +15,40 @@ const LINE = 16;
 /** Its name, how many are in it, and how they are. */
 type Box = [name: string, count: string, note: string];
 
-/** Prompts -> in flight -> buffer -> trained, with every way out; the numbers are the balance of the books. */
-export async function flow(root: HTMLElement, run: string): Promise<() => void> {
-  let live = await ask("flow", { run });
+/** Prompts -> in flight -> judged -> buffer -> trained, with every way out; the numbers are the balance of the books. */
+export async function flow(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
+  const [first, judges] = await Promise.all([ask("flow", { run }), judgesOf(run)]);
+  let live = first;
+  let chosen = given.task ?? "";
   const picture = h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "From prompts to training" });
-  const details = h("div", { class: "columns" });
+  const parts = ["Oldest in flight", "In the buffer, by staleness", "What the trainer's side does"].map((title) => h("section", { tabindex: 0, role: "region", "aria-label": title }));
+  const now = h("div", { class: "told-now", tabindex: 0, role: "region", "aria-label": "The slowest now" });
   const task = h("select", { id: "task", "aria-label": "task" });
-  show(root, h("div", { class: "controls" }, h("label", { for: "task" }, "task ", task)), picture, details);
+  show(root, h("div", { class: "controls" }, h("label", { for: "task" }, "task ", task)), now, picture, h("div", { class: "columns" }, parts));
   const narrow = matchMedia("(max-width: 640px)");
   const draw = () => {
     const names = Object.keys(live.books ?? {});
-    const chosen = (task as HTMLSelectElement).value || "";
     if (task.childElementCount !== names.length + 1) {
       show(task, h("option", { value: "" }, "all"), ...names.map((name) => h("option", { value: name }, name)));
       (task as HTMLSelectElement).value = chosen;
     }
+    // Of a link from another run.
+    if (names.length && !names.includes(chosen)) (task as HTMLSelectElement).value = chosen = "";
     const books = sum(names.filter((name) => !chosen || name === chosen).map((name) => (live.books ?? {})[name]));
     const tasks = Object.entries(live.tasks ?? {}).filter(([name]) => !chosen || name === chosen).map(([, value]) => value);
-    show(picture, drawPicture(books, tasks, live, run, narrow.matches));
-    drawDetails(details, live, books, tasks);
+    const oldest = (live.oldest ?? []).filter((one) => !chosen || String(one.task) === chosen);
+    const stages = (chosen && live.stages_of?.[chosen]) || live.stages;
+    // What moves has a place of its own size; what does not takes what it needs.
+    for (const part of parts) part.classList.toggle("fixed", live.state === "running");
+    show(picture, drawPicture(books, tasks, { ...live, oldest, stages }, run, narrow.matches, judges));
+    show(now, live.stall ? h("pre", { class: "failure" }, String(live.stall)) : oldest.length ? slowest(oldest, judges) : h("span", { class: "dim" }, idleText(live)));
+    drawDetails(parts, { ...live, oldest }, books, tasks, judges);
   };
-  task.addEventListener("change", draw);
+  task.addEventListener("change", () => {
+    chosen = (task as HTMLSelectElement).value;
+    keep({ task: chosen });
+    draw();
+  });
   draw();
   narrow.addEventListener("change", draw);
   const stop = follow(run, Infinity, (change) => {
@@ -64,7 +79,7 @@ function added(counts: Record<string, number>[]): Map<string, number> {
   return total;
 }
 
-function drawPicture(books: Sums, tasks: TaskNow[], live: Live, run: string, isUpright: boolean): Element {
+function drawPicture(books: Sums, tasks: TaskNow[], live: Live, run: string, isUpright: boolean, judges: Judges): Element {
   const buffer = added(tasks.map((task) => task.buffer ?? {}));
   const inBuffer = [...buffer.values()].reduce((total, count) => total + count, 0);
   const inFlight = tasks.reduce((total, task) => total + (task.in_flight ?? 0), 0);
@@ -74,6 +89,8 @@ function drawPicture(books: Sums, tasks: TaskNow[], live: Live, run: string, isU
   const boxes: Box[] = [
     ["taken up", number(books.generated), String(live.unit ?? "groups")],
     ["in flight", known ? number(inFlight) : "-", stages(live)],
+    // Fragments are not judged.
+    ...(live.unit ? [] : [atJudge(live, judges)]),
     ["in the buffer", known ? number(inBuffer) : number(books.live), [...buffer].map(([name, count]) => `${count} ${name}`).join(", ")],
     ["trained", number(books.trained), `train step ${number(live.train_step)}`],
   ];
@@ -82,7 +99,7 @@ function drawPicture(books: Sums, tasks: TaskNow[], live: Live, run: string, isU
   const parts = isUpright ? upright(boxes, moving, number(numDropped), ways) : lying(boxes, moving, number(numDropped), ways);
   const difference = books.generated - books.trained - numDropped - books.live;
   const balance = `${number(books.generated)} taken up = ${number(books.trained)} trained + ${number(numDropped)} dropped + ${number(books.live)} live`;
-  const size = isUpright ? `0 0 ${NARROW} ${boxes.length * FALL - 36}` : `0 0 ${WIDTH} ${HEIGHT + LINE * Math.max(0, ways.length - 2)}`;
+  const size = isUpright ? `0 0 ${NARROW} ${boxes.length * FALL - 36}` : `0 0 ${WIDTH} ${HEIGHT + LINE * Math.max(0, ways.length - 4)}`;
   const drawn = svg("svg", { viewBox: size, class: isUpright ? "flow upright" : "flow", role: "img", "aria-label": balance }, ...parts);
   return h("figure", {}, drawn as unknown as HTMLElement, h("figcaption", { class: difference ? "failure" : "" }, difference ? `The books do not balance: ${difference} ${live.unit ?? "groups"} are missing. ` : "", balance, ". ", dropped.length ? "Read dropped ones: " : null, ...dropped.flatMap(([reason]) => [h("a", { href: address("rollouts", run, { outcome: "dropped", reason }) }, reason), " "])));
 }
@@ -90,7 +107,7 @@ function drawPicture(books: Sums, tasks: TaskNow[], live: Live, run: string, isU
 /** Side by side, from left to right; what was dropped falls out of the buffer. */
 function lying(boxes: Box[], moving: string, numDropped: string, ways: string[]): Node[] {
   const space = WIDTH / boxes.length;
-  const out = 2 * space + 10 + (space - 60) / 2;
+  const out = (boxes.length - 2) * space + 10 + (space - 60) / 2;
   return [
     ...boxes.flatMap((box, place) => {
       const left = place * space + 10;
@@ -106,7 +123,7 @@ function lying(boxes: Box[], moving: string, numDropped: string, ways: string[])
 /** One below the other, for a telephone; what was dropped leaves the buffer to the right. */
 function upright(boxes: Box[], moving: string, numDropped: string, ways: string[]): Node[] {
   const width = 215;
-  const buffer = 2 * FALL + 50;
+  const buffer = (boxes.length - 2) * FALL + 50;
   return [
     ...boxes.flatMap((box, place) => {
       const pipe = svg("line", { x1: width / 2, y1: place * FALL - 38, x2: width / 2, y2: place * FALL - 2, class: `pipe ${moving}` });
@@ -129,42 +146,44 @@ function tank([name, count, note]: Box, left: number, top: number, width: number
 }
 
 function stages(live: Live): string {
-  return Object.entries(live.stages ?? {}).map(([stage, count]) => `${number(count)} ${stage}`).join(", ") || "nothing";
+  const others = Object.entries(live.stages ?? {}).filter(([stage]) => live.unit || stage !== "judge");
+  return others.map(([stage, count]) => `${number(count)} ${stage}`).join(", ") || "nothing";
+}
+
+/** Of the groups in flight those that are being judged, and how long the first of them has been. */
+function atJudge(live: Live, judges: Judges): Box {
+  const count = live.stages?.judge ?? 0;
+  const first = (live.oldest ?? []).filter((one) => one.stage === "judge").sort((a, b) => b.age_s - a.age_s)[0];
+  const note = first ? `${judges.get(String(first.task)) || "slowest"}: ${duration(first.age_s)}` : [...new Set(judges.values())].filter(Boolean).slice(0, 2).join(", ");
+  return ["being judged", live.state === "running" ? number(count) : "-", note];
 }
 
 /** The oldest work of each stage, by name. */
-function slowest(oldest: Doing[]): string {
+function slowest(oldest: Doing[], judges: Judges): string {
   const first = new Map<string, Doing>();
   for (const one of oldest) if (!first.has(one.stage) || first.get(one.stage)!.age_s < one.age_s) first.set(one.stage, one);
-  return `Slowest now: ${[...first.values()].map((one) => `${one.stage} of ${one.name || one.group}, for ${duration(one.age_s)}`).join("; ")}.`;
+  return `Slowest now: ${[...first.values()].map((one) => `${stageText(one.stage, one.task, judges)} of ${one.name || one.group}, for ${duration(one.age_s)}`).join("; ")}.`;
 }
 
-function drawDetails(root: HTMLElement, live: Live, books: Sums, tasks: TaskNow[]): void {
+function idleText(live: Live): string {
+  if (live.state === "running") return "Nothing is in flight.";
+  return live.state !== "old" || Object.keys(live.books ?? {}).length ? "The run is not at work." : "The run has not said yet where it stands; it does once it has loaded its model, and this page follows.";
+}
+
+/** Each in a place of its own size, which stays: nothing jumps, and a reader who scrolled stays there. */
+function drawDetails([oldest, buffer, trainer]: HTMLElement[], live: Live, books: Sums, tasks: TaskNow[], judges: Judges): void {
   const ages = added(tasks.map((task) => task.ages ?? {}));
-  show(
-    root,
-    h(
-      "section",
-      {},
-      h("h2", {}, "Oldest in flight"),
-      live.oldest?.length ? h("p", {}, slowest(live.oldest)) : null,
-      live.oldest?.length
-        ? table(["what", "name", "task", "for", "so far"], live.oldest.map((one) => [one.stage, one.name, one.task ?? "", duration(one.age_s), one.note ?? ""]), { numbers: [3] })
-        : h("p", { class: "dim" }, live.state === "running" ? "Nothing is in flight." : live.state !== "old" || Object.keys(live.books ?? {}).length ? "The run is not at work." : "The run has not said yet where it stands; it does once it has loaded its model, and this page follows."),
-      live.stall ? h("pre", { class: "failure" }, String(live.stall)) : null,
-    ),
-    h(
-      "section",
-      {},
-      h("h2", {}, "In the buffer, by staleness"),
-      ages.size ? table(["train steps old", "groups"], [...ages].sort((a, b) => Number(a[0]) - Number(b[0])).map(([age, count]) => [age, number(count)]), { numbers: [0, 1] }) : h("p", { class: "dim" }, "No group is ready."),
-      h("p", { class: "dim" }, `${number(books.retried)} times a group was taken up again; ${number(books.left)} failed rollouts left their group.`),
-    ),
-    h(
-      "section",
-      {},
-      h("h2", {}, "What the trainer's side does"),
-      live.doing?.length ? table(["what", "name", "for"], live.doing.map((one) => [one.stage, one.name, duration(one.age_s)]), { numbers: [2] }) : h("p", { class: "dim" }, "Nothing."),
-    ),
+  const fill = (section: HTMLElement, ...children: Child[]) => show(section, h("h2", {}, section.getAttribute("aria-label")), ...children);
+  fill(
+    oldest,
+    live.oldest?.length
+      ? table(["what", "name", "task", "for", "so far"], live.oldest.map((one) => [stageText(one.stage, one.task, judges), one.name, one.task ?? "", duration(one.age_s), one.note ?? ""]), { numbers: [3] })
+      : h("p", { class: "dim" }, idleText(live)),
   );
+  fill(
+    buffer,
+    h("p", { class: "dim" }, `${number(books.retried)} times a group was taken up again; ${number(books.left)} failed rollouts left their group.`),
+    ages.size ? table(["train steps old", "groups"], [...ages].sort((a, b) => Number(a[0]) - Number(b[0])).map(([age, count]) => [age, number(count)]), { numbers: [0, 1] }) : h("p", { class: "dim" }, "No group is ready."),
+  );
+  fill(trainer, live.doing?.length ? table(["what", "name", "for"], live.doing.map((one) => [one.stage, one.name, duration(one.age_s)]), { numbers: [2] }) : h("p", { class: "dim" }, "Nothing."));
 }

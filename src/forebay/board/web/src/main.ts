@@ -3,7 +3,7 @@ import "./style.css";
 import { ask, isReport } from "./api";
 import { bias } from "./bias";
 import { compare } from "./compare";
-import { failure, h, show } from "./dom";
+import { failure, h, number, show } from "./dom";
 import { flow } from "./flow";
 import { currentRuns, overview } from "./overview";
 import { address, here } from "./place";
@@ -29,9 +29,12 @@ const KEYS: [string, string][] = [
 
 let leave: () => void = () => undefined;
 let turn = 0;
+/** The reader asked for the search, and its view is on its way. */
+let isSearchAwaited = false;
 
 const header = h("header", { class: "top" });
 const main = h("main", { id: "main", tabindex: -1 });
+const banner = h("p", { class: "banner", hidden: true });
 const help = h("dialog", { "aria-label": "Keys" }) as HTMLDialogElement;
 show(
   help,
@@ -40,6 +43,13 @@ show(
   h("form", { method: "dialog" }, h("button", {}, "close")),
 );
 show(document.getElementById("app") as HTMLElement, h("a", { class: "skip", href: "#main", onclick: (event: Event) => (event.preventDefault(), main.focus()) }, "to the content"), header, main, help);
+
+/** What of the run cannot be seen any more, above every view: who looks for it should not look on. */
+function drawBanner(run: RunSummary | undefined): void {
+  const removed = run?.removed;
+  banner.textContent = removed ? `The oldest ${number(removed.rollouts)} rollouts (up to train step ${removed.until_train_step})${removed.spans ? ` and ${number(removed.spans)} activities` : ""} were removed: history_gb is the limit.` : "";
+  banner.hidden = !removed;
+}
 
 /** Shows what the address says; `isAgain`: only if there is more than before, and without a jump. */
 async function draw(isAgain = false): Promise<void> {
@@ -53,9 +63,12 @@ async function draw(isAgain = false): Promise<void> {
     await drawView(mine, isAgain);
   } catch (error) {
     // A view that waits goes on waiting.
-    if (mine === turn && !isAgain) show(main, failure(error));
+    if (mine === turn && !isAgain) show(main, banner, failure(error));
   }
-  if (mine === turn) main.removeAttribute("aria-busy");
+  if (mine !== turn) return;
+  main.removeAttribute("aria-busy");
+  if (isSearchAwaited) document.getElementById("search")?.focus();
+  isSearchAwaited = false;
 }
 
 async function drawView(mine: number, isAgain: boolean): Promise<void> {
@@ -67,6 +80,7 @@ async function drawView(mine: number, isAgain: boolean): Promise<void> {
   if (!isAgain) drawHeader(runs, run, view);
   if (!run) return show(main, h("p", { class: "empty awaited" }, "There is no run here yet. Start one with forebay train, or name a folder: forebay board runs/"));
   document.title = `${run} - ${view} - Forebay`;
+  drawBanner(runs.find((one) => one.id === run));
   const root = h("div", { class: `view ${view}` });
   const done = await VIEWS[view](root, run, place.given, runs);
   if (mine !== turn || (isAgain && root.querySelector(".awaited"))) return done();
@@ -75,7 +89,7 @@ async function drawView(mine: number, isAgain: boolean): Promise<void> {
   const focused = document.activeElement?.id;
   if (isAgain) drawHeader(runs, run, view);
   // Only now: the old view stays until the new one is there, so that nothing jumps.
-  show(main, root);
+  show(main, banner, root);
   window.dispatchEvent(new Event("resize"));
   if (isAgain && focused) document.getElementById(focused)?.focus();
 }
@@ -150,8 +164,8 @@ document.addEventListener("keydown", (event) => {
     "/": () => {
       const field = document.getElementById("search");
       if (field) return field.focus();
+      isSearchAwaited = true;
       location.hash = address("rollouts", run);
-      window.setTimeout(() => document.getElementById("search")?.focus(), 400);
     },
     j: () => moveTo(1),
     k: () => moveTo(-1),

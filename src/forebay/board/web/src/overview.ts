@@ -1,7 +1,8 @@
 import { ask, follow, isReport } from "./api";
-import { Chart, smooth, RUN_COLORS, type Line, type Mark } from "./charts";
-import { add, duration, h, number, percent, show, table, when } from "./dom";
+import { Chart, RUN_COLORS, swatch, type Line, type Mark } from "./charts";
+import { add, duration, h, number, percent, show, table } from "./dom";
 import { address, here, keep } from "./place";
+import { rowAt } from "./thin";
 import type { Columns, Live, Note, Overview } from "./types";
 
 interface Panel {
@@ -9,14 +10,16 @@ interface Panel {
   lines: [name: string, label: string, dash?: boolean][];
   /** It is shown only where something was not zero. */
   unlessZero?: boolean;
+  /** How far the first line spreads, to both sides. */
+  spread?: [name: string, label: string];
 }
 
 const PANELS: Panel[] = [
-  { title: "Reward", lines: [["reward", "training"], ["eval/score", "held out", true]] },
+  { title: "Reward", lines: [["reward", "training"], ["eval/score", "held out", true]], spread: ["train/group_score_std", "spread of the groups' means"] },
   { title: "Return of episodes", lines: [["return", "last 100 of training"], ["eval/return", "evaluation", true]] },
   { title: "Groups in which a judge failed, share", lines: [["failed/judge", "of the step"]], unlessZero: true },
   { title: "Held-out accuracy", lines: [["eval/accuracy", "accuracy"]] },
-  { title: "Spread of scores in a group", lines: [["train/score_std", "all scores"], ["train/equal_score_groups", "groups without a difference", true]] },
+  { title: "Spread of the batch's scores", lines: [["train/score_std", "standard deviation of all"], ["train/equal_score_groups", "share of groups without a difference", true]] },
   { title: "Response length, tokens", lines: [["response_tokens", "mean"]] },
   { title: "Episode length, steps", lines: [["episode_steps", "mean"]] },
   { title: "Entropy", lines: [["train/entropy", "nats per token"], ["entropy", "nats per action"]] },
@@ -34,11 +37,10 @@ const PANELS: Panel[] = [
   { title: "Learning rate", lines: [["train/lr", "rate"]] },
 ];
 
-const NEEDED = ["train_step", "unix_time_s", "samples", "step_s", "time/checkpoint_s", ...PANELS.flatMap((panel) => panel.lines.map(([name]) => name))];
+const NEEDED = ["train_step", "unix_time_s", "samples", "step_s", "time/checkpoint_s", ...PANELS.flatMap((panel) => [...panel.lines.map(([name]) => name), ...(panel.spread?.slice(0, 1) ?? [])])];
 const MAX_RUNS = RUN_COLORS;
 /** Of the first, second, ... line of a run where the color says which run it is. */
 const DASHES = [undefined, [5, 4], [2, 3], [10, 3, 2, 3], [12, 5]];
-const SHOWN_NOTES = 5;
 
 export async function overview(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
   const others = (given.with ?? "").split("\n").filter((name) => name && name !== run).slice(0, MAX_RUNS - 1);
@@ -49,13 +51,14 @@ export async function overview(root: HTMLElement, run: string, given: Record<str
   const charts = new Map<string, Chart>();
 
   const head = h("section", { class: "facts", "aria-label": "State of the run" });
-  const notes = h("section", { class: "notes", "aria-label": "Warnings" });
+  const notes = h("section", { class: "notes", "aria-label": "Warnings", tabindex: 0 });
   const controls = h("div", { class: "controls" });
   const grid = h("div", { class: "charts" });
   const differences = h("section", { class: "differences" });
   const nothing = h("p", { class: "empty", hidden: true }, "No train step has been reported yet. The charts come by themselves with the first.");
   show(root, head, notes, controls, nothing, grid, differences);
 
+  const isOverlaid = loaded.length > 1;
   const xOf = (columns: Columns): number[] => {
     const steps = (columns.train_step ?? []) as number[];
     if (settings.x === "time") return (columns.unix_time_s ?? []) as number[];
@@ -65,39 +68,46 @@ export async function overview(root: HTMLElement, run: string, given: Record<str
     }
     return steps;
   };
-  // Each x array is made once a drawing, so that lines of one run share it.
-  const linesOf = (panel: Panel): Line[] => {
+  const linesOf = (panel: Panel, axes: number[][]): Line[] => {
     const lines: Line[] = [];
     loaded.forEach((one, place) => {
-      const x = xOf(one.metrics);
       for (const [at, [name, label, isDashed]] of panel.lines.entries()) {
-        const values = one.metrics[name];
-        if (!values || !values.some((value) => value !== null && value !== undefined && !(panel.unlessZero && value === 0))) continue;
+        const y = one.metrics[name];
+        if (!y || !y.some((value) => value !== null && value !== undefined && !(panel.unlessZero && value === 0))) continue;
         const sparse = name.startsWith("eval/");
-        const y = settings.smooth && !sparse ? smooth(values, settings.smooth) : values;
-        const shown = loaded.length > 1 ? `${names[place]} ${label}` : label;
-        const dash = DASHES[loaded.length > 1 ? at : Number(isDashed ?? false)];
-        lines.push({ label: shown, x, y, dash, points: sparse, run: loaded.length > 1 ? place : undefined });
+        const shown = isOverlaid ? `${names[place]} ${label}` : label;
+        const dash = DASHES[isOverlaid ? at : Number(isDashed ?? false)];
+        lines.push({ label: shown, x: axes[place], y, dash, points: sparse, run: isOverlaid ? place : undefined, smooth: sparse ? 0 : settings.smooth });
       }
     });
-    return lines;
+    const [name, label] = panel.spread ?? [];
+    const [middle, spread] = [lines[0]?.y, name ? loaded[0].metrics[name] : undefined];
+    // Of runs that lie over each other the bands would hide the lines.
+    if (isOverlaid || !label || !middle || !spread?.some((value) => value !== null)) return lines;
+    const edge = (side: number): Line => ({ ...lines[0], label, isEdge: true, y: middle.map((value, row) => (value === null || (spread[row] ?? null) === null ? null : value + side * (spread[row] as number))) });
+    return [...lines, edge(1), edge(-1)];
   };
-  const marks = (): Mark[] =>
-    loaded.length > 1 || settings.x === "tokens"
-      ? []
-      : [
-          ...loaded[0].notes
-            .filter((note) => note.kind !== "message" || String(note.text).startsWith("resumed"))
-            .map((note): Mark => ({ x: settings.x === "time" ? note.unix_time_s : note.train_step, kind: note.kind, text: `step ${note.train_step}: ${note.text}` })),
-          ...done(loaded[0].metrics, "time/checkpoint_s", "checkpoint", settings.x),
-          ...done(loaded[0].metrics, "time/sync_s", "sync", settings.x),
-        ];
+  /** What happened in a run, where it stands on the axis. */
+  const marksOf = (one: Overview, x: number[], place: number): Mark[] => {
+    const steps = (one.metrics.train_step ?? []) as number[];
+    const [run, said] = isOverlaid ? [place, `${names[place]}, `] : [undefined, ""];
+    const at = (note: Note) => (settings.x === "time" ? note.unix_time_s : settings.x === "step" ? note.train_step : (x[Math.min(rowAt(steps, note.train_step), x.length - 1)] ?? 0));
+    return [
+      ...one.notes
+        .filter((note) => note.kind !== "message" || String(note.text).startsWith("resumed"))
+        .map((note): Mark => ({ x: at(note), kind: note.kind, text: `${said}step ${note.train_step}: ${note.text}`, run })),
+      ...["checkpoint", "sync"].flatMap((kind) => done(one.metrics, kind).map((row): Mark => ({ x: x[row], kind, text: `${said}${kind} after step ${steps[row]}`, run }))),
+    ];
+  };
 
   const draw = () => {
     const panels = [...PANELS, ...settings.more.split(",").filter(Boolean).map((name): Panel => ({ title: name, lines: [[name, "value"]] }))];
     const wanted = new Set<string>();
+    // Made once, so that the lines of one run share it.
+    const axes = loaded.map((one) => xOf(one.metrics));
+    const marks = loaded.flatMap((one, place) => marksOf(one, axes[place], place)).sort((a, b) => a.x - b.x);
     for (const panel of panels) {
-      const lines = linesOf(panel);
+      const lines = linesOf(panel, axes);
       if (!lines.length) continue;
       wanted.add(panel.title);
       let chart = charts.get(panel.title);
@@ -109,7 +119,7 @@ export async function overview(root: HTMLElement, run: string, given: Record<str
         charts.set(panel.title, chart);
         grid.append(chart.element);
       }
-      chart.set(lines, marks());
+      chart.set(lines, marks);
     }
     for (const [title, chart] of charts) {
       if (wanted.has(title)) continue;
@@ -141,11 +151,11 @@ export async function overview(root: HTMLElement, run: string, given: Record<str
   });
   const drawState = () => {
     drawFacts(head, loaded[0]);
-    drawNotes(notes, loaded[0].notes, run);
+    drawNotes(notes, names, loaded);
   };
   drawState();
   draw();
-  if (loaded.length > 1) drawDifferences(differences, names, loaded);
+  if (isOverlaid) drawDifferences(differences, names, loaded);
   else drawConfig(differences, loaded[0].facts.config);
 
   const last = loaded[0].metrics.train_step?.at(-1) ?? -1;
@@ -187,18 +197,14 @@ export function appendRows(columns: Columns, more: Columns): void {
   });
 }
 
-/** The steps in which something was done, by the seconds that it took. */
-function done(columns: Columns, name: string, kind: string, x: string): Mark[] {
-  const steps = (columns.train_step ?? []) as number[];
-  const seconds = columns[name] ?? [];
+/** The rows of the steps after which a checkpoint was written, or weights were handed over, by the seconds that it took. */
+function done(columns: Columns, kind: string): number[] {
+  const seconds = columns[`time/${kind}_s`] ?? [];
+  const rows = seconds.flatMap((value, row) => (value ? [row] : []));
   // Weights that are handed over after nearly every step are no news; a line of ticks would hide what is.
-  if (kind === "sync" && seconds.filter(Boolean).length > steps.length / 2) return [];
-  return steps.flatMap((step, row) => {
-    if (!seconds[row]) return [];
-    // A checkpoint is written after a step, and its time counts to the next.
-    const at = kind === "checkpoint" ? Math.max(0, row - 1) : row;
-    return [{ x: x === "time" ? (columns.unix_time_s[at] as number) : steps[at], kind, text: `${kind} after step ${steps[at] ?? step}` }];
-  });
+  if (kind === "sync") return rows.length > seconds.length / 2 ? [] : rows;
+  // A checkpoint is written after a step, and its time counts to the next.
+  return rows.map((row) => Math.max(0, row - 1));
 }
 
 function drawFacts(root: HTMLElement, one: Overview): void {
@@ -206,7 +212,7 @@ function drawFacts(root: HTMLElement, one: Overview): void {
   const seconds = (metrics.step_s ?? []).slice(-20).filter((value): value is number => value !== null);
   const stepSeconds = seconds.reduce((sum, value) => sum + value, 0) / seconds.length;
   const left = facts.steps ? duration((facts.steps - facts.train_step) * stepSeconds) : "-";
-  const item = (name: string, value: string, extra = "") => h("div", { class: "fact" }, h("dt", {}, name), h("dd", { class: extra }, value));
+  const item = (name: string, value: string, extra = "") => h("div", { class: "fact" }, h("dt", {}, name), h("dd", { class: extra, title: value }, value));
   const done = facts.state === "finished";
   show(
     root,
@@ -215,15 +221,13 @@ function drawFacts(root: HTMLElement, one: Overview): void {
       {},
       item("state", stateText(facts.state, live), `state-${facts.state}`),
       item("train step", `${number(facts.train_step)} of ${number(facts.steps)}`),
-      item(done ? "ended" : "time left", done ? when(facts.unix_time_s) : facts.state === "running" ? left : "-"),
+      item(done ? "ended" : "time left", done ? new Date(1000 * (facts.unix_time_s ?? 0)).toLocaleString(undefined, { dateStyle: "short", timeStyle: "short" }) : facts.state === "running" ? left : "-"),
       item("weights that generate", live.model_step === undefined ? "-" : `step ${live.model_step}`),
       item("trainer busy", percent(live.busy?.trainer)),
       item("producer busy", percent(live.busy?.producer)),
       item("now", facts.state === "running" ? String(live.phase ?? "-") : "-"),
     ),
     facts.problem ? h("p", { class: "failure" }, facts.problem) : null,
-    live.stall ? h("pre", { class: "failure" }, String(live.stall)) : null,
-    facts.removed ? h("p", { class: "dim" }, `The oldest ${number(facts.removed.rollouts)} rollouts (up to train step ${facts.removed.until_train_step}) were removed: history_gb is the limit.`) : null,
   );
 }
 
@@ -233,24 +237,24 @@ export function stateText(state: string, live: Live): string {
   return state === "old" ? "not live" : state;
 }
 
-function drawNotes(root: HTMLElement, notes: Note[], run: string): void {
-  const warnings = notes.filter((note) => note.kind !== "message");
-  if (!warnings.length) return show(root);
-  const list = (some: Note[]) =>
-    h(
-      "ul",
-      {},
-      ...some.map((note) =>
-        h("li", { class: note.kind }, h("a", { href: address("rollouts", run, { train_step_min: Math.max(0, note.train_step - 5), train_step_max: note.train_step }) }, `step ${note.train_step}`), " ", String(note.text)),
-      ),
-    );
-  const newest = warnings.reverse();
-  const isOpen = root.querySelector("details")?.open;
+/** In a place of its own size, whatever comes: nothing below it may jump. Drawn again only if there is more. */
+function drawNotes(root: HTMLElement, names: string[], loaded: Overview[]): void {
+  const stalls = loaded.flatMap(({ live }, place) => (live.stall ? [{ place, text: String(live.stall) }] : []));
+  const warnings = loaded.flatMap((one, place) => one.notes.filter((note) => note.kind !== "message").map((note) => ({ place, note })));
+  warnings.sort((a, b) => b.note.unix_time_s - a.note.unix_time_s);
+  const state = JSON.stringify([stalls, warnings.length]);
+  if (root.dataset.state === state) return;
+  root.dataset.state = state;
+  const whose = (place: number) => (loaded.length > 1 ? [swatch(place), names[place], " "] : []);
+  const line = ({ place, note }: { place: number; note: Note }) => {
+    const steps = { train_step_min: Math.max(0, note.train_step - 5), train_step_max: note.train_step };
+    return h("li", { class: note.kind }, ...whose(place), h("a", { href: address("rollouts", names[place], steps) }, `step ${note.train_step}`), " ", String(note.text));
+  };
   show(
     root,
-    h("h2", {}, `Warnings (${newest.length})`),
-    list(newest.slice(0, SHOWN_NOTES)),
-    newest.length > SHOWN_NOTES ? h("details", { open: isOpen }, h("summary", {}, "earlier ones"), list(newest.slice(SHOWN_NOTES))) : null,
+    h("h2", {}, warnings.length ? `Warnings (${warnings.length})` : stalls.length ? "The run stalls" : "No warnings"),
+    ...stalls.map(({ place, text }) => h("pre", { class: "failure" }, ...whose(place), text)),
+    warnings.length ? h("ul", {}, ...warnings.map(line)) : null,
   );
 }
 
@@ -268,7 +272,7 @@ function drawControls(
   const names = [...new Set(loaded.flatMap((one) => one.names))].filter((name) => !shown.has(name) && name !== "train_step" && name !== "unix_time_s").sort();
   const more = h("select", { id: "more", onchange: () => changed({ more: [settings.more, (more as HTMLSelectElement).value].filter(Boolean).join(",") }) }, h("option", { value: "" }, `one of ${names.length} more ...`), ...names.map((name) => h("option", { value: name }, name)));
   show(root, h("label", { for: "x" }, "over ", x), h("label", { for: "smooth" }, "smooth ", slider), h("label", { for: "more" }, "add ", more));
-  if (loaded.length === 1 && !isReport) add(root, h("span", { class: "dim" }, "a click in a chart opens the rollouts of that step"));
+  if (loaded.length === 1 && !isReport) add(root, h("span", { class: "dim" }, "a click in a chart opens the rollouts of that step, a drag zooms, a double click shows all again"));
   if (settings.more) add(root, h("button", { type: "button", class: "quiet", onclick: () => changed({ more: "" }) }, "remove added"));
   if (others.length) add(root, h("a", { href: address("overview", run) }, "this run alone"));
 }

@@ -1,5 +1,7 @@
 import { ask, isOver } from "./api";
 import { absent, copyButton, duration, failure, h, number, percent, show, table, when, WITHOUT, type Child } from "./dom";
+import { judgesOf, stageText, type Judges } from "./judges";
+import { lifeInWords } from "./life";
 import { address, here, keep } from "./place";
 import type { Answers, Columns, Count, Found, LifeEvent, Line, Member, RunSummary, Span, Tried } from "./types";
 
@@ -16,17 +18,20 @@ const ORDERS = ["newest", "oldest", "best", "worst", "longest", "shortest", "sta
 export async function rollouts(root: HTMLElement, run: string, given: Record<string, string>, runs: RunSummary[]): Promise<() => void> {
   const choices = await ask("choices", { run }).catch((): Answers["choices"] => ({}));
   const list = h("div", { class: "list", "aria-live": "polite" });
-  const count = h("p", { class: "dim" });
+  const count = h("p", { class: "dim told" });
   const step = h("div", {});
   const form = h("form", { class: "controls", role: "search", onsubmit: (event: Event) => event.preventDefault() });
   const asked: Record<string, string> = Object.fromEntries(FILTERS.filter((name) => given[name]).map((name) => [name, given[name]]));
   let order = given.order ?? "newest";
-  let offset = 0;
+  let offset = Number(given.offset) || 0;
   let turn = 0;
 
   const search = async () => {
     const mine = ++turn;
-    keep({ ...Object.fromEntries(FILTERS.map((name) => [name, asked[name] ?? ""])), order: order === "newest" ? "" : order });
+    keep({ ...Object.fromEntries(FILTERS.map((name) => [name, asked[name] ?? ""])), order: order === "newest" ? "" : order, offset: offset || "" });
+    // The table above the list has its place before it is there.
+    step.classList.toggle("awaits", isOfFewSteps(asked) && !asked.text);
+    show(step);
     list.setAttribute("aria-busy", "true");
     try {
       const found = await ask("rollouts", { run, ...asked, order, limit: PAGE, offset: offset || "" });
@@ -38,13 +43,19 @@ export async function rollouts(root: HTMLElement, run: string, given: Record<str
       if (mine === turn) show(list, failure(error));
     }
     list.removeAttribute("aria-busy");
+    void tell(mine);
+  };
+  // After the rows: over a million rollouts a count takes longer than what is read first.
+  const tell = async (mine: number) => {
     const total = await ask("count", { run, ...asked }).catch(() => null);
     if (mine !== turn) return;
     const some = asked.text && total && total.rollouts >= MAX_COUNTED;
     count.textContent = total ? `${number(total.rollouts)} rollouts${some ? " or more; these are" : ""} of ${number(total.groups)} groups; mean score ${number(total.score)}, ${number(total.num_tokens)} tokens` : "";
     const sides = total?.rollouts && !asked.text ? await besideStepsBefore(run, asked) : null;
     const numbers = sides ? await ask("steps", { run, first: firstBefore(asked), last: asked.train_step_max }).catch((): Columns => ({})) : {};
-    if (mine === turn) show(step, sides ? against(run, sides[0], sides[1], asked, moved(numbers, Number(asked.train_step_min))) : null);
+    if (mine !== turn) return;
+    if (!sides) step.classList.remove("awaits");
+    show(step, sides ? against(run, sides[0], sides[1], asked, moved(numbers, Number(asked.train_step_min))) : null);
   };
   const change = (name: string, value: string) => {
     if (value) asked[name] = value;
@@ -95,10 +106,15 @@ function firstBefore(asked: Record<string, string>): number {
   return Math.max(1, Number(asked.train_step_min) - STEPS_BEFORE);
 }
 
+function isOfFewSteps(asked: Record<string, string>): boolean {
+  const [first, last] = [Number(asked.train_step_min), Number(asked.train_step_max)];
+  return Boolean(asked.train_step_min && asked.train_step_max) && first > 1 && last - first <= STEPS_BEFORE;
+}
+
 /** The means of a few steps, and of those before; null where no few steps are asked for. */
 async function besideStepsBefore(run: string, asked: Record<string, string>): Promise<Means[] | null> {
+  if (!isOfFewSteps(asked)) return null;
   const first = Number(asked.train_step_min);
-  if (!asked.train_step_min || !asked.train_step_max || first <= 1 || Number(asked.train_step_max) - first > STEPS_BEFORE) return null;
   const alike = { run, ...asked, outcome: asked.outcome || "trained" };
   const ranges = [{}, { train_step_min: firstBefore(asked), train_step_max: first - 1 }];
   const found = await Promise.all(ranges.map((range) => ask("count", { ...alike, ...range }))).catch((): Count[] => []);
@@ -215,7 +231,7 @@ const COLORINGS: [string, string][] = [
 
 /** One rollout: its tokens in color, its conversation, its life. */
 export async function rollout(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
-  const found = await ask("rollout", { run, rollout_id: given.id });
+  const [found, judges] = await Promise.all([ask("rollout", { run, rollout_id: given.id }), judgesOf(run)]);
   const row = found.lines[found.lines.length - 1];
   const tokens = h("div", { class: "tokens" });
   const told = h("p", { class: "dim", "aria-live": "polite" });
@@ -237,7 +253,7 @@ export async function rollout(root: HTMLElement, run: string, given: Record<stri
     row.conversation ? h("section", {}, h("h2", {}, "Conversation"), ...conversation(row.conversation)) : null,
     details("Reward", row.reward),
     details("Facts", row.facts),
-    h("section", {}, h("h2", {}, "Life of its group"), lifeTable(found.life, found.spans)),
+    h("section", {}, h("h2", {}, "Life of its group"), h("ol", { class: "life" }, ...lifeInWords(row, found.life, found.spans, judges).map((said) => h("li", {}, said))), lifeTable(found.life, found.spans, judges)),
   );
   if (row.token_ids.length) drawTokens(tokens, told, row, pieces, chosen);
   return () => undefined;
@@ -315,11 +331,11 @@ function drawTokens(root: HTMLElement, told: HTMLElement, row: Line, pieces: str
   told.textContent = known.length ? "Point at a token to see its numbers." : "Nothing is known of these tokens by this measure.";
 }
 
-function lifeTable(life: LifeEvent[], spans: Span[]): Child {
+function lifeTable(life: LifeEvent[], spans: Span[], judges: Judges): Child {
   const start = Math.min(...life.map((event) => event.time_s), ...spans.map((span) => span.start_s));
   const rows = [
     ...life.map((event): [number, string, string] => [event.time_s, event.event, ["reason", "train_step", "num_tokens", "latency_s", "score", "error"].filter((name) => event[name] !== undefined).map((name) => `${name} ${typeof event[name] === "number" ? number(event[name]) : event[name]}`).join(", ")]),
-    ...spans.map((span): [number, string, string] => [span.start_s, `${span.stage} for ${duration(span.end_s - span.start_s)}`, `${span.name} ${span.note}`]),
+    ...spans.map((span): [number, string, string] => [span.start_s, `${stageText(span.stage, span.task, judges)} for ${duration(span.end_s - span.start_s)}`, `${span.name} ${span.note}`]),
   ].sort((a, b) => a[0] - b[0]);
   return rows.length ? table(["time", "after", "event", "details"], rows.map(([time, event, note]) => [when(time), `+${duration(time - start)}`, event, note]), { numbers: [0, 1], label: "Life of the group" }) : h("p", { class: "dim" }, "The books have no event of it.");
 }
@@ -336,7 +352,7 @@ export async function group(root: HTMLElement, run: string, given: Record<string
     h("pre", { class: "text", tabindex: 0 }, first.prompt),
     first.truth ? h("p", { class: "dim" }, `expected: ${first.truth}`) : null,
     h("div", { class: "members" }, ...members.map((row) => h("article", { class: "card" }, h("header", {}, h("a", { class: "item", href: address("rollout", run, { id: row.rollout_id }) }, `${row.member}`), " ", outcomeBadge(row), " ", h("span", { class: "dim" }, `score ${number(row.score)}, advantage ${number(row.advantage)}, ${number(row.num_tokens)} tokens`)), row.conversation ? conversation(row.conversation) : h("pre", { class: "text", tabindex: 0 }, row.response || row.error)))),
-    h("section", {}, h("h2", {}, "Life"), lifeTable(life, [])),
+    h("section", {}, h("h2", {}, "Life"), lifeTable(life, [], new Map())),
   );
   return () => undefined;
 }

@@ -1,5 +1,6 @@
 import { ask, isOver } from "./api";
-import { absent, duration, h, number, show, table } from "./dom";
+import { absent, duration, h, number, percent, show, table } from "./dom";
+import { judgesOf, stageText } from "./judges";
 import { address, keep } from "./place";
 import type { RunSummary, Span, Timeline } from "./types";
 
@@ -9,6 +10,8 @@ const NAMES: Record<string, string> = {
   train: "training", checkpoint: "checkpoints", wait_batch: "waiting for a batch", sync: "handing weights over", evaluate: "evaluation",
   queued: "groups queued", generate: "rollouts generated", tool: "tools and environments", judge: "groups judged", put: "groups stored",
 };
+/** What the trainer may wait for, in words. */
+const AWAITED: Record<string, string> = { generate: "rollouts to be generated", judge: "groups to be judged", put: "groups to be stored", queued: "groups to have their turn" };
 const MAX_LANES = 24;
 const CROWD = 90;
 const STEPS_S = [0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400];
@@ -28,8 +31,9 @@ export async function timeline(root: HTMLElement, run: string, given: Record<str
   const told = h("p", { class: "told", "aria-live": "polite" });
   const totals = h("div", {});
   const controls = h("div", { class: "controls" });
-  show(root, controls, h("div", { class: "lanes" }, canvas), told, totals);
-  const first = await ask("timeline", { run, start_s: given.from, end_s: given.to });
+  const verdict = h("p", { class: "waited" });
+  show(root, controls, verdict, h("div", { class: "lanes" }, canvas), told, totals);
+  const [first, judges] = await Promise.all([ask("timeline", { run, start_s: given.from, end_s: given.to }), judgesOf(run)]);
   if (first.from_s === null) {
     show(root, absent(isOver(runs, run), "Nothing that the run does has ended yet: what was generated, judged and trained when comes here by itself, some seconds after. A run with history_gb = 0 keeps none of it.", "This run kept no history of activities (history_gb = 0)."));
     return () => undefined;
@@ -105,7 +109,8 @@ export async function timeline(root: HTMLElement, run: string, given: Record<str
       }
     });
     canvas.setAttribute("aria-label", `${data.spans.length} activities in ${duration(data.to_s - data.from_s)}`);
-    show(totals, h("p", {}, idle(data)), busyTable(data), Object.keys(data.crowded).length ? h("p", { class: "dim" }, "Stages with very many activities show how many were going on; zoom in for each of them.") : null);
+    verdict.textContent = idle(data);
+    show(totals, busyTable(data), Object.keys(data.crowded).length ? h("p", { class: "dim" }, "Stages with very many activities show how many were going on; zoom in for each of them.") : null);
   };
   const under = (event: MouseEvent) => {
     const box = canvas.getBoundingClientRect();
@@ -122,7 +127,7 @@ export async function timeline(root: HTMLElement, run: string, given: Record<str
       return;
     }
     const found = under(event);
-    told.textContent = found ? `${found.span.stage} ${found.span.name} ${found.span.task} ${found.span.note}: ${duration(found.span.end_s - found.span.start_s)}` : "";
+    told.textContent = found ? `${stageText(found.span.stage, found.span.task, judges)}: ${found.span.name} ${found.span.task} ${found.span.note}: ${duration(found.span.end_s - found.span.start_s)}` : "";
   });
   canvas.addEventListener("click", (event) => {
     const found = under(event);
@@ -220,15 +225,65 @@ function rank(stage: string): number {
   return place < 0 ? TRACKS.length : place;
 }
 
-/** How long the trainer stood still, and what went on instead. */
+/** How long the trainer stood still, and for what. */
 function idle(data: Timeline): string {
   const share = (stage: string) => (data.busy.find((row) => row.stage === stage)?.busy_s ?? 0) / (data.to_s - data.from_s);
   const worked = share("train");
   if (!worked) return "The trainer did nothing in the time shown.";
-  const text = (value: number) => `${Math.round(100 * value)}%`;
   const others = ["wait_batch", "sync", "checkpoint", "evaluate", "generate", "tool", "judge"].filter((stage) => share(stage) > 0.005);
-  const busiest = ["generate", "tool", "judge"].reduce((a, b) => (share(b) > share(a) ? b : a));
-  return `The trainer trained for ${text(worked)} of the time shown. In it there was also: ${others.map((stage) => `${NAMES[stage]} ${text(share(stage))}`).join(", ")}.${worked < 0.5 && share(busiest) > worked ? ` It waits mostly for ${NAMES[busiest]}.` : ""}`;
+  return `The trainer trained for ${percent(worked)} of the time shown. In it there was also: ${others.map((stage) => `${NAMES[stage]} ${percent(share(stage))}`).join(", ")}.${share("wait_batch") > 0.005 ? waitedFor(data) : ""}`;
+}
+
+/** What went on while the trainer waited for its batch: what overlaps its waiting, not what fills the window. */
+export function waitedFor(data: Timeline): string {
+  const waits = times(data, "wait_batch");
+  const waited = length(waits);
+  if (!waited) return "";
+  const of = (stage: string) => length(common(waits, times(data, stage))) / waited;
+  const going = Object.keys(AWAITED).map((stage): [string, number] => [stage, of(stage)]).sort((a, b) => b[1] - a[1]);
+  const told = going.filter(([, part]) => part > 0.005);
+  if (!told.length) return " While it waited for a batch, nothing was generated or judged.";
+  const tools = of("tool");
+  const inTools = told[0][0] === "generate" && tools > 0.5 ? ", and there for tools and environments" : "";
+  return ` While it waited for a batch there was: ${told.map(([stage, part]) => `${NAMES[stage]} ${percent(part)}`).join(", ")}${tools > 0.005 ? `, ${NAMES.tool} ${percent(tools)}` : ""} of the waiting. So it waited mostly for ${AWAITED[told[0][0]]}${inTools}.`;
+}
+
+/** From, to, and in what share of that; in order, none within another. */
+type Times = [number, number, number][];
+
+/** When anything of a stage was going on, within what is shown. Of a crowded one only the share of each part is known. */
+function times(data: Timeline, stage: string): Times {
+  const counts = data.crowded[stage];
+  if (counts) {
+    const width = (data.to_s - data.from_s) / counts.length;
+    return counts.flatMap((count, at): Times => (count ? [[data.from_s + at * width, data.from_s + (at + 1) * width, Math.min(1, count)]] : []));
+  }
+  const joined: Times = [];
+  for (const span of data.spans) {
+    if (span.stage !== stage) continue;
+    const [from, to] = [Math.max(span.start_s, data.from_s), Math.min(span.end_s, data.to_s)];
+    const last = joined[joined.length - 1];
+    // Spans come in the order of their beginnings.
+    if (last && from <= last[1]) last[1] = Math.max(last[1], to);
+    else if (to > from) joined.push([from, to, 1]);
+  }
+  return joined;
+}
+
+function common(some: Times, others: Times): Times {
+  const found: Times = [];
+  for (let one = 0, other = 0; one < some.length && other < others.length; ) {
+    const [from, to] = [Math.max(some[one][0], others[other][0]), Math.min(some[one][1], others[other][1])];
+    // Within a part of the time one is as likely at one moment as at another.
+    if (to > from) found.push([from, to, some[one][2] * others[other][2]]);
+    if (some[one][1] < others[other][1]) one += 1;
+    else other += 1;
+  }
+  return found;
+}
+
+function length(some: Times): number {
+  return some.reduce((sum, [from, to, share]) => sum + (to - from) * share, 0);
 }
 
 /** For each stage: the share of the time in which it was going on at all. */

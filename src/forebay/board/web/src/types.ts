@@ -35,7 +35,7 @@ interface State {
   steps: number | null;
   train_step: number;
   unix_time_s: number | null;
-  removed: { rollouts: number; until_train_step: number } | null;
+  removed: { rollouts: number; spans?: number; until_train_step: number } | null;
 }
 
 export interface RunSummary extends State {
@@ -88,6 +88,8 @@ export interface Live {
   tasks?: Record<string, TaskNow>;
   /** Of the producer: how many are at each. */
   stages?: Record<string, number>;
+  /** The same, by task. */
+  stages_of?: Record<string, Record<string, number>>;
   oldest?: Doing[];
   doing?: Doing[];
   busy?: Record<string, number>;

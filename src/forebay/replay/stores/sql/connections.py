@@ -34,17 +34,7 @@ import sqlalchemy as sa
 from sqlalchemy import event
 
 from forebay.replay.stores.errors import OwnerLost, StoreBusy
-from forebay.replay.stores.sql.schema import (
-    CREATE_LOCK,
-    FORMAT,
-    ID_NAMES,
-    SCHEMA_VERSION,
-    counters,
-    counts,
-    insert_or_update,
-    meta,
-    metadata,
-)
+from forebay.replay.stores.sql import schema
 
 LIMIT_S = 60.0
 """A turn takes milliseconds; SQLite's own lock is waited for as long (`BUSY_S`)."""
@@ -61,7 +51,7 @@ class Transactions:
         """Fence off every earlier owner of the content."""
         owner = secrets.token_hex(16)
         with self.writing(is_fenced=False) as connection:
-            insert_or_update(connection, meta, [{"name": "owner", "value": owner}], "value")
+            schema.insert_or_update(connection, schema.meta, [{"name": "owner", "value": owner}], "value")
         self._owner = owner
 
     @contextmanager
@@ -76,8 +66,8 @@ class Transactions:
     def glance(self, statement: sa.Select[Any]) -> list[Any]:
         """The lines of a short question without values, of SQLite and in the calling thread.
 
-        Past SQLAlchemy and the threads, which take ten times as long as the answer; a writer keeps nobody
-        waiting (write-ahead log).
+        Past SQLAlchemy and the threads, which take ten times as long as the answer; a writer does not
+        block readers (write-ahead log).
         """
         text = _text_of(statement)
         connection = self._engine.raw_connection()
@@ -109,7 +99,7 @@ class Transactions:
             yield connection
 
 
-_OWNER = sa.select(meta.c.value).where(meta.c.name == "owner").with_for_update(read=True)
+_OWNER = sa.select(schema.meta.c.value).where(schema.meta.c.name == "owner").with_for_update(read=True)
 """Locked, so that a claim waits for the transaction, or is seen by it."""
 
 
@@ -199,13 +189,14 @@ def _is_checked(connection: sa.Connection) -> bool:
     """
     found = set(sa.inspect(connection).get_table_names())
     where = shown(connection.engine)
-    if meta.name in found:
-        about = {line.name: line.value for line in connection.execute(meta.select())}
+    if schema.meta.name in found:
+        about = {line.name: line.value for line in connection.execute(schema.meta.select())}
         version = about.get("version")
-        if (about.get("format"), version) != (FORMAT, str(SCHEMA_VERSION)):
+        if (about.get("format"), version) != (schema.FORMAT, str(schema.SCHEMA_VERSION)):
             raise ValueError(
                 f"{where} holds a replay store of schema version {version!r}; this release reads "
-                f"{SCHEMA_VERSION}: save it in a folder with the release that wrote it (buffer migrate)"
+                f"{schema.SCHEMA_VERSION}: save it in a folder with the release that wrote it (buffer "
+                f"migrate)"
             )
         return True
     ours = {name for name in found if name.startswith("forebay_")}
@@ -222,14 +213,16 @@ def _create(engine: sa.Engine) -> None:
     with engine.connect().execution_options(forebay_write=True) as connection, connection.begin():
         if engine.dialect.name == "postgresql":
             # Two processes that create the tables at once: one waits for the other.
-            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(CREATE_LOCK)))
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(schema.CREATE_LOCK)))
         if not _is_checked(connection):
-            metadata.create_all(connection)
+            schema.metadata.create_all(connection)
             if engine.dialect.name == "sqlite":
-                counts.create(connection)
-                connection.execute(counters.insert(), [{"name": name, "next": 0} for name in ID_NAMES])
-            about = {"format": FORMAT, "version": str(SCHEMA_VERSION)}
-            connection.execute(meta.insert(), [{"name": name, "value": about[name]} for name in about])
+                schema.counts.create(connection)
+                connection.execute(
+                    schema.counters.insert(), [{"name": name, "next": 0} for name in schema.ID_NAMES]
+                )
+            about = {"format": schema.FORMAT, "version": str(schema.SCHEMA_VERSION)}
+            connection.execute(schema.meta.insert(), [{"name": name, "value": about[name]} for name in about])
 
 
 PAGE_BYTES = 16_384

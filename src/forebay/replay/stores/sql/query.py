@@ -25,17 +25,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from forebay.replay.query import (
-    ARCHIVED,
-    TAG_PREFIX,
-    All,
-    Condition,
-    Query,
-    Scalar,
-    allowed_values,
-    is_storable_text,
-    simplify,
-)
+from forebay.replay import query as queries
 from forebay.replay.stores.sql.schema import LIVE, groups, tags
 
 Clause = sa.ColumnElement[bool]
@@ -72,7 +62,7 @@ class Arm:
         return [ranked] if field == "timestamp_id" else [ranked, groups.c.timestamp_id.asc()]
 
 
-def needs_scan(query: Query) -> bool:
+def needs_scan(query: queries.Query) -> bool:
     """Whether rows are to be matched here: no database would take `query`, or compare as Python does."""
     found = list(leaves(query))
     several = [leaf.value if isinstance(leaf.value, tuple) else (leaf.value,) for leaf in found]
@@ -80,20 +70,20 @@ def needs_scan(query: Query) -> bool:
     return len(found) > MAX_CONDITIONS or len(values) > MAX_VALUES or not all(starmap(_is_exact, values))
 
 
-def _is_exact(field: str, value: Scalar) -> bool:
+def _is_exact(field: str, value: queries.Scalar) -> bool:
     if isinstance(value, str):
-        return is_storable_text(value)
+        return queries.is_storable_text(value)
     # Beyond 2**53, floats skip integers; infinity and NaN are no integers at all. Copies of unfinished groups
     # have a train step of 2**62.
     return value is None or abs(value) <= (2**62 if field == "train_step" and type(value) is int else 2**53)
 
 
-def asks_age(query: Query) -> bool:
+def asks_age(query: queries.Query) -> bool:
     """Whether it depends on the train steps which rows match."""
     return any(leaf.field == "staleness" for leaf in leaves(query))
 
 
-def plan_arms(query: Query, train_steps: Mapping[str, Step | None], *, by_age: bool) -> list[Arm]:
+def plan_arms(query: queries.Query, train_steps: Mapping[str, Step | None], *, by_age: bool) -> list[Arm]:
     """The arms that together hold the rows that match `query`, each row in one of them.
 
     `train_steps` has every task of the store, those with a step as a value to be bound, and is of no use if
@@ -109,60 +99,60 @@ def plan_arms(query: Query, train_steps: Mapping[str, Step | None], *, by_age: b
     ]
 
 
-def _cells(query: Query, task_name: str) -> Iterator[tuple[Clause, Query | bool]]:
+def _cells(query: queries.Query, task_name: str) -> Iterator[tuple[Clause, queries.Query | bool]]:
     """The rows of the task, apart by status if the query names some: ``(condition, rest of the query)``."""
     of_task = groups.c.task_name == task_name
-    rest = simplify(query, {"task_name": task_name})
-    statuses = None if isinstance(rest, bool) else allowed_values(rest, "status")
+    rest = queries.simplify(query, {"task_name": task_name})
+    statuses = None if isinstance(rest, bool) else queries.allowed_values(rest, "status")
     if isinstance(rest, bool) or statuses is None:
         if rest is not False:
             yield of_task, rest
         return
     for status in dict.fromkeys(statuses):
-        left = simplify(rest, {"status": status})
+        left = queries.simplify(rest, {"status": status})
         # No row has another kind of status, and a database might refuse the text.
-        if isinstance(status, str) and is_storable_text(status) and left is not False:
+        if isinstance(status, str) and queries.is_storable_text(status) and left is not False:
             yield sa.and_(of_task, groups.c.status == status), left
 
 
-def _arms_of_cell(cell: Clause, rest: Query | bool, train_step: Step | None) -> Iterator[Arm]:
+def _arms_of_cell(cell: Clause, rest: queries.Query | bool, train_step: Step | None) -> Iterator[Arm]:
     if train_step is None:
         yield Arm(sa.and_(cell, compile_condition(rest)), groups.c.staleness, True)
         return
     oldest = groups.c.oldest_model_step
     yield Arm(sa.and_(cell, oldest.is_not(None), compile_condition(rest, train_step)), oldest, False)
     # Rows without a label have the staleness that they were given, whatever the train step.
-    unlabeled = rest if isinstance(rest, bool) else simplify(rest, {"oldest_model_step": None})
+    unlabeled = rest if isinstance(rest, bool) else queries.simplify(rest, {"oldest_model_step": None})
     if unlabeled is not False:
         where = sa.and_(cell, oldest.is_(None), compile_condition(unlabeled))
         yield Arm(where, groups.c.staleness, True)
 
 
-def compile_condition(query: Query | bool, train_step: Step | None = None) -> Clause:
+def compile_condition(query: queries.Query | bool, train_step: Step | None = None) -> Clause:
     """`query` as a condition on `groups`.
 
     With `train_step`, the rows are labeled ones of one task, as stale as at that train step.
     """
     if isinstance(query, bool):
         return sa.true() if query else sa.false()
-    if isinstance(query, Condition):
+    if isinstance(query, queries.Condition):
         return _compile_leaf(query, train_step)
     parts = [compile_condition(part, train_step) for part in query.parts]
-    return sa.and_(sa.true(), *parts) if isinstance(query, All) else sa.or_(sa.false(), *parts)
+    return sa.and_(sa.true(), *parts) if isinstance(query, queries.All) else sa.or_(sa.false(), *parts)
 
 
-def leaves(query: Query) -> Iterator[Condition]:
-    """All conditions in it."""
-    if isinstance(query, Condition):
+def leaves(query: queries.Query) -> Iterator[queries.Condition]:
+    """The conditions of `query`, those of its parts included."""
+    if isinstance(query, queries.Condition):
         yield query
     else:
         for part in query.parts:
             yield from leaves(part)
 
 
-def _compile_leaf(leaf: Condition, train_step: Step | None) -> Clause:
+def _compile_leaf(leaf: queries.Condition, train_step: Step | None) -> Clause:
     # In the words of the partial index, or that would not be used.
-    if leaf == Condition("status", "$ne", ARCHIVED):
+    if leaf == queries.Condition("status", "$ne", queries.ARCHIVED):
         return LIVE
     if leaf.op in ("$eq", "$ne", "$in", "$not_in"):
         values = leaf.value if isinstance(leaf.value, tuple) else (leaf.value,)
@@ -175,12 +165,12 @@ def _compile_leaf(leaf: Condition, train_step: Step | None) -> Clause:
     return _is_ordered(leaf.field, leaf.op, leaf.value, train_step)
 
 
-def _is_one_of(field: str, values: tuple[Scalar, ...], train_step: Step | None) -> Clause:
+def _is_one_of(field: str, values: tuple[queries.Scalar, ...], train_step: Step | None) -> Clause:
     # A bool is no number here, although Python and SQL take True for 1.
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     ints, floats = [int(value) for value in numbers if value == int(value)], list(map(float, numbers))
     texts = [value for value in values if isinstance(value, str)]
-    if field.startswith(TAG_PREFIX):
+    if field.startswith(queries.TAG_PREFIX):
         return _tag_where(
             field,
             _in(tags.c.int_value, ints),
@@ -199,8 +189,8 @@ def _in(column: sa.ColumnElement[Any], values: list[Any]) -> Clause:
     return column == values[0] if len(values) == 1 else column.in_(values) if values else sa.false()
 
 
-def _is_ordered(field: str, op: str, value: Scalar, train_step: Step | None) -> Clause:
-    if field.startswith(TAG_PREFIX):
+def _is_ordered(field: str, op: str, value: queries.Scalar, train_step: Step | None) -> Clause:
+    if field.startswith(queries.TAG_PREFIX):
         return _tag_where(field, _tag_is_ordered(op, value))
     # Values of different kinds have no order.
     if value is None or isinstance(value, bool) or isinstance(value, str) != (field in _TEXT_FIELDS):
@@ -217,7 +207,7 @@ def _is_ordered(field: str, op: str, value: Scalar, train_step: Step | None) -> 
     return column.is_not(None) if (op in ("$lt", "$lte")) == (bound > 0) else sa.false()
 
 
-def _tag_is_ordered(op: str, value: Scalar) -> Clause:
+def _tag_is_ordered(op: str, value: queries.Scalar) -> Clause:
     if value is None:
         return sa.false()
     if isinstance(value, bool):
@@ -229,7 +219,7 @@ def _tag_is_ordered(op: str, value: Scalar) -> Clause:
 
 
 def _tag_where(field: str, *any_of: Clause) -> Clause:
-    name = encode_text(field[len(TAG_PREFIX) :])
+    name = encode_text(field[len(queries.TAG_PREFIX) :])
     of_row = sa.and_(tags.c.uid == groups.c.uid, tags.c.name == name)
     return sa.exists().where(of_row, sa.or_(sa.false(), *any_of)).correlate(groups)
 

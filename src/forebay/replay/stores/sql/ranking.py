@@ -146,7 +146,7 @@ def _count(connection: sa.Connection, query: Query, codec: Codec) -> int:
 
 
 CELLS = sa.select(counts.c.task_name, counts.c.status, counts.c.number)
-"""Of SQLite alone: some dozens of numbers."""
+"""Groups by task and status, a table that SQLite alone has: some dozens of numbers."""
 
 
 def read_priorities(connection: sa.Connection, query: Query, codec: Codec) -> SumTree:

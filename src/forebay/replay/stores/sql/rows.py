@@ -83,12 +83,12 @@ class PreparedRow:
     data: bytes | None
     """The payload; None where the item has none."""
     checksum: int
-    """Of `data` alone."""
+    """CRC-32 of `data` alone."""
     tags: dict[str, TagValue]
 
     @property
     def uid(self) -> int:
-        """The row's."""
+        """The row's id, once the store has given it one."""
         uid: int = self.columns["uid"]
         return uid
 
@@ -302,7 +302,7 @@ class StoredPayload(NamedTuple):
     """The bytes of a payload as they were read, and the checksum that was noted when they were written."""
 
     data: bytes | None
-    """None if there are none."""
+    """None for a row without a payload."""
     checksum: int
 
     def checked(self, uid: int) -> bytes:

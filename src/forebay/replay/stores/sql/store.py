@@ -32,6 +32,7 @@ import sqlalchemy as sa
 
 from forebay.replay.query import QueryLike, matches, parse_query
 from forebay.replay.stores.contract import STATE_VERSION, Codec, StorageBackend, StorageItem
+from forebay.replay.stores.errors import StoreBusy
 from forebay.replay.stores.sql import ranking, writes
 from forebay.replay.stores.sql.connections import Transactions, is_in_memory, open_engine
 from forebay.replay.stores.sql.rows import (
@@ -160,7 +161,7 @@ class SQLStorage(StorageBackend):
         return number
 
     async def count_many(self, queries: Sequence[QueryLike]) -> list[int]:
-        """All at one moment."""
+        """How many rows match each query, all counted at one moment."""
         parsed = list(map(parse_query, queries))
         if self._glances:
             numbers = ranking.count_cells(await self._ask(ranking.CELLS), parsed)
@@ -205,7 +206,12 @@ class SQLStorage(StorageBackend):
         return await self._write(partial(write_priorities, priorities=dict(priorities)))
 
     async def evict(self, limit: int) -> list[StorageItem]:
-        evicted: Removed = await self._worker.share(self._evict, lambda: limit, undo=self._give_back)
+        try:
+            evicted: Removed = await self._worker.share(self._evict, lambda: limit, undo=self._give_back)
+        except StoreBusy as error:
+            # Of a put that is stored, and would be repeated; the next one evicts what is too many by then.
+            _log.warning("the buffer holds more than its limit of %d groups for now: %s", limit, error)
+            return []
         return evicted.rows
 
     async def delete(self, uids: Iterable[int]) -> None:
@@ -266,7 +272,7 @@ class SQLStorage(StorageBackend):
             await self._worker.share(self._write_together, lambda: said)
 
     async def let_train_steps_fall(self) -> None:
-        """For all processes."""
+        """Let train steps fall, for all processes that use the database."""
         await self._write(lambda connection: connection.execute(tasks.update().values(may_fall=1)))
 
     def __len__(self) -> int:
@@ -275,7 +281,7 @@ class SQLStorage(StorageBackend):
 
     @property
     def num_evicted(self) -> dict[str, int]:
-        """Of all processes, ever."""
+        """Groups evicted by task, by all processes since the database was made."""
         counts = sa.select(tasks.c.task_name, tasks.c.num_evicted).where(tasks.c.num_evicted > 0)
         with self._reading() as connection:
             return dict(connection.execute(counts).all())
@@ -454,5 +460,5 @@ class JsonCodec:
             ) from None
 
     def status(self, value: str) -> str:
-        """The value."""
+        """The status as the payload shows it: the text itself."""
         return value

@@ -202,10 +202,11 @@ def check_books(folder, samplers, used, steps, batch_size, store="memory"):
     ledger = Ledger.read(folder / "ledger.jsonl")
     assert ledger.balance({}).reused == batch_size * steps - sum(map(len, trained.values()))
     booked = [event["group"] for event in read_events(folder / "ledger.jsonl") if "group" in event]
-    handed_out, live = [], asyncio.run(live_groups(checkpoint, store))
-    # After a kill that came after the last step: groups that another step would generate again.
-    if (owed := folder / "owed.json").exists():
-        live += json.loads(owed.read_text())
+    handed_out, (live, failed) = [], asyncio.run(live_groups(checkpoint, store))
+    # After a kill that came after the last step: groups that another step would generate again. The failed
+    # ones are among them, and lie in a checkpoint on `memory` as well.
+    owed = folder / "owed.json"
+    live += {*failed, *(json.loads(owed.read_text()) if owed.exists() else [])}
     for sampler in samplers:
         name = sampler.task_name
         sampler.resume(checkpoint / "manager" / f"sampler-{name}.json")
@@ -257,13 +258,14 @@ async def first_groups(sampler):
 
 
 async def live_groups(checkpoint, store):
-    """The ids of the groups in the buffer of a checkpoint, or in the database."""
+    """The ids of the groups in the buffer of a checkpoint, or in the database: the others, the failed ones."""
     buffer = AsyncReplayBufferConfig().build(None if store == "memory" else SQLStorage(store))
     if store == "memory":
         await buffer.resume(checkpoint / "manager" / "buffer")
     rows = await buffer.storage.get({})
     await buffer.close()
-    return [row.item[0].group_id for row in rows]
+    groups = [(row.item[0].group_id, row.status is Status.FAILED) for row in rows]
+    return tuple([group for group, has_failed in groups if has_failed is kind] for kind in (False, True))
 
 
 # -- A real model and a real engine

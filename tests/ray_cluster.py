@@ -23,6 +23,8 @@ def local_cluster() -> Iterator[ModuleType]:
     if not ray.is_initialized():
         with warm_workers():
             ray.init(
+                # Not one that somebody else has started on this machine.
+                address="local",
                 num_cpus=LOGICAL_CPUS,
                 include_dashboard=False,
                 object_store_memory=128 << 20,

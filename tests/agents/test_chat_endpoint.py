@@ -208,10 +208,10 @@ async def test_a_program_that_fails_fails_its_rollout_with_its_name(tokenizer: A
         if kind == "exits":
             sys.exit(3)
         if kind == "slow":
-            await asyncio.sleep(30)
+            await asyncio.Event().wait()
 
     loop = make_loop(tokenizer, broken)
-    loop.arguments = loop.arguments.model_copy(update={"timeout_s": 0.05})
+    loop.arguments = loop.arguments.model_copy(update={"timeout_s": 0.05 if kind == "slow" else 60.0})
     (state,) = await loop.generate_group([make_state()])
     await loop.close()
     assert state.status is Status.FAILED

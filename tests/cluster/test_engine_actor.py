@@ -93,7 +93,7 @@ async def test_engines_that_are_given_up_lose_every_request_and_say_why(tmp_path
     await actor.load_weights(NOTHING, 1)
     lost = await answers(actor, ask("a"), ask("b"))
     assert [(c.finish_reason, c.lost) for c in lost] == [("error", True)] * 2
-    assert "does not start any more" in await asyncio.wait_for(actor.live(while_it_works=True), 5)
+    assert "does not start any more" in await asyncio.wait_for(actor.live(while_it_works=True), 60)
     # Nobody is to be sent here any more, and new weights do not change that.
     serving = asyncio.ensure_future(actor.serving())
     with pytest.raises(EngineLost):

@@ -169,6 +169,7 @@ def test_signs_of_life_come_while_there_is_life(blocking_ends):
     there.sock.settimeout(0.05)
     with pytest.raises(TimeoutError):
         there.receive()
+    there.sock.settimeout(60)
     lives.set()
     assert [there.receive()[0] for _ in range(3)] == [Alive()] * 3
 

@@ -233,7 +233,7 @@ def test_references_are_not_restored_without_ray(fake_ray, monkeypatch):
 @pytest.mark.soak
 def test_real_references():
     ray = pytest.importorskip("ray")
-    ray.init(num_cpus=1, include_dashboard=False)
+    ray.init(address="local", num_cpus=1, include_dashboard=False)
     try:
         check_references(ray)
     finally:

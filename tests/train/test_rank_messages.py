@@ -99,10 +99,10 @@ class FullDisk(Ranks):
 
     def _answer(self, number, method, arguments):
         if method == "finish_save":
-            self.updating.wait(10)
+            self.updating.wait(60)
             raise FailedCall("OSError", "No space left on device", "its traceback")
         self.updating.set()
-        self.ended.wait(10)
+        self.ended.wait(60)
         raise RankError("rank 0 died in update: exit code -9")
 
     def _end(self):
@@ -116,7 +116,7 @@ def test_a_call_beside_a_failed_save_tells_of_the_disk():
         with pytest.raises(RankError, match="No space left on device"):
             ranks.call("update", [[]])
         with pytest.raises(RankError, match="No space left on device"):
-            saving.result(10)
+            saving.result(60)
 
 
 def test_a_rank_that_cannot_be_started_leaves_none_of_the_others(monkeypatch):

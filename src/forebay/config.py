@@ -162,10 +162,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{str(path)!r} is not a TOML file: {error}") from None
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
-    try:
+    with errors_about(f"{str(path)!r} is not valid TOML", tomllib.TOMLDecodeError):
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{str(path)!r} is not valid TOML: {error}") from None
 
 
 def apply_overrides(

@@ -30,8 +30,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field, field_validator
 
-from forebay.config import ConfigError, StrictModel, look_up
-from forebay.extras import MissingLibraryError, needed_by
+from forebay.config import StrictModel, errors_about, look_up
+from forebay.extras import needed_by
 from forebay.io.safe_files import write_text
 
 REWARD = "reward"
@@ -285,14 +285,10 @@ class WandbSink(_RunOfTracker):
 
 
 def _import_tracker(module: str) -> Any:
-    try:
-        with needed_by("the metrics sink"):
-            return importlib.import_module(module)
-    except MissingLibraryError:
-        raise
-    except ImportError as error:
-        # It is there, but fails to load.
-        raise ConfigError(f"the metrics sink cannot import {module!r}: {error}") from error
+    # A library may be there, but fail to load.
+    sink = "the metrics sink"
+    with errors_about(f"{sink} cannot import {module!r}", ImportError), needed_by(sink):
+        return importlib.import_module(module)
 
 
 TRACKERS: Mapping[str, Callable[..., Sink]] = {

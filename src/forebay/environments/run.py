@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from forebay.aio.tasks import unless
-from forebay.config import ConfigError, look_up
+from forebay.config import ConfigError, errors_about, look_up
 from forebay.environments import evaluation
 from forebay.environments.config import FragmentRunConfig
 from forebay.environments.evaluation import EVAL_RETURN
@@ -456,10 +456,8 @@ def _load_newest(folder: Path, trainer: PPOTrainer) -> Checkpoint:
         raise ConfigError(f"nothing to go on from in {str(folder)!r}: it has no complete checkpoint")
     path = checkpoints[-1]
     saved = load_checkpoint(path)
-    try:
+    with errors_about(repr(str(path)), ValueError):
         trainer.load(saved.counts["step"], saved.arrays)
-    except ValueError as error:
-        raise ConfigError(f"{str(path)!r}: {error}") from error
     return saved
 
 

@@ -10,7 +10,7 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from forebay.config import StrictModel, parse_config
+from forebay.config import StrictModel, errors_about, parse_config
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge
 from forebay.types import RolloutState
 
@@ -82,10 +82,8 @@ def compile_pattern(extract: str) -> re.Pattern[str]:
     Raises:
         ValueError: it is not a regular expression with exactly one group.
     """
-    try:
+    with errors_about(f"extract = {extract!r} is not a regular expression", re.error):
         pattern = re.compile(PATTERNS.get(extract, extract), re.DOTALL)
-    except re.error as error:
-        raise ValueError(f"extract = {extract!r} is not a regular expression: {error}") from None
     if pattern.groups != 1:
         raise ValueError(
             f"extract = {extract!r} has {pattern.groups} groups; write one ( ) around the answer, "

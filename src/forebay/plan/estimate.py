@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from forebay.agents import prompt_tools
-from forebay.config import ConfigError
+from forebay.config import ConfigError, errors_about
 from forebay.models import attention, load_tokenizer, resolve_model
 from forebay.models.config import TINY, ModelConfig
 from forebay.models.loading import model_config
@@ -301,14 +301,12 @@ def _memory(
         precision="bfloat16" if train.dtype == "bfloat16" else "float32",
         packed=train.layout == "packed",
     )
-    try:
+    what = f"a train step of a model of type {hugging_face.model_type!r} cannot be planned"
+    with errors_about(what, ConfigError, RuntimeError, ValueError):
         held = base_precision(config)
         source = train.teacher
         teacher = None if source is None else model_config(ModelConfig(source=source), seed=config.seed)
         step = step_memory(hugging_face, train, batch, attention=kernel, held=held, teacher=teacher)
-    except (RuntimeError, ValueError) as error:
-        kind = hugging_face.model_type
-        raise ConfigError(f"a train step of a model of type {kind!r} cannot be planned: {error}") from error
     return step, memory_by_turn(config, device, hugging_face, step, longest)
 
 

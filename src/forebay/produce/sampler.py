@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forebay.config import ConfigError
+from forebay.config import ConfigError, errors_about
 from forebay.io.safe_files import write_text
 from forebay.produce.prompts.dataset import Prompt
 from forebay.produce.prompts.orders import Order, Tried
@@ -214,12 +214,10 @@ class Sampler:
             FileNotFoundError: there is no such file.
             ValueError: the file is not a sampler's, or of another sampler (see `load_state_dict`).
         """
-        try:
+        with errors_about(f"{str(path)!r} is not a saved sampler", ValueError):
             state = json.loads(Path(path).read_text(encoding="utf-8"))
             if not isinstance(state, dict):
                 raise ValueError(f"it holds a {type(state).__name__}")
-        except ValueError as error:
-            raise ValueError(f"{str(path)!r} is not a saved sampler: {error}") from None
         self.load_state_dict(state)
 
     def _identity(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from forebay.agents.chat.conversation import RequestError, with_text_arguments
 from forebay.agents.chat.session import BudgetExhaustedError, ChatSession, SessionEndedError, Turn
-from forebay.config import ConfigError
+from forebay.config import ConfigError, errors_about
 from forebay.extras import require_library
 from forebay.io.address import is_loopback
 
@@ -57,12 +57,10 @@ class ChatEndpoint:
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         place = host.removeprefix("remote:")
-        try:
+        with errors_about(f"host = {host!r} is neither HOST nor HOST:PORT", ValueError):
             # An IPv6 address by itself has brackets in a URL only.
             parts = urlsplit(f"//[{place}]" if place.count(":") > 1 and "[" not in place else f"//{place}")
             self._host, self._port = parts.hostname or "", parts.port or 0
-        except ValueError as error:
-            raise ConfigError(f"host = {host!r} is neither HOST nor HOST:PORT: {error}") from None
         if not self._host or not (is_loopback(self._host) or place != host):
             raise ConfigError(
                 f"the chat endpoint would listen on {host!r}, which others can reach; use '127.0.0.1', or "

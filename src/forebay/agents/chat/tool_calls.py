@@ -26,6 +26,7 @@ from typing import Any
 
 from forebay.agents.chat.conversation import RequestError
 from forebay.agents.chat.rendering import CALL_ID, ChatTokenizer
+from forebay.config import errors_about
 from forebay.types import Message
 
 Schemas = Sequence[dict[str, Any]]
@@ -149,10 +150,8 @@ def parse_pattern(pattern: str) -> Parser:
     >>> parse_pattern(r"=(?P<arguments>.*?)=")("so =1+2= is")
     [ToolCall(name=None, arguments='1+2', problem=None)]
     """
-    try:
+    with errors_about(f"parser {pattern!r} is not a regular expression", re.error):
         compiled = re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise ValueError(f"parser {pattern!r} is not a regular expression: {error}") from None
     if "arguments" not in compiled.groupindex:
         raise ValueError(f"parser {pattern!r} has no group (?P<arguments>...)")
 

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from forebay.config import ConfigError
+from forebay.config import ConfigError, errors_about
 from forebay.environments.config import EnvironmentConfig
 from forebay.environments.policy import Policy, State
 from forebay.environments.workers.messages import Episode
@@ -147,12 +147,9 @@ def make_env(config: EnvironmentConfig) -> Any:
         ConfigError: there is none of that id, or it does not take these arguments.
     """
     gymnasium = import_gymnasium()
-    try:
+    named = f"environment.id = {config.id!r} with arguments = {config.arguments}"
+    with errors_about(named, gymnasium.error.Error, ImportError, TypeError, ValueError):
         env = gymnasium.make(config.id, disable_env_checker=True, **config.arguments)
-    except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"environment.id = {config.id!r} with arguments = {config.arguments}: {error}"
-        ) from error
     return gymnasium.wrappers.FlattenObservation(env)
 
 

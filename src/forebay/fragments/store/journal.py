@@ -23,6 +23,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from forebay.aio.changed import BufferClosed
+from forebay.config import errors_about
 from forebay.fragments.chunks import Chunk, Fragment
 from forebay.fragments.leases import LeaseRow
 from forebay.fragments.records import FragmentMetadata
@@ -69,12 +70,10 @@ class Journal:
         """
         view = self._environment.read()
         raw = view.get(_SNAPSHOT_KEY, self._table)
-        try:
+        with errors_about(f"{str(self._path)!r} is not of a fragment buffer", msgspec.MsgspecError):
             snapshot = None if raw is None else msgspec.msgpack.decode(raw, type=Snapshot)
             decode = msgspec.msgpack.Decoder(list[Change]).decode
             changes = [change for _, entry in view.items(self._entries) for change in decode(entry)]
-        except msgspec.MsgspecError as error:
-            raise ValueError(f"{str(self._path)!r} is not of a fragment buffer: {error}") from error
         return Saved(snapshot, changes)
 
     def commit(self, changes: Sequence[Change], take_snapshot: Callable[[], Snapshot]) -> None:

@@ -372,10 +372,8 @@ def _read_json(rest: dict[str, Any], column: str, kinds: tuple[type, ...], wante
     value = rest.pop(column, None)
     # A text that may stand for itself is JSON only if it is an object.
     if isinstance(value, str) and (str not in kinds or value.lstrip().startswith("{")):
-        try:
+        with errors_about(f"{place}: column {column!r} is not valid JSON", ValueError):
             value = json.loads(value)
-        except ValueError as error:
-            raise ConfigError(f"{place}: column {column!r} is not valid JSON: {error}") from None
     if value is not None and not isinstance(value, kinds):
         raise ConfigError(f"{place}: column {column!r} must hold {wanted}, got {value!r}")
     return value or None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
-from forebay.config import ConfigError
+from forebay.config import ConfigError, errors_about
 from forebay.extras import needed_by
 
 Row = Mapping[str, Any]
@@ -62,10 +62,8 @@ def _compiled(key: str, text: str, compile_text: Callable[[Any], Any]) -> Any:
     jinja = _jinja()
     from jinja2 import TemplateSyntaxError
 
-    try:
+    with errors_about(f"{key} = {text!r} is not valid", TemplateSyntaxError):
         return compile_text(jinja)
-    except TemplateSyntaxError as error:
-        raise ConfigError(f"{key} = {text!r} is not valid: {error}") from None
 
 
 def _evaluate(key: str, text: str, run: Callable[..., Any], row: Row, place: str) -> Any:

@@ -38,7 +38,15 @@ from uuid import UUID
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from forebay.config import ConfigError, StrictModel, check_arguments, did_you_mean, locate, look_up
+from forebay.config import (
+    ConfigError,
+    StrictModel,
+    check_arguments,
+    did_you_mean,
+    errors_about,
+    locate,
+    look_up,
+)
 from forebay.extras import needed_by
 from forebay.produce.prompts import demo_tasks
 from forebay.produce.prompts.sequences import LazySequence
@@ -222,10 +230,8 @@ def _parse_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(_read_bytes(path).split(b"\n"), start=1):
         if not line.strip():
             continue
-        try:
+        with errors_about(f"{path}, line {number} is not valid JSON", ValueError):
             row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{path}, line {number} is not valid JSON: {error}") from None
         if not isinstance(row, dict):
             kind = type(row).__name__
             raise ConfigError(
@@ -236,10 +242,8 @@ def _parse_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _parse_json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """A list of objects; each is numbered by its place."""
-    try:
+    with errors_about(f"{path} is not valid JSON", ValueError):
         rows = json.loads(_read_bytes(path))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(
             f"{path} must hold a list of objects with columns; one object a line is a .jsonl file"
@@ -290,14 +294,10 @@ def _read_arrow(path: Path) -> pa.Table:
 def _read_tables(read: Callable[[Path], pa.Table], kind: str, paths: Sequence[Path]) -> Rows:
     tables = []
     for path in paths:
-        try:
+        with errors_about(f"cannot read {str(path)!r} as {kind}", pa.ArrowException, OSError):
             tables.append(read(path))
-        except (pa.ArrowException, OSError) as error:
-            raise ConfigError(f"cannot read {str(path)!r} as {kind}: {error}") from None
-    try:
+    with errors_about(f"the {kind} files {[str(path) for path in paths]} differ", pa.ArrowException):
         table = pa.concat_tables(tables, promote_options="default")
-    except pa.ArrowException as error:
-        raise ConfigError(f"the {kind} files {[str(path) for path in paths]} differ: {error}") from None
     columns = {name: table.column(name) for name in table.column_names}
 
     def row(index: int) -> dict[str, Any]:

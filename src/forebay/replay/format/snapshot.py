@@ -34,6 +34,7 @@ from typing import Annotated, Any, BinaryIO
 import msgspec
 import pyarrow as pa
 
+from forebay.config import errors_about
 from forebay.io.safe_files import sync
 from forebay.replay.format.tables import (
     SCHEMAS,
@@ -281,10 +282,8 @@ def _read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     if not file.is_file():
         raise ValueError(f"{str(path)!r} is not a replay snapshot: it has no {MANIFEST}")
-    try:
+    with errors_about(f"{str(file)!r} is damaged or not a manifest", ValueError, RecursionError):
         content = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{str(file)!r} is damaged or not a manifest: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{str(file)!r} is not the manifest of a {FORMAT} snapshot")
     if content.get("version") != FORMAT_VERSION:
@@ -296,11 +295,9 @@ def _read_manifest(path: Path) -> Manifest:
         digest = _digest_of(content)
     if content.get("sha256") != digest:
         raise ValueError(f"{str(file)!r} is damaged: its content is not what its checksum says")
-    try:
-        # Another program may have written right checksums over anything.
+    # Another program may have written right checksums over anything.
+    with errors_about(f"{str(file)!r} is not a manifest of this release", msgspec.ValidationError):
         return msgspec.convert(content, Manifest)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{str(file)!r} is not a manifest of this release: {error}") from None
 
 
 def _digest_of(manifest: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from forebay.config import errors_about
 from forebay.replay import ReplayBuffer
 from forebay.replay.arrival import PutKeywords
 from forebay.replay.groups import StoredGroup, copy_group
@@ -50,14 +51,12 @@ class BufferRerun:
             ValueError: the buffer does not do what it did.
         """
         facts = event.facts
-        try:
+        with errors_about(f"event {facts['number']} is damaged", TypeError):
             if facts["event"] == "put":
                 assert event.group is not None
                 await self.buffer.put(event.group, **_arguments(_PUT, facts))
             elif facts["event"] in CALLS:
                 await self._repeat(getattr(self.buffer, facts["event"]), facts)
-        except TypeError as error:
-            raise ValueError(f"event {facts['number']} is damaged: {error}") from error
 
     def batch(self, train_step: int, group_ids: list[Any]) -> Groups:
         """The groups that the trainer was given, in its order, out of those taken for the step.

@@ -54,9 +54,6 @@ FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 _DATA_FILE = re.compile(r"(groups|rollouts)-[0-9a-f]{16}\.arrow")
 
-Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
-
 
 class TableFile(msgspec.Struct):
     """One Arrow file, as the manifest describes it."""
@@ -71,6 +68,10 @@ class TableFiles(msgspec.Struct):
 
     groups: TableFile
     rollouts: TableFile
+
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class Manifest(msgspec.Struct, kw_only=True):

@@ -298,8 +298,7 @@ def _explain(model: type[BaseModel], problem: dict[str, Any]) -> str:
             # A position in a list is no field: the models stay the same there.
             current = [leaf for annotation in found for leaf in _leaves(annotation)] or current
         known = sorted({name for item in current for name in _fields_of(item)})
-        near = difflib.get_close_matches(location[-1], known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        hint = did_you_mean(location[-1], known).strip() or f"known keys: {', '.join(known)}"
         return f"unknown key {where!r}; {hint}"
     if problem["type"] == "missing":
         return f"{where!r} is missing"
@@ -368,9 +367,8 @@ def check_arguments(
     try:
         signature.bind(**dict.fromkeys(given), **arguments)
     except TypeError as error:
-        near = [match for key in arguments for match in difflib.get_close_matches(key, known, n=1)]
-        unknown = set(arguments) - set(known)
-        hint = f"did you mean {near[0]!r}? " if unknown and near else ""
+        hints = (did_you_mean(key, known) for key in arguments if key not in known)
+        hint = next(filter(None, hints), "")
         raise ConfigError(
             f"{kind} {name!r}: {error}; {hint}its arguments: {', '.join(known) or 'none'}"
         ) from None
@@ -389,6 +387,16 @@ _REMOVED_ARGUMENTS = {
     ("cluster", "ray", "buffer_shards"): "a run has one replay buffer; leave the key out",
 }
 """Arguments of earlier versions and where each went, by kind and name of the component."""
+
+
+def checked_by(check: Callable[[Any], object]) -> AfterValidator:
+    """For a field that holds what it was given, if `check` raises nothing."""
+
+    def checked(value: Any) -> Any:
+        check(value)
+        return value
+
+    return AfterValidator(checked)
 
 
 def parse_component(named: str | Mapping[str, Any], *, source: str) -> Component:

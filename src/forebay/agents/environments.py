@@ -22,12 +22,13 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import Field, field_validator
 
 from forebay.config import (
     ConfigError,
     StrictModel,
     check_arguments,
+    checked_by,
     find_component,
     look_up,
     parse_component,
@@ -120,10 +121,8 @@ class Episode(Protocol):
         """Reply to one turn of the model."""
 
 
-def _check_make(make: Any) -> Any:
-    if isinstance(make, str):
-        look_up("episode", make, {})
-    return make
+def _find_make(make: Any) -> Any:
+    return look_up("episode", make, {}) if isinstance(make, str) else make
 
 
 class LiveEnvironment(Environment):
@@ -144,7 +143,7 @@ class LiveEnvironment(Environment):
     class Arguments(StrictModel, strict=True):
         """Keys of a ``live`` environment in a run file."""
 
-        make: Annotated[Any, AfterValidator(_check_make)]
+        make: Annotated[Any, checked_by(_find_make)]
         """``package.module:Name`` of a class or function that makes the `Episode` of a rollout."""
         arguments: Mapping[str, Any] | None = None
         """Its keyword arguments."""
@@ -152,7 +151,7 @@ class LiveEnvironment(Environment):
     def __init__(
         self, make: Callable[..., Episode] | str, arguments: Mapping[str, Any] | None = None
     ) -> None:
-        self._make: Callable[..., Episode] = look_up("episode", make, {}) if isinstance(make, str) else make
+        self._make: Callable[..., Episode] = _find_make(make)
         self._arguments = dict(arguments or {})
         check_arguments("episode", str(make), self._make, self._arguments)
         self._live: dict[int, Episode] = {}
@@ -278,12 +277,6 @@ def find_environment(environment: Any) -> Any:
     if not isinstance(environment, str | Mapping):
         return environment
     return find_component("environment", parse_component(environment, source="environment"), ENVIRONMENTS)
-
-
-def check_environment(environment: Any) -> Any:
-    """`environment` as it is, if `build_environment` could take it."""
-    find_environment(environment)
-    return environment
 
 
 def build_environment(environment: Environment | str | Mapping[str, Any]) -> Environment:

@@ -27,16 +27,16 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
 import numpy as np
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from forebay.agents.base import AgentLoop
 from forebay.agents.chat.conversation import cut_unanswered
 from forebay.agents.chat.rendering import IncrementRenderer, PromptRenderer
-from forebay.agents.environments import Memory, build_environment, check_environment, find_environment
+from forebay.agents.environments import Memory, build_environment, find_environment
 from forebay.agents.extra_fields import CONVERSATION_KEY, TURNS_KEY
 from forebay.aio.tasks import is_cancelled
 from forebay.aio.time_limits import time_limit, timeout
-from forebay.config import StrictModel
+from forebay.config import StrictModel, checked_by
 from forebay.types import EPISODE_KEY, TURN_REWARDS_KEY, RolloutState, Status
 from forebay.watching.activity import TOOL
 
@@ -68,7 +68,7 @@ class MultiTurnAgentLoop(AgentLoop):
     class Arguments(StrictModel, strict=True):
         """Keys of a ``multi_turn`` agent in a run file."""
 
-        environment: Annotated[Any, AfterValidator(check_environment)]
+        environment: Annotated[Any, checked_by(find_environment)]
         """The environment that answers the model: ``live``, ``second_chances`` or ``package.module:Class`` of
         an `Environment`, or a table with such a ``name`` and its ``arguments``."""
         max_turns: int = Field(default=8, ge=1)

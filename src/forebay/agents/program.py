@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from tempfile import TemporaryFile
 from typing import IO, Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from forebay.agents.base import AgentLoop
 from forebay.agents.chat.endpoint import MODEL, ChatEndpoint
@@ -35,7 +35,7 @@ from forebay.agents.chat.tool_calls import check_parser, choose_reader
 from forebay.agents.extra_fields import REQUESTS_KEY
 from forebay.aio.tasks import beside
 from forebay.aio.time_limits import start_thread, timeout
-from forebay.config import StrictModel, import_object
+from forebay.config import StrictModel, checked_by, import_object
 from forebay.types import Message, RolloutState, Status
 from forebay.watching.activity import TOOL
 
@@ -45,10 +45,8 @@ PROGRAM_TIMEOUT_S = 600.0
 Program = Callable[["ProgramSession"], Any]
 
 
-def _check_program(program: Any) -> Any:
-    if isinstance(program, str):
-        import_object("program", program)
-    return program
+def _find_program(program: Any) -> Any:
+    return import_object("program", program) if isinstance(program, str) else program
 
 
 class ProgramAgentLoop(AgentLoop):
@@ -72,7 +70,7 @@ class ProgramAgentLoop(AgentLoop):
     class Arguments(StrictModel, strict=True):
         """Keys of a ``program`` agent in a run file."""
 
-        program: Annotated[Any, AfterValidator(_check_program)]
+        program: Annotated[Any, checked_by(_find_program)]
         """``package.module:function`` of a function of a `ProgramSession`, or the words of a command as a
         list. A command gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and messages and task as JSON
         on its standard input; its reward is the last line it prints, if that is JSON."""
@@ -84,7 +82,7 @@ class ProgramAgentLoop(AgentLoop):
         max_context: int | None = Field(default=None, ge=1)
         """Tokens of one trajectory, prompt and all; None: what the engine allows, in a run at most
         ``train.token_budget``."""
-        parser: Annotated[Any, AfterValidator(check_parser)] = None
+        parser: Annotated[Any, checked_by(check_parser)] = None
         """How the model writes tool calls, as for ``tools``; None: as its chat template shows. Where nothing
         shows it, requests with tools are refused."""
         host: str = "127.0.0.1"
@@ -228,8 +226,7 @@ _TASK_FIELDS = ("tools", "tool_choice", "task_name", "data_source", "reward_mode
 
 
 def _as_function(program: Program | str | Sequence[str]) -> Callable[[ProgramSession], Awaitable[Any]]:
-    if isinstance(program, str):
-        program = import_object("program", program)
+    program = _find_program(program)
     if not callable(program):
         command = [str(word) for word in program]
         if not command:

@@ -19,7 +19,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from forebay.agents.base import AgentLoop
 from forebay.agents.chat.rendering import NO_TOOLS
@@ -28,8 +28,8 @@ from forebay.agents.environments import Environment, Memory, Reply
 from forebay.agents.extra_fields import TOOL_CALLS_KEY, TOOL_ERRORS_KEY
 from forebay.agents.multi_turn import MultiTurnAgentLoop
 from forebay.aio.time_limits import time_limit
-from forebay.config import StrictModel
-from forebay.tools import Tool, ToolError, build_tool, check_tool, schema_of
+from forebay.config import StrictModel, checked_by
+from forebay.tools import Tool, ToolError, build_tool, find_tool, schema_of
 from forebay.tools.contract import Schema
 from forebay.types import Message, RolloutState
 
@@ -172,16 +172,14 @@ class ToolEnvironment(Environment):
         return text if left <= 0 else f"{text[:end]}... ({left} characters left out)"
 
 
-def _check_tools(tools: Sequence[Any]) -> Sequence[Any]:
+def _check_tools(tools: Sequence[Any]) -> None:
     if not tools:
         raise ValueError("name at least one tool")
-    return tools
 
 
-def _check_format(text: str) -> str:
+def _check_format(text: str) -> None:
     if "{result}" not in text:
         raise ValueError("result_format must hold {result}, where the result goes")
-    return text
 
 
 class ToolAgentLoop(AgentLoop):
@@ -203,10 +201,10 @@ class ToolAgentLoop(AgentLoop):
     class Arguments(StrictModel, strict=True):
         """Keys of a ``tools`` agent in a run file."""
 
-        tools: Annotated[Sequence[Annotated[Any, AfterValidator(check_tool)]], AfterValidator(_check_tools)]
+        tools: Annotated[Sequence[Annotated[Any, checked_by(find_tool)]], checked_by(_check_tools)]
         """The tools: ``calculator``, ``python``, ``search`` or ``package.module:Name`` of a function
         or class of tools, or tables with such a ``name`` and its ``arguments``."""
-        parser: Annotated[Any, AfterValidator(check_parser)] = None
+        parser: Annotated[Any, checked_by(check_parser)] = None
         """How the model writes calls: a dialect's name, or a regular expression with a group ``arguments``
         and perhaps one ``name``; None: as its chat template shows."""
         max_turns: int = Field(default=8, ge=1)
@@ -223,7 +221,7 @@ class ToolAgentLoop(AgentLoop):
         result_role: str = "tool"
         """Role of the messages that carry results; ``user`` where the chat template does not know
         ``tool``."""
-        result_format: Annotated[str, AfterValidator(_check_format)] = "{result}"
+        result_format: Annotated[str, checked_by(_check_format)] = "{result}"
         """Text of those messages, with ``{result}`` where the result goes: ``Result: {result}``."""
 
     arguments: Arguments

@@ -3,7 +3,7 @@
 from forebay.tools.base import TOOLS as TOOLS
 from forebay.tools.base import FunctionTool as FunctionTool
 from forebay.tools.base import build_tool as build_tool
-from forebay.tools.base import check_tool as check_tool
+from forebay.tools.base import find_tool as find_tool
 from forebay.tools.base import schema_of as schema_of
 from forebay.tools.calculator import Calculator as Calculator
 from forebay.tools.contract import Tool as Tool

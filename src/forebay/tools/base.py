@@ -113,19 +113,14 @@ def schema_of(tool: Tool | Callable[..., Any] | str | Mapping[str, Any]) -> Sche
     return build_tool(tool).schema
 
 
-def check_tool(tool: Any) -> Any:
-    """`tool` as it is, if its name is known and takes its arguments; no tool is made.
+def find_tool(tool: Any) -> tuple[Any, Mapping[str, Any]]:
+    """The tool, or class of tools, that `tool` names, and its arguments, which fit; no tool is made.
 
     Raises:
         ConfigError: as `build_tool`.
     """
-    if isinstance(tool, str | Mapping):
-        _find(tool)
-    return tool
-
-
-def _find(tool: str | Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The tool, or class of tools, that `tool` names, and its arguments, which fit."""
+    if not isinstance(tool, str | Mapping):
+        return tool, {}
     config = parse_component(tool, source="tools")
     found = look_up("tool", config.name, TOOLS)
     if isinstance(found, type):
@@ -142,7 +137,7 @@ def build_tool(tool: Tool | Callable[..., Any] | str | Mapping[str, Any]) -> Too
         ConfigError: the name is unknown, or it is no tool or does not take the arguments.
     """
     if isinstance(tool, str | Mapping):
-        found, arguments = _find(tool)
+        found, arguments = find_tool(tool)
         return build_tool(found(**arguments) if isinstance(found, type) else found)
     if hasattr(tool, "schema") and hasattr(tool, "call"):
         return cast(Tool, tool)

@@ -210,15 +210,14 @@ def choose_parser(parser: str | Parser | None, tokenizer: ChatTokenizer) -> Pars
     return _named(parser)
 
 
-def check_parser(parser: Any) -> Any:
-    """`parser` as it is, if it names a dialect or is a pattern of calls, for some tokenizer at least.
+def check_parser(parser: Any) -> None:
+    """Refuse a `parser` that neither names a dialect nor is a pattern of calls.
 
     Raises:
         ValueError: the name is unknown, or it is no such pattern.
     """
     if isinstance(parser, str) and parser != "tokenizer":
         _named(parser)
-    return parser
 
 
 def _named(parser: str) -> Parser:

@@ -142,8 +142,6 @@ async def test_a_pause_aborts_and_the_same_program_goes_on_from_its_tokens(token
         async with openai.AsyncOpenAI(base_url=session.base_url, api_key="k", max_retries=0) as client:
             for number in range(3):
                 num_calls += 1
-                if num_calls == 2:
-                    asyncio.get_running_loop().call_later(0.25, second.set)
                 answer = await client.chat.completions.create(model="m", messages=messages)
                 messages += [
                     {"role": "assistant", "content": answer.choices[0].message.content},
@@ -151,25 +149,29 @@ async def test_a_pause_aborts_and_the_same_program_goes_on_from_its_tokens(token
                 ]
         return 1.0
 
-    loop = make_loop(tokenizer, program, token_latency_s=0.1)
+    def begin_at(request: GenerateRequest) -> float:
+        """Every turn ends at once, but for the second one when it is first asked for: it has one token."""
+        if num_calls != 2:
+            return -100_000.0
+        second.set()
+        return -1500.0
+
+    loop = make_loop(tokenizer, program, token_latency_s=1000.0, request_latency_s=begin_at)
     task = asyncio.create_task(loop.generate_group([make_state()]))
     await second.wait()
     await loop.rollout_controller.pause_generation()
     (state,) = await task
     assert state.status is Status.ABORTED
-    num_before = len(state.tokens)
-    assert num_before > len(state.prompt_ids)
+    end = tokenizer.eos_token
+    begun = f"[user|hello{end}[assistant|a1{end}[user|more 0{end}[assistant|a"
+    assert tokenizer.decode(state.tokens.tolist()) == begun
     await loop.rollout_controller.continue_generation()
     # All that is needed to go on is plain data, as a store keeps it.
     state.extra_fields = json.loads(json.dumps(state.extra_fields))
     (state,) = await loop.generate_group([state], enable_partial_rollout=True)
     await loop.close()
     assert state.status is Status.COMPLETED, state.error_msg
-    end = tokenizer.eos_token
-    assert tokenizer.decode(state.tokens.tolist()) == (
-        f"[user|hello{end}[assistant|a1{end}[user|more 0{end}[assistant|a2{end}[user|more 1{end}"
-        f"[assistant|a3{end}"
-    )
+    assert tokenizer.decode(state.tokens.tolist()) == f"{begun}2{end}[user|more 1{end}[assistant|a3{end}"
     # The first turn came from the record, the second was finished, the third made: all three asked again.
     assert num_calls == 2 + 3
 

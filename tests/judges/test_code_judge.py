@@ -88,7 +88,7 @@ async def test_leaving_early_or_printing_passes_no_code_test(program) -> None:
 async def test_a_slow_program_fails_the_tests_that_it_does_not_reach() -> None:
     slow = "import sys, time\nif input() == 'slow': time.sleep(1000)\nprint('ok')"
     tests = [{"input": text, "output": "ok"} for text in ("fast", "slow", "fast")]
-    verdict = await score(slow, tests, partial_credit=True, limits={"wall_s": 3.0}, timeout_s=2.5)
+    verdict = await score(slow, tests, partial_credit=True, limits={"wall_s": 6.0}, timeout_s=5.0)
     assert verdict["score"] == pytest.approx(1 / 3)
 
 

@@ -53,7 +53,7 @@ def losses(folder):
 
 
 def kill(run_file, folder, rng):
-    """Kill after some step was reported, within the time that about two steps take; whether it came to that."""
+    """Kill after some step was reported, within the time that about two steps take; whether it was killed."""
     step = rng.randint(2, STEPS - 2)
     with start(run_file, f"output={folder.parent}", "--overwrite") as child:
         for line in child.stdout:

@@ -35,28 +35,6 @@ _CHUNK = 512
 """Rows that are dicts at once, on their way into columns of a tenth of the size."""
 
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
-_TOKEN = r"token(?!s\W+(?:[\d_]+(?![\w-])|(?:none|null)\b))s?"
-"""A number of tokens, or none, is a limit."""
-_WORDS = (
-    # At the beginning of a word, of apiKey too; num_pass = 3 is a count.
-    r"(?:(?<![a-z0-9])(?<!num[_-])|(?-i:(?<=[a-z0-9])(?=[A-Z])))(?:(?:api|access|auth|secret)[_-]?)?(?:keys?|"
-    rf"key[_-]?id|{_TOKEN}|secrets?|pass(?:word|wd|phrase)?s?|pwd|credentials?|auth(?:orization)?)"
-)
-_SECRET = re.compile(rf"(?i){_WORDS}$")
-_GIVEN = re.compile(
-    rf"(?i)({_WORDS}\\?[\"']?\s*=\s*|{_WORDS}\\?[\"']\s*:\s*|(?<!\w)--?[\w-]{{0,40}}?{_WORDS}\s+|\bbearer\s+|"
-    # A bare "key:" or "token:" is mostly of another kind.
-    rf"(?:api[_ -]?key|(?<!num)[_-](?:key|{_TOKEN})|secret|password|passphrase|pwd|authorization)s?\s*:\s*)"
-    # The value of the last scheme is a list, on the same line.
-    r"(?:(?:bearer|basic|token|api-?key)\s+|digest\s.*(?=\S))?(\\?[\"'])?(?(2).*?\2|\S+)"
-)
-_ISSUED = re.compile(
-    r"\b((sk|hf|gh.|github_pat|glpat|xox.)[_-](?=[\w-]{,40}\d)[\w-]{16,}|AKIA\w{16}|eyJ[\w-]{,400}\.[\w.-]+)"
-)
-"""Issued by the largest services: known by how it begins. Long texts of a model cost all of these little."""
-_ALL_SECRET = ("env", "environment", "headers")
-"""Below these keys people give credentials by names of any kind."""
-_IN_URL = re.compile(r"\b(\w+://)(?:[^/\s:@]*:[^/\s@]*|[^/\s?#@]+)@")
 
 Values = dict[str, Any]
 Columns = dict[str, list[Any]]
@@ -243,6 +221,30 @@ def _last_row(path: Path) -> Values:
     except OSError:
         return {}
     return next(_rows_of(lines[::-1], "train_step"), {})
+
+
+_TOKEN = r"token(?!s\W+(?:[\d_]+(?![\w-])|(?:none|null)\b))s?"
+"""A number of tokens, or none, is a limit."""
+_WORDS = (
+    # At the beginning of a word, of apiKey too; num_pass = 3 is a count.
+    r"(?:(?<![a-z0-9])(?<!num[_-])|(?-i:(?<=[a-z0-9])(?=[A-Z])))(?:(?:api|access|auth|secret)[_-]?)?(?:keys?|"
+    rf"key[_-]?id|{_TOKEN}|secrets?|pass(?:word|wd|phrase)?s?|pwd|credentials?|auth(?:orization)?)"
+)
+_SECRET = re.compile(rf"(?i){_WORDS}$")
+_GIVEN = re.compile(
+    rf"(?i)({_WORDS}\\?[\"']?\s*=\s*|{_WORDS}\\?[\"']\s*:\s*|(?<!\w)--?[\w-]{{0,40}}?{_WORDS}\s+|\bbearer\s+|"
+    # A bare "key:" or "token:" is mostly of another kind.
+    rf"(?:api[_ -]?key|(?<!num)[_-](?:key|{_TOKEN})|secret|password|passphrase|pwd|authorization)s?\s*:\s*)"
+    # The value of the last scheme is a list, on the same line.
+    r"(?:(?:bearer|basic|token|api-?key)\s+|digest\s.*(?=\S))?(\\?[\"'])?(?(2).*?\2|\S+)"
+)
+_ISSUED = re.compile(
+    r"\b((sk|hf|gh.|github_pat|glpat|xox.)[_-](?=[\w-]{,40}\d)[\w-]{16,}|AKIA\w{16}|eyJ[\w-]{,400}\.[\w.-]+)"
+)
+"""Issued by the largest services: known by how it begins. Long texts of a model cost all of these little."""
+_ALL_SECRET = ("env", "environment", "headers")
+"""Below these keys people give credentials by names of any kind."""
+_IN_URL = re.compile(r"\b(\w+://)(?:[^/\s:@]*:[^/\s@]*|[^/\s?#@]+)@")
 
 
 def hide_secrets(value: Any, name: str = "", every: bool = False, by_name: bool = True) -> Any:

@@ -43,40 +43,6 @@ from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge
 from forebay.types import RolloutState
 
 
-class MathVerifyJudge(Judge):
-    """Score 1.0 if the response's final expression equals the ground truth mathematically, else 0.0.
-
-    Invariants: the ground truth may be plain or LaTeX, with or without delimiters; in the response, an answer
-    in ``\\boxed{}`` or ``$ $`` counts before a bare number. A ground truth that cannot be read is an error.
-
-    A ground truth of ``1/2`` and the response ``so it is \\boxed{0.5}`` give 1.0.
-
-    Raises:
-        ConfigError: math-verify is not installed.
-    """
-
-    class Arguments(StrictModel, strict=True):
-        """The arguments of the judge ``math_verify`` in a run file."""
-
-        num_processes: int = Field(default=2, ge=1)
-        """How many answers are judged at once, each in a process."""
-
-    def __init__(self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, **arguments: Any) -> None:
-        # The child keeps the time; here a wait for a free child would count too.
-        super().__init__(timeout_s=None)
-        settings = parse_config(self.Arguments, arguments, source="judge 'math_verify'")
-        require_library("math_verify", "judge 'math_verify'")
-        self._processes = JudgeProcesses(f"{__name__}:make_math_scorer", timeout_s, settings.num_processes)
-
-    async def score(self, state: RolloutState) -> float:
-        """1.0 if the answer equals the ground truth mathematically, else 0.0."""
-        return float(await self._processes.run(ground_truth(state), state.response))
-
-    def close(self) -> None:
-        """End the child processes."""
-        self._processes.close()
-
-
 class ReasoningGymJudge(Judge):
     """The generator's own score of the answer, from 0.0 to 1.0; many generators give partial credit.
 
@@ -130,6 +96,42 @@ class ReasoningGymJudge(Judge):
 
 
 # Text with one of these is LaTeX with its delimiters.
+
+
+class MathVerifyJudge(Judge):
+    """Score 1.0 if the response's final expression equals the ground truth mathematically, else 0.0.
+
+    Invariants: the ground truth may be plain or LaTeX, with or without delimiters; in the response, an answer
+    in ``\\boxed{}`` or ``$ $`` counts before a bare number. A ground truth that cannot be read is an error.
+
+    A ground truth of ``1/2`` and the response ``so it is \\boxed{0.5}`` give 1.0.
+
+    Raises:
+        ConfigError: math-verify is not installed.
+    """
+
+    class Arguments(StrictModel, strict=True):
+        """The arguments of the judge ``math_verify`` in a run file."""
+
+        num_processes: int = Field(default=2, ge=1)
+        """How many answers are judged at once, each in a process."""
+
+    def __init__(self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, **arguments: Any) -> None:
+        # The child keeps the time; here a wait for a free child would count too.
+        super().__init__(timeout_s=None)
+        settings = parse_config(self.Arguments, arguments, source="judge 'math_verify'")
+        require_library("math_verify", "judge 'math_verify'")
+        self._processes = JudgeProcesses(f"{__name__}:make_math_scorer", timeout_s, settings.num_processes)
+
+    async def score(self, state: RolloutState) -> float:
+        """1.0 if the answer equals the ground truth mathematically, else 0.0."""
+        return float(await self._processes.run(ground_truth(state), state.response))
+
+    def close(self) -> None:
+        """End the child processes."""
+        self._processes.close()
+
+
 _LATEX_MARKS = ("$", "\\boxed", "\\(", "\\[")
 # A group's rollouts are judged close together; a few hundred groups are the most that are under way at once.
 _NUM_CACHED_PROBLEMS = 512

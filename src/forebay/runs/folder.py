@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import filecmp
 import logging
 import os
@@ -31,11 +32,6 @@ from typing import TextIO
 from forebay.config import ConfigError, ModelT, load_config
 from forebay.io.safe_files import DamagedError, DiskError, check, disk_errors_named, write_text
 from forebay.runs.config import RunConfig, RunFile, to_toml
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: two runs in one folder are not noticed
-    fcntl = None  # type: ignore[assignment]
 
 RUN_FILE = "run.toml"
 ID_FILE = "run_id"
@@ -192,8 +188,7 @@ def _locked(folder: Path) -> TextIO:
         file = _open_lock(folder)
         try:
             # Unlike `flock`, it does not pass to processes that are forked from this one.
-            if fcntl is not None:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 # Some network file systems lock nothing; that is no reason not to run there.

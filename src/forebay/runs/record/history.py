@@ -54,12 +54,6 @@ FANOUT = 24
 """So many files of one size become one file: a line is written about four times in a run of a day."""
 ROW_GROUP = 16_384
 """Lines that a query skips or reads together; of long rollouts fewer (`TEXT_BYTES`)."""
-_MAX_FILE_BYTES = 256 << 20
-"""Larger files are not put together: the limit of the history removes whole files."""
-_MOST_PENDING = 4096
-"""Rollouts that wait in memory for the next flush."""
-_MOST_QUEUED = 64
-"""Flushes that wait for the disk, with their rollouts and train batches: two minutes of one that hangs."""
 
 
 class History:
@@ -166,6 +160,14 @@ class History:
         if not self._has_warned:
             logger.warning("the history of the run is not complete: %s", reason)
         self._has_warned = True
+
+
+_MAX_FILE_BYTES = 256 << 20
+"""Larger files are not put together: the limit of the history removes whole files."""
+_MOST_PENDING = 4096
+"""Rollouts that wait in memory for the next flush."""
+_MOST_QUEUED = 64
+"""Flushes that wait for the disk, with their rollouts and train batches: two minutes of one that hangs."""
 
 
 class _Files:

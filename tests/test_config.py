@@ -333,7 +333,7 @@ _FREE_WORDS = """
     produce.save_partial_every_s
     train.lr train.schedule train.weight_decay train.max_grad_norm
     train.mini_batches train.epochs train.token_budget train.layout train.dtype train.attention train.ranks
-    train.adam train.preset train.credit train.discount train.overlong
+    train.adam train.frozen train.preset train.credit train.discount train.overlong
     train.moments train.offload_activations train.compile
     train.parallel.tensor train.parallel.replicas train.parallel.context train.parallel.offload
     train.gradient_checkpointing train.advantage train.loss train.clip train.kl_coef

@@ -11,6 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
+from forebay.config import ConfigError
 from forebay.plan.memory import MemoryPeak, fill_numbers, step_memory
 from forebay.train import TrainConfig
 from forebay.train.batch import TrainBatch
@@ -67,6 +68,7 @@ CASES = [
     ("qwen3", {"dtype": "bfloat16", "layout": "packed"}),
     ("llama", {"layout": "shared_prompt", "kl_coef": 0.1}),
     ("qwen3", {"lora_rank": 8}),
+    ("qwen3", {"frozen": ["model.layers.[0-2]", "*embed_tokens"]}),
     ("qwen3_moe", {"dtype": "bfloat16"}),
     ("gpt_neox", {"advantage": "gae", "critic_lr": 1e-4}),
 ]
@@ -116,6 +118,16 @@ def test_parts_are_exact_where_they_follow_from_the_sizes() -> None:
     assert planned.parts["moments"] == pytest.approx(2 * weights, rel=1e-3)
     # Two operations for each weight of a matrix and token, forward once and backward twice, and attention's.
     assert planned.flop / planned.tokens == pytest.approx(6 * planned.num_parameters, rel=0.3)
+
+
+def test_frozen_weights_have_neither_gradients_nor_moments() -> None:
+    planned = step_memory(MODELS["qwen3"], TrainConfig(token_budget=1024, frozen=("*layers",)), batch())
+    outside = 4 * (2 * 2000 * 128 + 128)
+    assert planned.parts["gradients"] == planned.gradient_bytes == outside
+    assert planned.parts["moments"] == pytest.approx(2 * outside, rel=1e-3)
+    assert planned.parts["weights"] == 4 * planned.num_parameters > 2 * outside
+    with pytest.raises(ConfigError, match=r"train\.frozen: 'lauers' is the name of no weight"):
+        step_memory(MODELS["qwen3"], TrainConfig(frozen=("lauers",)), batch())
 
 
 def test_a_divergence_over_the_likeliest_tokens_is_planned() -> None:

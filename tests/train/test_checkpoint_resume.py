@@ -208,6 +208,14 @@ def test_a_checkpoint_of_another_kind_is_refused(make_model, tmp_path, saved, mi
         trainer_for(make_model(), **mine).resume(tmp_path / "c")
 
 
+def test_a_checkpoint_of_a_model_with_other_weights_is_refused(make_model, make_groups, tmp_path):
+    trainer = trainer_for(make_model(num_hidden_layers=1))
+    trainer.fit(make_groups())
+    trainer.save(tmp_path / "c")
+    with pytest.raises(ValueError, match=r"weights are of another model; names that differ: .*layers\.1"):
+        trainer_for(make_model()).resume(tmp_path / "c")
+
+
 def test_the_tokenizer_is_saved_with_the_model(make_model, tmp_path):
     class Tokenizer:
         def save_pretrained(self, folder):

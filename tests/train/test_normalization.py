@@ -25,8 +25,3 @@ def test_weighted_sums_are_the_means_they_stand_for(lens, normalization, seed):
 def test_nothing_to_train_is_no_division_by_zero():
     for normalization in ("token-mean", "sequence-mean", 5):
         assert np.isfinite(token_weights(normalization, np.array([0, 0]))).all()
-
-
-def test_an_unknown_normalization_is_an_error():
-    with pytest.raises(ValueError, match="got 'batch-mean'"):
-        token_weights("batch-mean", np.array([1]))

@@ -84,6 +84,10 @@ CASES = [
     {**GAE, "lora_rank": 2, "kl_coef": 0.1, "layout": "packed"},
     {"gradient_checkpointing": True, "correction": "token_tis", "weight_decay": 0.1},
     {"correction": "sequence_mask", "correction_band": (0.2, 3.0), "mini_batches": 2},
+    # The first of all, so that no gradient comes to the whole first layer; and single weights of the second.
+    {"frozen": ["*embed_tokens", "*layers.0", "*layers.1.*_proj"], "kl_coef": 0.1, "mini_batches": 2},
+    {"frozen": ["*layers.1", "*norm*"], "gradient_checkpointing": True, "layout": "packed"},
+    {**GAE, "lora_rank": 2, "frozen": ["*layers.0"]},
 ]
 
 

@@ -90,7 +90,7 @@ def test_a_number_is_the_fixed_length_normalization():
 
 
 def test_the_fields_stay_within_their_budget():
-    assert len(TrainConfig.model_fields) + len(WarmupConfig.model_fields) <= 40
+    assert len(TrainConfig.model_fields) + len(WarmupConfig.model_fields) <= 41
 
 
 def test_importing_the_package_loads_no_torch():

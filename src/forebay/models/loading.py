@@ -193,13 +193,9 @@ def model_config(config: ModelConfig, *, seed: int = 0) -> Any:
         return tiny_config(config.tiny, max_context=config.max_context or DEFAULT_CONTEXT)
     of_hub = not Path(source).expanduser().is_dir() and _HUB_ID.fullmatch(source)
     name = source if of_hub else resolve_model(config, seed=seed)
-    try:
+    offline = "(offline, name a folder with its config.json)"
+    with errors_about(f"cannot read the config of model {source!r} {offline}", OSError, ValueError):
         return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot read the config of model {source!r}: {error}; offline, name a folder with its "
-            f"config.json"
-        ) from error
 
 
 def _cached(target: Path, write: Callable[[Path], None]) -> Path:

@@ -77,7 +77,8 @@ async def launch(
                 "device": device_fact(config),
                 "tasks": ", ".join(task.name for task in config.tasks),
                 "batch": f"{config.batch_size} prompts x {config.rollouts_per_prompt} rollouts",
-                "training": f"{config.train.advantage}, {config.train.loss}, lr {config.train.lr:g}",
+                "training": f"{config.train.advantage}, {config.train.loss}, lr {config.train.lr:g}"
+                + "".join(f", {name} frozen" for name in config.train.frozen),
                 "folder": folder,
             }
             display.start(config.name, facts, step=step, total=config.steps)

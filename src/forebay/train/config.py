@@ -65,6 +65,9 @@ class TrainConfig(StrictModel):
     moments: Moments = "float32"
     """``cpu``: in the host's memory, on the device for their step only; the same numbers, slower. ``8bit``: a
     quarter of the bytes, on one rank, by bitsandbytes. A resumed run may change between the other two."""
+    frozen: tuple[str, ...] = ()
+    """Names of weights, or of modules with all their weights, that stay as they are (``model.vision_tower``,
+    ``*.layers.[0-7].*``): no gradient, no moments, no adapters. Not of the critic, which trains all."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Gradients with a larger L2 norm are scaled down to it; 0: never."""
     mini_batches: int = Field(default=1, ge=1)
@@ -420,7 +423,7 @@ class WarmupConfig(BaseModel):
         return int(self.steps.split()[0]) * math.ceil(max(1, num_examples) / self.batch_size)
 
     def trained_as(self, run: TrainConfig) -> TrainConfig:
-        """The trainer's settings: the memory and the precision of the `run`, all weights, cross-entropy."""
+        """The `run`'s memory, precision and frozen weights, with cross-entropy and no adapters."""
         # Conversations begin alike only by chance.
         kept: dict[str, Any] = {"layout": "packed" if run.layout == "packed" else "padded"}
         kept |= {name: getattr(run, name) for name in _OF_THE_RUN}
@@ -429,5 +432,5 @@ class WarmupConfig(BaseModel):
 
 
 _MEMORY = ("token_budget", "gradient_checkpointing", "offload_activations", "moments")
-_OF_THE_RUN = (*_MEMORY, "dtype", "attention")
+_OF_THE_RUN = (*_MEMORY, "dtype", "attention", "frozen")
 """Keys of ``[train]`` that a warm-up takes over, besides a packed layout."""

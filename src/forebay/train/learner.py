@@ -38,6 +38,7 @@ from forebay.train.measures import Columns, TokenRecords
 from forebay.train.model import lora
 from forebay.train.model.critic import Critic
 from forebay.train.model.forward import Entropy, TokenOutputs, output_head, response_logprobs
+from forebay.train.model.frozen import freeze
 from forebay.train.model.layers import checkpoint_activations, compile_layers
 from forebay.train.model.trial import check_layout, settle_attention
 from forebay.train.objective import losses
@@ -88,19 +89,21 @@ class Learner:
         for part in (None if config.lora_rank else model, self.critic):
             if part is not None and mesh is None:
                 part.float()
+        frozen = freeze(model, config.frozen)
         if config.lora_rank > 0:
             # In the dtype of the engines, which compare it with the fingerprint of their own weights.
             base = fingerprint(cast(lora.model_weights(model), engine_dtype)) if has_content else ""
             alpha = config.lora_alpha or 2.0 * config.lora_rank
-            model = lora.add_lora(model, rank=config.lora_rank, alpha=alpha, targets=config.lora_targets)
+            targets = config.lora_targets
+            model = lora.add_lora(model, rank=config.lora_rank, alpha=alpha, targets=targets, frozen=frozen)
             self.adapter_config = lora.adapter_config(model) | {BASE_FINGERPRINT: base}
         self.model, self.ref_model = model, ref_model
         if ref_model is None and config.uses_reference and not lora.is_lora(model):
             self.ref_model = routing.copied(model)
         if self.ref_model is not None:
             self.ref_model.requires_grad_(False).eval()
-        frozen = model if lora.is_lora(model) else self.ref_model
-        fixed = checkpoint.fingerprint(frozen) if frozen is not None and has_content else None
+        below = model if lora.is_lora(model) else self.ref_model
+        fixed = checkpoint.fingerprint(below) if below is not None and has_content else None
         is_half = self._precision != "float32"
         self._mesh = mesh
         # FSDP casts what it gathers, so autocast has only what every rank has whole to cast.

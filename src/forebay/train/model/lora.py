@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,8 +26,12 @@ ADAPTER = "default"
 """peft's name of the one adapter of a model."""
 
 
-def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: str | tuple[str, ...]) -> nn.Module:
+def add_lora(
+    model: nn.Module, *, rank: int, alpha: float, targets: str | tuple[str, ...], frozen: Iterable[str] = ()
+) -> nn.Module:
     """`model` with adapters in it, which are then its only trainable weights. `model` itself is changed.
+
+    Layers whose weights are named in `frozen` get no adapters.
 
     Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models". Without dropout: the logprobs of
     the training pass must be those of the policy that sampled.
@@ -39,7 +43,10 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: str | tuple[
     from peft import LoraConfig, get_peft_model
 
     modules = targets if isinstance(targets, str) else list(targets)
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM")
+    excluded = sorted({name.rpartition(".")[0] for name in frozen}) or None
+    config = LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=modules, exclude_modules=excluded, task_type="CAUSAL_LM"
+    )
     with warnings.catch_warnings():
         # peft asks transformers for attributes under names that newer versions of it deprecate.
         warnings.simplefilter("ignore", FutureWarning)

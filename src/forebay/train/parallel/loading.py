@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from forebay.config import ConfigError
+from forebay.config import ConfigError, import_object
 from forebay.models.config import Precision
 from forebay.models.loading import auto_class
 from forebay.train.model.layers import decoder_layers
@@ -109,9 +108,7 @@ def load_sharded(
 def _find(name: str | None, folder: str) -> type[nn.Module]:
     """The class ``module:Name`` of a model, or the causal language model of a folder."""
     if name is not None:
-        module, _, qualified = name.partition(":")
-        found: type[nn.Module] = getattr(importlib.import_module(module), qualified)
-        return found
+        return import_object("model", name)  # type: ignore[no-any-return]
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)

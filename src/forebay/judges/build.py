@@ -140,7 +140,7 @@ def build_judge(config: JudgeConfig | None) -> Judge:
         arguments = {"timeout_s": config.timeout_s, **config.arguments}
         # In a run file timeout_s stands beside `arguments`, so the model of a named judge does not know it.
         check_arguments("judge", config.name, model or factory, config.arguments if model else arguments)
-        with errors_about(f"judge {config.name!r}", ValueError):
+        with errors_about(f"judge {config.name!r}", ConfigError, ValueError):
             judge = factory(**arguments)
     else:
         # The rollout stands for the first argument.

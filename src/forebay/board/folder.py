@@ -49,7 +49,7 @@ class RunFolder:
         self._notes = _Lines(folder / NOTES_FILE)
 
     def facts(self) -> Values:
-        """What the run is, and its ``state``: that of its live file, or ``lost``, or ``old``."""
+        """Name, settings and ``state`` of the run: the state of its live file, or ``lost``, or ``old``."""
         config, problem = {}, ""
         try:
             config = tomllib.loads((self.folder / RUN_FILE).read_text(encoding="utf-8"))

@@ -123,7 +123,7 @@ def _unsuited(kernel: Attention, model_config: Any, precision: Precision) -> str
 
 
 def _missing(kernel: Attention, device: torch.device) -> str | None:
-    """What this machine has not and `kernel` needs."""
+    """Why this machine cannot run `kernel`; None: it can."""
     import torch
 
     if kernel in _PLAIN:

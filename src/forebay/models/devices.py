@@ -87,7 +87,7 @@ def precision_on(device: torch.device, wanted: PrecisionKey) -> Precision:
 
 
 def describe_devices() -> str:
-    """What torch sees on this machine: ``2 x NVIDIA L4``, or that there is only a CPU."""
+    """The GPUs that torch sees on this machine: ``2 x NVIDIA L4``, or ``no GPU``."""
     import torch
 
     if count := torch.cuda.device_count():

@@ -23,7 +23,8 @@ Weights: TypeAlias = "Iterable[tuple[str, torch.Tensor]]"
 """Parameters by name, on their way from a trainer to engines."""
 
 AdapterConfig: TypeAlias = "Mapping[str, Any]"
-"""What LoRA adapters are: peft's ``adapter_config.json``, with a `BASE_FINGERPRINT` on the way to engines."""
+"""The description of LoRA adapters: peft's ``adapter_config.json``, with a `BASE_FINGERPRINT` on the way to
+engines."""
 
 BASE_FINGERPRINT = "base_fingerprint"
 """The key, in the config of adapters on their way to engines, of their starting weights' `fingerprint`."""

@@ -24,7 +24,8 @@ class Device:
 
     name: str
     memory_bytes: int
-    """What programs find: less than the name says, since makers count in powers of ten and keep some."""
+    """The memory that a program can use: less than the name says, since makers count in powers of ten and the
+    driver keeps a part."""
     flop_per_s: float | None = None
     """Dense bfloat16 with float32 sums; None: unknown, so no times are given."""
     bytes_per_s: float | None = None

@@ -162,7 +162,7 @@ async def _resume_production(run: Run, path: Path, *, has_groups: bool) -> None:
     storage = run.manager.replay_buffer.storage
     has_snapshot = (path / GROUPS).exists()
     if not has_groups and has_snapshot and storage.is_durable:
-        # What it holds is older, from before the run changed to another store.
+        # The checkpoint has the groups. Those in this store are older: the run has since used another one.
         await storage.delete_where({"status": {"$in": [status.value for status in Status]}})
     elif not has_groups and not has_snapshot and storage.holder is None:
         raise ValueError("its groups are in the store that the run had; leave replay.store as it was")

@@ -198,7 +198,7 @@ def begin_save(
         place, block = own_block(value)
         # Of several ranks with the same block one has it, and the others have an empty one.
         if block.numel():
-            # What training changes from now on is not of this checkpoint.
+            # A copy: training goes on while this is written, and its changes belong to the next checkpoint.
             copies[name] = block.to("cpu", copy=True)
             places[name] = {hf.SAVED_OFFSETS_KEY: [part.start for part in place]}
     described = {hf.CUSTOM_METADATA_KEY: json.dumps(places), hf.DCP_VERSION_KEY: str(hf.HF_DCP_VERSION)}

@@ -96,7 +96,7 @@ class TrainConfig(StrictModel):
     """Recompute activations in the backward pass: less memory, about a third more time. A number, 0.5 for
     example: for this share of the layers."""
     offload_activations: bool = False
-    """What layers with gradient_checkpointing keep waits in the host's memory."""
+    """Layers with gradient_checkpointing keep their inputs in the host's memory."""
     compile: bool = False
     """The layers become one program by torch.compile: faster steps after some minutes of compiling."""
     # Advantage and loss

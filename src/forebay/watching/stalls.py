@@ -72,13 +72,13 @@ class StallWatch:
     """
 
     activities: Activities
-    """What hangs, for the report."""
+    """The register that a report takes the hanging activities from."""
     _: KW_ONLY
     warn_after_s: float = 60.0
     fail_after_s: float | None = 600.0
     """None only warns."""
     describe: Callable[[Activity], str] | None = None
-    """What else is known of an activity ("412 tokens")."""
+    """More about an activity for the report ("412 tokens")."""
     progress: Callable[[], int] | None = None
     """A number that grows with the work done and never falls (tokens made so far): asked when the first
     begins to wait and every `warn_after_s` from then on, not more often."""

@@ -41,61 +41,18 @@ from forebay.watching.activity import PUT, Activities
 
 logger = logging.getLogger(__name__)
 
-GROUP_GENERATE_TIME_KEY = "group_generate_time_s"
-"""Key in ``extra_fields``: seconds from the start of a group's generation to its last verdict."""
-
-COUNTED_TOKENS_KEY = "counted_tokens"
-"""Key in ``extra_fields`` of an interrupted rollout: how many of its tokens are in the statistics already."""
-
 Group = list[RolloutState]
 
 IsValidSampleFn = Callable[[Group], bool]
 """Says whether a completed group may be trained on; False makes it FILTERED."""
 
-ShouldContinueFn = Callable[[int, int], bool]
-"""Says whether production should go on, given the completed groups and the number that is wanted."""
-
 GroupCallback = Callable[[str, Sequence[RolloutState]], None]
 """Told of every stored group: task name and group; for displays, never for decisions."""
-
-
-class GroupGenerator(Protocol):
-    """The part of an agent loop that a context calls."""
-
-    async def generate_group(self, states: Group, *, enable_partial_rollout: bool = False) -> Group:
-        """Generate and judge one group."""
-
-    async def pause(self) -> None:
-        """End what is running as ABORTED."""
-
-
-class Generation(Protocol):
-    """The part of a rollout controller that production calls."""
-
-    async def pause_generation(self) -> None:
-        """End what is running as aborted."""
-
-    async def continue_generation(self) -> None:
-        """Take requests again."""
 
 
 def default_is_valid_sample_fn(samples: Group) -> bool:
     """Every completed group is valid."""
     return True
-
-
-def has_reward_variance(samples: Group) -> bool:
-    """Whether the group's scores differ: equal scores give zero advantage (DAPO's dynamic sampling).
-
-    Yu et al. 2025, "DAPO", section 3.2.
-    """
-    scores = [float(state.reward["score"]) for state in samples if state.reward is not None]
-    return bool(np.ptp(scores) > 0) if scores else False
-
-
-def default_should_continue_fn(completed_count: int, batch_size: int, **kwargs: Any) -> bool:
-    """Go on until the batch is complete."""
-    return completed_count < batch_size
 
 
 @dataclass
@@ -271,6 +228,51 @@ class ProduceContext:
                 reset_rollout_response(state)
                 state.status = Status.FILTERED
         return bool(is_valid)
+
+
+GROUP_GENERATE_TIME_KEY = "group_generate_time_s"
+"""Key in ``extra_fields``: seconds from the start of a group's generation to its last verdict."""
+
+COUNTED_TOKENS_KEY = "counted_tokens"
+"""Key in ``extra_fields`` of an interrupted rollout: how many of its tokens are in the statistics already."""
+
+
+class GroupGenerator(Protocol):
+    """The part of an agent loop that a context calls."""
+
+    async def generate_group(self, states: Group, *, enable_partial_rollout: bool = False) -> Group:
+        """Generate and judge one group."""
+
+    async def pause(self) -> None:
+        """End what is running as ABORTED."""
+
+
+class Generation(Protocol):
+    """The part of a rollout controller that production calls."""
+
+    async def pause_generation(self) -> None:
+        """End what is running as aborted."""
+
+    async def continue_generation(self) -> None:
+        """Take requests again."""
+
+
+def has_reward_variance(samples: Group) -> bool:
+    """Whether the group's scores differ: equal scores give zero advantage (DAPO's dynamic sampling).
+
+    Yu et al. 2025, "DAPO", section 3.2.
+    """
+    scores = [float(state.reward["score"]) for state in samples if state.reward is not None]
+    return bool(np.ptp(scores) > 0) if scores else False
+
+
+ShouldContinueFn = Callable[[int, int], bool]
+"""Says whether production should go on, given the completed groups and the number that is wanted."""
+
+
+def default_should_continue_fn(completed_count: int, batch_size: int, **kwargs: Any) -> bool:
+    """Go on until the batch is complete."""
+    return completed_count < batch_size
 
 
 def _count_new_tokens(group: Sequence[RolloutState], *, may_come_again: bool) -> int:

@@ -98,7 +98,7 @@ class LiveFile:
 
 
 def live_values(status: RunStatus, manager: AgentLoopManager) -> Values:
-    """What flows through the run now: groups by place, work in flight by stage, the oldest of it."""
+    """The state of the run now: groups by place, work in flight by stage, the oldest of it."""
     return {**msgspec.to_builtins(status.now(), str_keys=True), "books": books_of(manager.ledger)}
 
 

@@ -175,7 +175,7 @@ def _try_gradient(model: nn.Module, total: Callable[[], Any], sharded: bool) -> 
     if not trained:
         return
     if sharded:
-        # What lies between passes is not what they compute with: no gradient of one alone.
+        # Between passes a rank holds slices only, so the gradient of one weight alone cannot be asked for.
         total().backward()
         model.zero_grad()
     else:

@@ -115,7 +115,8 @@ class Component(BaseModel):
 def errors_about(what: str, *kinds: type[Exception]) -> Iterator[None]:
     """Make errors of these `kinds` a `ConfigError` that begins with what they are about.
 
-    Without `kinds` those of `ConfigError` itself; otherwise these pass as they are, unless they are named.
+    Without `kinds`, only a `ConfigError` is changed. With them, a `ConfigError` passes as it is unless it is
+    one of the `kinds`.
     """
     wanted = kinds or (ConfigError,)
     try:
@@ -250,7 +251,7 @@ def parse_config(
     base = Path.cwd() if beside is None else beside.resolve()
     named = [base / folder for folder in given] if usable and given else [base, Path.cwd()]
     recorded = list(dict.fromkeys(folder.resolve() for folder in named))
-    # The present one too: a resumed run may be called from elsewhere than the first time.
+    # The current folder too: a resumed run may be called from elsewhere than the first time.
     folders = list(dict.fromkeys([*recorded, Path.cwd()]))
     if "search_path" in model.model_fields:
         _imported_from[:] = [str(folder) for folder in folders]
@@ -340,7 +341,7 @@ def look_up(kind: str, name: str, table: Mapping[str, Any]) -> Any:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The question, for the middle of a message; empty if nothing `known` is near."""
+    """``"did you mean 'x'? "``, for the middle of a message; empty if nothing `known` is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"did you mean {near[0]!r}? " if near else ""
 
@@ -436,7 +437,7 @@ def import_object(kind: str, path: str) -> Any:
         _check_is_meant(module_name.partition(".")[0])
     except ModuleNotFoundError as error:
         place = ""
-        # Not where the module was found, and one that it imports was not.
+        # Only where the module itself is missing: it may be there, and one that it imports may not.
         if error.name == module_name.partition(".")[0]:
             looked = ", ".join(dict.fromkeys([*_imported_from, os.getcwd()]))
             place = f" (looked in {looked}, and among the installed packages)"

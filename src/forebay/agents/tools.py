@@ -64,7 +64,7 @@ class ToolEnvironment(Environment):
         self._parse = parse
 
     async def reset(self, state: RolloutState) -> Memory:
-        """Tell the prompt of the tools, unless the data says which.
+        """Name the tools in the prompt: those of the data, or all.
 
         Raises:
             ValueError: the data names a tool that is not here, or a tool choice that cannot be enforced.
@@ -87,7 +87,7 @@ class ToolEnvironment(Environment):
 
     async def step(self, state: RolloutState, memory: Memory, text: str) -> Reply:
         """The results of the calls in `text`, in their order."""
-        # It was told of no tools, so what looks like a call is text.
+        # The model was told of no tools, so a text that looks like a call is text.
         calls = [] if state.tool_choice == NO_TOOLS else self._parse(text)
         if not calls:
             return Reply(done=True)
@@ -95,7 +95,7 @@ class ToolEnvironment(Environment):
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._result_of(call)) for call in calls]
         except BaseExceptionGroup as errors:
-            # One broken tool is enough, and says more than that there were errors.
+            # The error of one broken tool says more than a group of errors does.
             raise errors.exceptions[0] from None
         results = [task.result() for task in tasks]
         made: list[dict[str, Any]] = []

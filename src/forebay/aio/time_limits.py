@@ -180,7 +180,7 @@ _CLOCK: ContextVar[CallClock | None] = ContextVar("forebay_call_clock", default=
 async def time_limit(
     limit_s: float | None, late: Callable[[], Exception] = TimeoutError
 ) -> AsyncIterator[asyncio.Timeout]:
-    """As ``timeout(limit_s, late)``; what a call spends in `not_counted` does not count.
+    """As ``timeout(limit_s, late)``, but time within `not_counted` does not count.
 
     >>> async def example():
     ...     async with time_limit(10.0), timeout(0.01):

@@ -54,7 +54,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: Executor | None, func: Callable[..., Result], *args: Any
     ) -> asyncio.Future[Result]:
-        """Call `func` now; a future that has its result or its exception."""
+        """Call `func` now; return a future that has its result or its exception already."""
         done: asyncio.Future[Result] = self.create_future()
         try:
             done.set_result(func(*args))
@@ -65,7 +65,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Instead of waiting for the time until the next timer, lets it have passed."""
+    """Moves the clock to the next timer in place of waiting for it."""
 
     def __init__(self, loop: VirtualTimeLoop) -> None:
         super().__init__()

@@ -206,9 +206,9 @@ async def serve(
 ) -> None:
     """Serve a replay buffer to other processes, for `RemoteReplayBuffer.connect(ADDRESS)`.
 
-    Prints where it listens. Ctrl-C or SIGTERM ends it: what runs comes to its end, what waits is told.
+    Prints where it listens. Ctrl-C or SIGTERM ends it: running calls are finished, waiting ones get an error.
     """
-    # Before anything else has a name here: these are the fields of `ServeOptions`.
+    # The first statement: so far the locals are the arguments, which are the fields of `ServeOptions`.
     given = locals()
     # Here, because it loads the server, which no other command needs.
     from forebay.replay.remote.server import ServeOptions, serve_buffer
@@ -217,7 +217,7 @@ async def serve(
 
 
 def still_there(rows: list[StorageItem], digests: Mapping[int, Digest]) -> list[StorageItem]:
-    """Without those that another process took out of a database between two questions."""
+    """The rows without those that another process took out of the database between two queries."""
     return [row for row in rows if row.uid in digests]
 
 

@@ -26,11 +26,12 @@ from forebay.watching.activity import loop_time
 logger = logging.getLogger(__name__)
 
 STRAGGLER = 10.0
-"""Times slower than the median."""
+"""An engine that is this many times slower than the median is a straggler."""
 _LOOK_EVERY = 32
 """Requests of each engine on average between two looks for stragglers."""
 _ENOUGH = 16
-"""Requests that an engine is judged by, or their usual time where it takes longer: single ones differ."""
+"""An engine is judged by this many ended requests, or once it has worked as long as so many usually take: the
+speed of single requests differs too much."""
 _MOST_SLOWNESS = 100.0
 
 
@@ -54,7 +55,7 @@ class Members:
         return len(self._by_number)
 
     def add(self, engine: Engine) -> Member:
-        """Another engine; its number was never used before."""
+        """Add an engine; it gets a number that was never used before."""
         # Not by `isinstance`: an engine may be wrapped by one that lets all its names through.
         is_remote = hasattr(engine, "bring_up")
         member = Member(engine, self._num_ever, is_remote=is_remote, is_up=not is_remote)
@@ -73,7 +74,7 @@ class Members:
         return self._by_number.pop(number)
 
     def get(self, number: int | None) -> Member | None:
-        """The one with this number, if it is here and takes requests."""
+        """The engine with this number, if it is a member and takes requests."""
         member = None if number is None else self._by_number.get(number)
         return member if member is not None and member.is_up else None
 
@@ -102,7 +103,7 @@ class Members:
         return begun
 
     def end(self, member: Member, begun: tuple[str, float], num_tokens: int) -> None:
-        """It has ended there, after so many tokens."""
+        """Count the request `begun` as ended on `member`, with `num_tokens` tokens made."""
         member.num_ended += 1
         member.num_tokens += num_tokens
         member.in_flight.remove(begun)
@@ -154,13 +155,14 @@ Leave = Callable[[Any], Awaitable[None]]
 
 
 async def scale(there: Any, change: str, join: Join, leave: Leave) -> str:
-    """Have parts join those that are `there`, or leave them: how many there are then.
+    """Add parts to those that are `there`, or remove some; the result says how many there are now.
 
-    `change` is ``+2``, ``-1``, ``4`` (so many), ``+http://...`` or ``-http://...``. `join` gets the address,
-    or an empty one; `leave` the part there, else the newest, of those that are not up if there are some.
+    `change` is ``+2``, ``-1``, ``4`` (this many in all), ``+http://...`` or ``-http://...``. `join` is called
+    with the address, or an empty one; `leave` with the part at that address, or with the newest part (one
+    that is not up before all others).
 
     Raises:
-        ValueError: it is none of these, or leaves none that is up.
+        ValueError: `change` has another form, or would leave no part that is up.
     """
     found = re.fullmatch(r"([+-]?)(\d{1,6})|([+-])(https?://\S+)", change)
     if found is None:
@@ -194,7 +196,7 @@ class Member:
     """The id of each of its requests, which need not differ, and the moment in which it began."""
     bringing_up: asyncio.Task[None] | None = None
     loading: asyncio.Future[tuple[BaseException | None]] | None = None
-    """Of weights that came while it was brought up; the result's one item is why that failed."""
+    """The load of weights that came while it was brought up; the result has the error, or None."""
     is_starting: bool = False
     """It is being brought up, and does not wait for that."""
     lost_because: str = "not started yet"

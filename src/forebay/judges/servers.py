@@ -69,11 +69,11 @@ class JudgeServer:
         self._http: httpx.AsyncClient | None = None
 
     async def post(self, url: str, request: Mapping[str, Any], read: Callable[[Any], ReadT]) -> ReadT:
-        """The result of `read` on the JSON of the server.
+        """Post `request` and return the result of `read` on the JSON of the answer.
 
         Raises:
             TransientJudgeError: there was no reply, or `read` failed on it; another one may be right.
-            JudgeError: there will be none: the request was refused, or the budget is used up.
+            JudgeError: no attempt will succeed: the request was refused, or the budget is used up.
         """
         import httpx
 
@@ -118,7 +118,7 @@ def _check_status(response: httpx.Response) -> None:
         raise JudgeError(message)
     try:
         after_s = min(max(float(response.headers["retry-after"]), 0.0), _LONGEST_RETRY_AFTER_S)
-    # None given, or a date.
+    # There is no such header, or it has a date in place of seconds.
     except (KeyError, ValueError):
         after_s = None
     raise TransientJudgeError(message, after_s=after_s)

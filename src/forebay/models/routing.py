@@ -91,7 +91,7 @@ class Routing:
     def _choose(self, number: int, num_experts: int, scores: Any, chosen: Any) -> Any:
         """The result of the router's own `topk` of `scores`, or what takes its place."""
         if scores.shape[-1] != num_experts or chosen.indices.shape[-1] != self.num_chosen:
-            # Of something else: groups of experts, say.
+            # A `topk` over something else, such as groups of experts.
             return chosen
         if self._replayed_CMk is not None:
             ids_Ck = self._replayed_CMk[:, number].view(chosen.indices.shape)
@@ -123,13 +123,13 @@ def copied(model: nn.Module) -> Any:
     """A deep copy of `model` that no `Routing` listens to: its routers are its own."""
     copy_of = copy.deepcopy(model)
     for router in _routers(copy_of):
-        # Copied as it is, it would be the original's.
+        # The copied attribute is the listener of the original's router.
         router.__dict__.pop("forward", None)
     return copy_of
 
 
 def _routers(model: nn.Module) -> list[Any]:
-    """In the order of layers: those whose logits transformers can record."""
+    """The routers in the order of layers: those whose logits transformers can record."""
     kinds: set[Any] = set()
     for module in model.modules():
         recorded: Any = getattr(module, "_can_record_outputs", None) or {}

@@ -50,7 +50,7 @@ def memory_by_turn(
         cache = min(cache, given * cache_bytes_per_token(config, hugging_face))
     elif beside:
         room = int(server_share(config, device, trainer) * device.memory_bytes) - weights - CONTEXT_BYTES
-        # A share that is given is taken whole.
+        # A server takes all of a share that the run file gives.
         has_share = "memory_share" in config.engine.arguments
         cache = max(room if has_share else min(cache, room), cache // num_running(config))
 
@@ -112,7 +112,7 @@ def engines_by_place(config: RunConfig, device: Device) -> tuple[int, int]:
 
 
 def _warmup(config: RunConfig, hugging_face: Any) -> Mapping[str, int]:
-    """Of a supervised step on examples as long as a micro-batch allows: all weights."""
+    """Memory by part of a supervised step of all weights, on examples as long as a micro-batch allows."""
     assert config.warmup is not None
     train = config.warmup.trained_as(config.train)
     examples = config.warmup.batch_size
@@ -127,7 +127,7 @@ def is_server_beside(config: RunConfig, device: Device) -> bool:
 
 
 def server_share(config: RunConfig, device: Device, trainer: Mapping[str, int]) -> float:
-    """Of the device's memory: the share that is given, or what the `trainer` leaves beside itself."""
+    """The server's share of the device's memory: that of the run file, or what the `trainer` leaves."""
     if (given := config.engine.arguments.get("memory_share")) is not None:
         return float(given)
     stay = sum(_waiting_parts(config, trainer).values())

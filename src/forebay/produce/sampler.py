@@ -70,14 +70,14 @@ class Sampler:
     shuffle: bool = True
     """False takes the prompts as they come, in every epoch."""
     order: Order | None = None
-    """Chooses the prompts of an epoch, of later ones in a thread, from the books as they are meanwhile; None:
-    all of them."""
+    """Chooses the prompts of an epoch from the books; every epoch but the first is planned in a thread. None:
+    all prompts."""
     order_name: str = ""
     """Tells `order` from others when a sampler is resumed; empty: its ``repr``."""
     score_of: Callable[[str], float | None] = lambda group_id: None
     """The mean score of a group by its id, from the books, in any thread; None: it has none."""
     sample_params: SampleParams | None = None
-    """Of every rollout; None leaves them to the agent loop."""
+    """Sampling of every rollout; None leaves it to the agent loop."""
     already_has: Callable[[str], bool] | None = None
     """Asked for each new group's id; a group that is held elsewhere (in a durable store, in the ledger) is
     skipped."""
@@ -97,7 +97,7 @@ class Sampler:
         self._empty_at: dict[Status, int] = {}
         """The version of the buffer at which it held no group of that status."""
         self.epoch: int
-        """Of the latest new prompt, counted from 0."""
+        """The epoch of the latest new prompt, counted from 0."""
         self.position: int
         """How many prompts of this epoch were handed out or skipped."""
         self._start_epoch(0)

@@ -50,7 +50,8 @@ QUERY_FIELDS = tuple(FIELD_KINDS)
 TAG_PREFIX = "tags."
 
 MAX_DEPTH = 64
-"""Of nested ``$and`` / ``$or``: far more than a person writes, far less than Python or a database bears."""
+"""The deepest nesting of ``$and`` and ``$or``: far more than a person writes, far less than Python or a
+database bears."""
 
 
 class _Missing(Enum):
@@ -132,7 +133,7 @@ def parse_query(query: QueryLike) -> Query:
         return query
     if isinstance(query, StorageIndices):
         query = query.get_key()
-    # Every count and take of a buffer asks this: parsing it would cost more than the answer.
+    # The query of every count and take of a buffer: parsing it would cost more than the answer.
     if (
         type(query) is dict
         and len(query) == 2

@@ -22,7 +22,7 @@ Number = int | float
 MAX_CHARACTERS = 500
 """Far more than a model writes on purpose; the parser's nesting is bounded by it as well."""
 MAX_BITS = 4096
-"""Of an integer: 1,233 digits, and any operation on two of them takes microseconds."""
+"""The size of an integer at most: 1,233 digits, and any operation on two of them takes microseconds."""
 MAX_DIGITS = 30
 """The most digits to round to: rounding to a billion of them would compute as many."""
 
@@ -61,7 +61,7 @@ def calculate(expression: str) -> Number:
     if len(expression) > MAX_CHARACTERS:
         raise ToolError(f"the expression has {len(expression)} characters, more than {MAX_CHARACTERS}")
     try:
-        # Blanks at the beginning would be an indentation.
+        # `ast.parse` would take blanks at the beginning for an indentation.
         tree = ast.parse(expression.strip(), mode="eval")
         return _value(tree.body)
     except (SyntaxError, RecursionError, MemoryError):
@@ -95,7 +95,7 @@ def _value(node: ast.expr) -> Number:
 
 
 def _check_power(base: Number, exponent: Number) -> None:
-    """Before it is computed: afterwards is too late."""
+    """Refuse a power that is too large before it is computed, which could take minutes."""
     if isinstance(base, int) and isinstance(exponent, int) and exponent > 0:
         if base.bit_length() * exponent > MAX_BITS and abs(base) > 1:
             raise ToolError(f"a power has more than {MAX_BITS} bits")
@@ -143,9 +143,9 @@ class Calculator:
     )
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        """The value.
+        """The value of the expression, as text.
 
         Raises:
-            ToolError: the expression has none.
+            ToolError: the expression has no value.
         """
         return write_number(calculate(only_argument(self.name, "expression", arguments)))

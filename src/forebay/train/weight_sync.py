@@ -46,7 +46,7 @@ class AdapterReceiver(Protocol):
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether all its engines do; if not, it gets merged weights."""
+        """Whether all its engines take adapters; if not, it gets merged weights."""
 
     async def update_adapters(self, adapters: Weights, model_step: int, *, config: Mapping[str, Any]) -> None:
         """Generate with these adapters on the starting weights; they are those after train step `model_step`.
@@ -56,7 +56,7 @@ class AdapterReceiver(Protocol):
         of the starting weights (`forebay.models.starting_weights`). The tensors stay the trainer's.
 
         Raises:
-            BaseDiffersError: it holds others; it takes them with `update_weights`.
+            BaseDiffersError: it holds other weights than the starting ones; `update_weights` gives it these.
             AdaptersRefusedError: it cannot use these adapters exactly, and needs merged weights.
         """
 
@@ -74,8 +74,9 @@ async def sync_weights(
     Whole weights are cast to `dtype` here, once for all engines; adapters stay float32. A receiver whose
     engines read the trainer's memory by themselves gets `live` ones instead.
 
-    One that does not hold the starting weights gets them before its first adapters; not if it says, by a
-    `model_step` above 0, that it has trained ones, for what runs there must not fall back to those of step 0.
+    A receiver that does not hold the starting weights gets them before its first adapters. One whose
+    `model_step` is above 0 has trained weights and gets merged ones: its rollouts must not fall back to those
+    of step 0.
     No training step may run meanwhile. Gathering and merging happen in a thread.
     """
 
@@ -85,7 +86,7 @@ async def sync_weights(
     config = source.adapter_config
     if config is not None and isinstance(receiver, AdapterReceiver) and receiver.takes_adapters:
         adapters = await gather(source.adapters, "float32")
-        # Before it is told of new ones.
+        # Read before the call, which may change it.
         held_step = getattr(receiver, "model_step", 0)
         try:
             try:
@@ -93,7 +94,7 @@ async def sync_weights(
             except BaseDiffersError:
                 if held_step > 0:
                     raise
-                # They are the weights of step 0: adapters begin as nothing.
+                # The starting weights are those of step 0, since new adapters change nothing.
                 base = partial(source.weights, merged=False)
                 await receiver.update_weights(await gather(base, dtype), 0)
                 return await receiver.update_adapters(adapters, model_step, config=config)

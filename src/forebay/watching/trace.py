@@ -33,7 +33,7 @@ def write_trace(path: Path, spans: Iterable[Span], *, max_lanes: int = MAX_LANES
 
         write_trace(Path("trace.json"), read_spans(Path("runs/a")))
     """
-    # Under its name when it is whole: what fails leaves the file that was there.
+    # Renamed when it is whole: a failure leaves the file that was there before.
     temporary = path.with_name(f"{path.name}.tmp")
     with temporary.open("w", encoding="ascii") as file:
         separators = itertools.chain("[", itertools.repeat(","))

@@ -33,10 +33,10 @@ PROGRESS_EVERY_S = 0.5
 """Reports are for people and for noticing stalls, which take minutes."""
 
 MAX_HEADER_BYTES = 64 << 20
-"""Where weights lie takes some 100 bytes for each parameter, and a model may have many thousands."""
+"""The places of weights take some 100 bytes for each parameter, and a model may have many thousands."""
 
 PARENT_LIMIT_S = 7 * 86_400.0
-"""Without a sign of life of the parent: it may be stopped and go on, and if it ends the socket says so."""
+"""A week without a sign of life: a stopped parent may go on, and the end of a parent closes the socket."""
 
 
 class HostSession(Session):
@@ -76,7 +76,7 @@ class HostSession(Session):
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(PROGRESS_EVERY_S, self._report)
         completion = await self._pool.complete(from_plain(asked, buffers, GenerateRequest))
-        # An engine in here may be; this process, which is the caller's engine, is not.
+        # For the caller the engine is this process, which is not lost, even if an engine in it is.
         return as_plain(replace(completion, lost=False))
 
     def _report(self) -> None:

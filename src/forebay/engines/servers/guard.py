@@ -2,7 +2,7 @@
 
 ::
 
-    python server_guard.py COMMAND ...      its input is a pipe that the parent holds open
+    python guard.py COMMAND ...      its input is a pipe that the parent holds open
         input closed (the parent died, however it died), or SIGTERM --> SIGTERM to the command's group
             not ended after GRACE_S --> SIGKILL        --> exits with the command's exit code
 
@@ -32,7 +32,7 @@ def main(command: list[str]) -> int:
     threading.Thread(target=_wait_for_input_to_close, args=(ending,), daemon=True).start()
     threading.Thread(target=_end, args=(child, ending), daemon=True).start()
     code = child.wait()
-    # Whatever it has left behind.
+    # The child has ended; children of its own may still run.
     _signal(child, signal.SIGKILL)
     return code if code >= 0 else 128 - code
 

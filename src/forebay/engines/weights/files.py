@@ -108,7 +108,7 @@ class WeightFiles:
         self.current: WrittenWeights | None = None
         """The latest weights; None before the first."""
         self._fingerprints: dict[str, str] = {}
-        """Of whole weights, by version: it takes a while."""
+        """Fingerprints of whole weights by version, kept because computing one takes a while."""
         self._writing: asyncio.Task[WrittenWeights] | None = None
         """The last write that has begun, until its end; it follows the one before it."""
         self._given: tuple[object, int] = (None, 0)
@@ -117,7 +117,7 @@ class WeightFiles:
     async def write(
         self, weights: Weights, model_step: int, *, adapters: AdapterConfig | None = None
     ) -> WrittenWeights:
-        """Write them, unless another call is just doing so; return when they are `current`.
+        """Write these weights, unless another call is just writing them; return when they are `current`.
 
         The tensors are read before it returns. One of two that share their memory (tied weights) is left
         out, as in a saved model. With `adapters`, peft's config of them, `weights` are LoRA adapters. Live
@@ -166,14 +166,14 @@ class WeightFiles:
         from safetensors import SafetensorError
 
         if after is not None:
-            # In the order they were given, so that the last ones are current.
+            # One write after the other, so that the weights that were given last are `current` at the end.
             await asyncio.wait([after])
         base = None if adapters is None else await asyncio.to_thread(self._base, adapters)
         self._num_written += 1
         name = f"step_{model_step:06d}-{self._num_written}"
         try:
             folder = await asyncio.to_thread(self._write_folder, weights, name, adapters)
-        # A full disk is the latter's.
+        # safetensors reports a full disk as an error of its own.
         except (OSError, SafetensorError) as error:
             raise ConfigError(
                 f"the weights of step {model_step} cannot be written to {str(self._folder)!r}: {error}; make "
@@ -259,7 +259,7 @@ class WrittenWeights:
     That of adapters is that of their base, a plus sign, and more.
     """
     base: WrittenWeights | None = None
-    """Of adapters: the whole weights below them. None: these are whole."""
+    """The whole weights below adapters; None: these are whole."""
     is_start: bool = False
     """Whether servers have them from their start, without a load."""
     live: LiveWeights | None = None

@@ -37,11 +37,11 @@ class Tried(NamedTuple):
 
 
 Latest = Callable[[int], Tried | None]
-"""By a prompt's index; None: the books know of none."""
+"""From a prompt's index to its latest group with a score; None: the books know of none."""
 
 
 class Curriculum(StrictModel, strict=True):
-    """From the smallest to the largest value, in every epoch; equals in shuffled order.
+    """All prompts from the smallest to the largest value, in every epoch; equal ones in shuffled order.
 
     >>> prompts = [Prompt(message=[], extra={"level": level}) for level in (3, 1, 2)]
     >>> Curriculum(by="level").plan(range(3), prompts, lambda index: None)
@@ -63,16 +63,16 @@ class Difficulty(StrictModel, strict=True):
     band: tuple[float, float] = Field(default=(0.1, 0.9), strict=False)
     """The lowest and highest pass rate of a prompt that is tried in every epoch."""
     share: float = Field(default=0.1, ge=0, le=1)
-    """Of the others, how many an epoch tries again, those first that were not tried for longest."""
+    """The share of the other prompts that an epoch tries again, beginning with those tried longest ago."""
 
     def plan(self, shuffled: Sequence[int], prompts: Sequence[Prompt], latest: Latest) -> list[int]:
-        """Those in the band or never tried, and the share; if that is nothing, all."""
+        """The prompts in the band, those never tried, and the share of the others; all if there is none."""
         (low, high), tried = sorted(self.band), {index: latest(index) for index in shuffled}
         others = [i for i in shuffled if (t := tried[i]) is not None and not low <= t.score <= high]
         # By epoch first. All of them were tried; the second operand only satisfies the type checker.
         others.sort(key=lambda index: tried[index] or Tried(-1, 0.0))
         left_out = set(others[math.ceil(self.share * len(others)) :])
-        # An epoch without prompts would be refused.
+        # All of them if none is left: an epoch without prompts would be refused.
         return [index for index in shuffled if index not in left_out] or list(shuffled)
 
 
@@ -84,10 +84,10 @@ class Prioritized(StrictModel, strict=True):
     prompts never tried before all others (Rutherford et al., 2024, arXiv 2408.15099). ``recency``: those
     that were not tried for longest."""
     share: float = Field(default=0.5, gt=0, le=1)
-    """Of all prompts, how many an epoch has."""
+    """The share of all prompts that an epoch has."""
 
     def plan(self, shuffled: Sequence[int], prompts: Sequence[Prompt], latest: Latest) -> list[int]:
-        """The share, of which equals are in shuffled order."""
+        """The first `share` of the prompts by `by`; equal ones are in shuffled order."""
 
         def rank(index: int) -> float:
             tried = latest(index)

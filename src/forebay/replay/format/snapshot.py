@@ -89,7 +89,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     format: str = FORMAT
     version: int = FORMAT_VERSION
     sha256: str = ""
-    """Of all the rest, as JSON with sorted keys."""
+    """The checksum of all other fields, as JSON with sorted keys."""
 
 
 _COUNTERS = ("next_uid", "next_timestamp_id", "train_steps")
@@ -103,7 +103,7 @@ class Snapshot:
     storage: Mapping[str, Any]
     """As `StorageBackend.state_dict` returns it; payloads are lists of `RolloutState`.
 
-    To be written, the items may also be something that is walked once.
+    For `write_snapshot` the items may also be an iterator.
     """
     policy: str
     """The policy's class name."""
@@ -122,7 +122,7 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
     rows: list[StorageItem] = []
 
     def noted() -> Iterator[StorageItem]:
-        # Of its group a row keeps the number of rollouts, no more: the items may be read from a database.
+        # A row keeps only the number of its rollouts: the items may be more than fits into memory.
         for item in snapshot.storage["items"]:
             rows.append(copy_row(item, item=range(len(item.item))))
             yield item

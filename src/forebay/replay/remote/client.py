@@ -45,7 +45,7 @@ Locate = Callable[[], Awaitable[tuple[Address, str | None]]]
 
 
 FULL_PAUSE_S = 0.25
-"""Before a put that found the server full is sent again: some megabytes are on their way for nothing."""
+"""The wait before a put that found the server full is sent again: each attempt sends all its megabytes."""
 
 
 class RemoteReplayBuffer:
@@ -58,7 +58,7 @@ class RemoteReplayBuffer:
     """
 
     reuse = None
-    """Groups are used again where the buffer is of the trainer's own process."""
+    """None: only a buffer in the trainer's own process can use groups again (`forebay.replay.reuse`)."""
 
     def __init__(self, locate: Locate, link: BufferLink, limit_s: float = SILENCE_LIMIT_S) -> None:
         self.on_evict: Callable[[StorageItem], None] | None = None
@@ -115,7 +115,7 @@ class RemoteReplayBuffer:
 
     @property
     def address(self) -> str:
-        """Of the server, when it was last connected to."""
+        """The server's address at the latest connection."""
         return self._link.address
 
     def __len__(self) -> int:
@@ -185,7 +185,7 @@ class RemoteReplayBuffer:
     commit = called(ReplayBuffer.commit)
     restore = called(ReplayBuffer.restore)
     refresh_staleness = called(ReplayBuffer.refresh_staleness)
-    """Of a connection that broke: what had expired before is not counted."""
+    """Where the connection broke meanwhile, groups that had expired before it broke are not counted."""
     update_priorities = called(ReplayBuffer.update_priorities)
 
     async def take_batch(
@@ -224,7 +224,7 @@ class RemoteReplayBuffer:
 
     async def _call(self, method: str, **arguments: Any) -> Any:
         """The result of a method that does the same when done twice."""
-        # Any iterable will do: of a mapping its keys are meant.
+        # Any iterable is taken; of a mapping its keys.
         for name in {"task_names", "statuses"} & arguments.keys():
             arguments[name] = None if arguments[name] is None else list(arguments[name])
         result, _ = await self._repeat(method, arguments)

@@ -181,7 +181,7 @@ TOKEN_VARIABLE = "FOREBAY_BUFFER_TOKEN"
 IN_MEMORY = "memory"
 
 KEPT_BYTES = 256 << 20
-"""Free memory at most that is not given back: some thousand groups of 1,000 tokens each."""
+"""Freed memory that the process keeps at most: that of some thousand groups of 1,000 tokens each."""
 
 APART_BYTES = 32 << 20
 """Larger pieces get pages of their own, which go back at once; the C library allows no more."""

@@ -84,7 +84,7 @@ class StorageBackend(ABC):
         """
 
     rows_at_once: ClassVar[int | None] = None
-    """Rows that one call may be about without holding up the event loop; None: any number."""
+    """The most rows of one call that do not hold up the event loop; None: any number."""
 
     is_shared: ClassVar[bool] = False
     """Whether other processes may change the content."""
@@ -211,7 +211,7 @@ class StorageBackend(ABC):
         receipt: bytes | None = None,
         expected: int | None = None,
     ) -> int:
-        """`update` those whose rows still match `query`, and belong to no other, in one step; how many.
+        """`update` the items whose rows still match `query`, in one step; return how many did.
 
         If the number differs from `expected`, nothing is changed.
         """
@@ -277,7 +277,7 @@ class StorageBackend(ABC):
         self._steps_set()[task_name] = train_step
 
     async def let_train_steps_fall(self) -> None:  # noqa: B027
-        """The trainer went back to a checkpoint: the next step that is set for a task stands, however old."""
+        """Take the next step set for each task, however old: the trainer went back to a checkpoint."""
 
     def _steps_set(self) -> dict[str, int]:
         steps: dict[str, int] = self.__dict__.setdefault("_train_steps_set", {})
@@ -309,7 +309,7 @@ class StorageBackend(ABC):
         """
 
     def use_codec(self, codec: Codec) -> None:  # noqa: B027
-        """Payloads are what `codec` says. Stores in memory keep the objects and need none."""
+        """Make bytes of payloads by `codec` from now on. Stores in memory keep the objects and need none."""
 
     def close(self) -> None:  # noqa: B027
         """Give back threads, files and connections; the store is not used afterwards."""
@@ -327,7 +327,7 @@ TagValue = str | int | float | bool
 STATE_VERSION = 1
 
 MAX_PRIORITY = 1e300
-"""Far beyond use, and still the sum of a hundred million of them is finite."""
+"""Larger than any priority in use; the sum of a hundred million of them is still finite."""
 
 
 @dataclass(slots=True)

@@ -37,7 +37,7 @@ class Critic(nn.Module):
         """A critic whose body is a copy of that of the causal language model `model` (without adapters)."""
         policy: Any = model
         body: nn.Module = routing.copied(policy.base_model)
-        # Also where weights of the policy are frozen.
+        # The critic trains all of its body, also where weights of the policy are frozen.
         return cls(body.requires_grad_(True), policy.config.get_text_config().hidden_size)
 
     def forward(self, micro: MicroBatch) -> torch.Tensor:

@@ -169,7 +169,8 @@ def _adds_in_place(weight_VH: torch.Tensor) -> bool:
 
 
 WEIGHT_ROWS = 1 << 15
-"""Of the weight's gradient, added at once: large enough for a GPU, 100 MB at a hidden size of 1,536."""
+"""Rows of the weight's gradient that are added at once: enough to keep a GPU busy, 100 MB at a hidden size of
+1,536."""
 
 
 def _cast(dtype: torch.dtype, *operands: Any) -> list[Any]:

@@ -24,7 +24,7 @@ from forebay.io.messages import Alive, Note, sizes_of
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 MAX_VALUE_BYTES = 64 << 20
-"""Of a value without its arrays: the names of weights are some hundred kilobytes."""
+"""The bound of a value without its arrays: the names of weights are some hundred kilobytes."""
 
 _ARRAY = 1
 """The number of our one msgpack extension type."""
@@ -92,7 +92,7 @@ def _put_back(data: memoryview, buffer: Bytes) -> Any:
     place = msgspec.msgpack.decode(data, type=_Place)
     if place.tensor:
         dtype = getattr(torch, place.dtype)
-        # Of nothing torch makes no view.
+        # torch makes no view of an empty buffer.
         flat = torch.from_numpy(buffer).view(dtype) if len(buffer) else torch.empty(0, dtype=dtype)
         return flat.reshape(place.shape)
     return buffer.view(place.dtype).reshape(place.shape)

@@ -1,8 +1,12 @@
 """The ledger: every group in exactly one place, and the balance that shows it."""
 
+import gc
 import itertools
 import json
+import threading
+import tracemalloc
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +19,9 @@ from forebay.ledger.bias import length_bias
 from forebay.ledger.journal import read_events
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer
 from forebay.types import RolloutState, Status
+
+V01 = Path(__file__).parent / "fixtures" / "v01" / "run"
+V01_STATE, V01_LEDGER = V01 / "checkpoints" / "step_000001" / "manager" / "manager.json", V01 / "ledger.jsonl"
 
 
 def has_seen(ledger, group_id, task_name):
@@ -185,6 +192,10 @@ def test_every_group_is_in_one_place(events, cut):
         dropped = Counter(place for place in places.values() if place in ("filtered", "failed"))
         assert balance.dropped == dropped
         assert balance.left == sum(entry[2] == "left" for entry in events[: number + 1])
+        for (of_task, name), place in places.items():
+            life = ledger.life(name, of_task)
+            told = "live" if life.place == "admitted" else life.reason or life.place
+            assert (life.group_id, told) == (name, place)
 
 
 OPERATIONS = st.one_of(
@@ -352,10 +363,17 @@ def test_a_state_of_another_version_or_shape_is_refused():
     state = ledger.state_dict()
     with pytest.raises(ValueError, match="version"):
         ledger.restore({**state, "version": 0}, Path())
-    shorter = {**state["tasks"]["math"], "groups": []}
+    old = json.loads(V01_STATE.read_text())["ledger"]
+    shorter = {**old["tasks"]["sorting"], "groups": []}
     with pytest.raises(ValueError, match="0 groups"):
-        ledger.restore({**state, "tasks": {"math": shorter}}, Path())
-    for wrong in ([], {**state, "num_events": None}, {**state, "tasks": {"math": {}}}, {"version": 1}):
+        ledger.restore({**old, "tasks": {"sorting": shorter}}, Path())
+    for wrong in (
+        [],
+        {**state, "num_events": None},
+        {**state, "tasks": {"math": {}}},
+        {**state, "tasks": {"math": [["a"]]}},
+        {"version": 1},
+    ):
         with pytest.raises(ValueError, match="state"):
             ledger.restore(wrong, Path())
     assert ledger.state_dict() == state
@@ -404,6 +422,110 @@ def test_the_bias_report_is_the_arithmetic_it_says():
     assert compare_dropped(ledger, "none")["all"][0].trained.count == 0
     assert Summary.of(np.array([1.0])).mean == 1.0
     assert np.isnan(Summary.of(np.array([1.0])).variance)
+
+
+LENGTHS = st.tuples(
+    st.integers(0, 9),
+    st.sampled_from(["produced", "trained", "dropped", "requeued"]),
+    st.sampled_from(["expired", "evicted", "filtered"]),
+    st.none() | st.integers(0, 40),
+)
+
+
+@given(st.lists(LENGTHS, min_size=20, max_size=80), st.integers(0, 80))
+def test_the_length_bias_is_that_of_the_groups_as_they_are_now(events, cut):
+    """By sums that are kept, also through a state, against the arithmetic over all lives."""
+    ledger = Ledger()
+    for number, (name, event, reason, tokens) in enumerate(events):
+        if number == cut:
+            state, ledger = json.loads(json.dumps(ledger.state_dict())), Ledger()
+            ledger.restore(state, Path())
+        ledger.record(name, "math", event, reason=reason, num_tokens=tokens)
+    compared = compare_dropped(ledger, "math")
+    ratios = [
+        one.dropped.mean / one.trained.mean
+        for reason in ("expired", "evicted")
+        for one in compared.get(reason, [])[:1]
+        if one.is_notable and one.trained.mean and one.difference > 0
+    ]
+    assert length_bias(ledger, "math") == (pytest.approx(max(ratios)) if ratios else None)
+
+
+def settle(ledger, first, last):
+    """So many groups, from their first event to their last."""
+    for number in range(first, last):
+        name = f"math/0/0/{number}"
+        ledger.record(name, "math", "admitted")
+        ledger.record(name, "math", "produced", num_tokens=number, latency_s=1.5, score=0.25)
+        ledger.record(name, "math", "dropped", reason="filtered")
+    gc.collect()
+
+
+def test_settled_groups_take_no_memory_and_keep_their_lives(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    tracemalloc.start()
+    try:
+        settle(ledger, 0, 1000)
+        before, _ = tracemalloc.get_traced_memory()
+        settle(ledger, 1000, 4000)
+        assert tracemalloc.get_traced_memory()[0] - before < 3 * 3000
+    finally:
+        tracemalloc.stop()
+    lives = [ledger.life(f"math/0/0/{number}", "math") for number in range(4000)]
+    assert [(life.place, life.num_tokens) for life in lives] == [("dropped", n) for n in range(4000)]
+    assert ledger.balance({"math": 0}).ok
+    # Another end of a settled group is told apart.
+    ledger.record("math/0/0/7", "math", "requeued")
+    assert ledger.name_live("math") == ["math/0/0/7"]
+    for step in (1, 2):
+        ledger.record("math/0/0/7", "math", "trained", train_step=step)
+    balance = ledger.balance({"math": 0})
+    assert (balance.generated, balance.trained, balance.repeated) == (4000, 1, 1)
+    ledger.close()
+    assert Ledger.read(tmp_path / "ledger.jsonl").state_dict() == ledger.state_dict()
+
+
+def test_a_full_disk_for_settled_groups_is_one_sentence_and_never_forgets_some():
+    ledger = Ledger()
+    ledger.record("first", "math", "trained", train_step=1)
+    (groups,) = ledger.histories()
+    groups._settled.execute("PRAGMA max_page_count = 4")
+    with pytest.raises(OSError, match="SQLITE_TMPDIR"):
+        settle(ledger, 0, 1000)
+    # A group that was settled before is refused too, rather than taken for one that was never seen.
+    with pytest.raises(OSError, match="SQLITE_TMPDIR"):
+        ledger.life("first", "math")
+
+
+def test_a_thread_that_reads_finds_a_group_wherever_it_is():
+    ledger = Ledger()
+    ledger.record("a", "math", "produced", score=0.5)
+    is_over, scores = threading.Event(), []
+
+    def read():
+        while not is_over.is_set():
+            life = ledger.life("a", "math")
+            scores.append(life and life.score)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for step in range(2000):
+        ledger.record("a", "math", "trained", train_step=step)
+        ledger.record("a", "math", "requeued")
+    is_over.set()
+    reader.join()
+    assert set(scores) == {0.5}
+
+
+def test_a_state_of_version_1_holds_the_lives_of_its_file():
+    state, of_file = json.loads(V01_STATE.read_text())["ledger"], Ledger.read(V01_LEDGER)
+    ledger = Ledger.read_checkpoint(state, V01_STATE.parent)
+    assert ledger.name_live("sorting") == []
+    for name in state["tasks"]["sorting"]["groups"]:
+        told, expected = (asdict(books.life(name, "sorting")) for books in (ledger, of_file))
+        # Seconds of generation were kept in four bytes.
+        assert told.pop("latency_s") == pytest.approx(expected.pop("latency_s"), rel=1e-6)
+        assert told == expected
 
 
 def test_nothing_is_so_many_times_longer_than_no_token_at_all():

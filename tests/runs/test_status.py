@@ -17,14 +17,12 @@ from hypothesis import strategies as st
 
 from forebay.aio.virtual_time import run
 from forebay.config import parse_config
-from forebay.ledger import Ledger
 from forebay.metrics import read_jsonl
 from forebay.produce import AgentLoopManager, SyncProduceStrategyConfig, TaskRunner
 from forebay.replay import AsyncReplayBufferConfig
 from forebay.runs.config import RunConfig
 from forebay.runs.launch import launch
 from forebay.runs.reporting import totals
-from forebay.runs.show import status as status_module
 from forebay.runs.show.status import COUNTED_STATUSES, MAX_AGE, NUM_OLDEST, RunStatus
 from forebay.types import RolloutState, Status
 from forebay.watching.activity import GENERATE, JUDGE, PUT, TRAIN, WAIT_BATCH, Activities
@@ -385,20 +383,10 @@ def test_every_number_that_a_run_logs_is_in_the_docs_and_the_summary_says_what_m
         assert re.search(r"stalls +none warned of", out)
 
 
-async def test_the_length_of_dropped_groups_is_looked_at_ever_more_rarely(monkeypatch):
-    looks = []
-    monkeypatch.setattr(status_module, "length_bias", lambda ledger, name: looks.append(name) or len(looks))
+async def test_a_run_says_how_much_longer_the_groups_are_that_grew_too_old():
     status, manager, _ = build_status()
-    manager.ledger.record("old", "math", "dropped", reason="expired")
-    for step in range(1, 1001):
-        manager.ledger.record(step, "math", "trained", train_step=step)
-        values = status.step_values(step, [])
-        assert values["dropped/tokens_over_trained"] == len(looks)
-    assert len(looks) < 70
-    state = Ledger().state_dict()
-    manager.ledger.restore(state, Path())
-    manager.ledger.record("old", "math", "dropped", reason="expired")
-    # The books went back: what was found before is of other groups.
-    before = len(looks)
-    status.step_values(1, [])
-    assert len(looks) == before + 1
+    for number in range(8):
+        event = "dropped" if number % 2 else "trained"
+        tokens = (30 if number % 2 else 10) + number // 4
+        manager.ledger.record(number, "math", event, reason="expired", num_tokens=tokens)
+    assert status.step_values(1, [])["dropped/tokens_over_trained"] == pytest.approx(30.5 / 10.5)

@@ -2,7 +2,6 @@
 
 from forebay.ledger.accounts import Balance as Balance
 from forebay.ledger.accounts import Ledger as Ledger
-from forebay.ledger.bias import AGED as AGED
 from forebay.ledger.bias import Comparison as Comparison
 from forebay.ledger.bias import Summary as Summary
 from forebay.ledger.bias import compare_dropped as compare_dropped

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +42,7 @@ from forebay.ledger.histories import (
 )
 from forebay.ledger.journal import RESTARTED, Journal, read_events
 
-STATE_VERSION = 1
+STATE_VERSION = 3
 PLACE_VERSION = 2
 """Of a state that is a place in the ledger's file."""
 REWOUND = "rewound"
@@ -64,7 +64,7 @@ class Ledger:
         self._num_events = 0
         self.lost_events = 0
         """Events that are missing in the file that the ledger was read from."""
-        self._tasks: dict[str, Histories] = {}
+        self._tasks: dict[str, Histories] = defaultdict(Histories)
 
     @classmethod
     def read(cls, path: Path, *, num_bytes: int | None = None, num_events: int | None = None) -> Ledger:
@@ -85,7 +85,7 @@ class Ledger:
                 break
             try:
                 if event["event"] != REWOUND:
-                    ledger._enter(event)
+                    ledger._tasks[event["task"]].enter(event)
             except (ValueError, LookupError, TypeError, OverflowError) as error:
                 raise ValueError(f"event {number} of {str(path)!r} is not a ledger's: {error!r}") from None
             # A gap in the numbers: the lines between were lost.
@@ -120,7 +120,8 @@ class Ledger:
         Raises:
             ValueError: another event, no group id, ``dropped`` without a reason, or a number too large.
             TypeError: with a path, a detail that is no JSON value.
-            OSError: the file takes no more. Nothing is entered then.
+            OSError: the file takes no more, and nothing is entered; or there is no room for temporary files,
+                and the ledger must be read anew.
         """
         check_event(event)
         if group_id is None:
@@ -142,7 +143,7 @@ class Ledger:
         line = {"time_s": self._clock(), "event": event, "task": task_name, "group": group_id, **said}
         # Written first: a line that no file takes must not be in the books alone.
         self._write(line)
-        self._enter(line)
+        self._tasks[task_name].enter(line)
 
     def note_part(self, part: str, reason: str, event: str = RESTARTED) -> None:
         """Put into the file what became of a process of the run; no group's account changes.
@@ -182,7 +183,7 @@ class Ledger:
         """
         tasks: dict[str, Balance] = {}
         for task in {**self._tasks, **live}:
-            groups = self._tasks.get(task, Histories())
+            groups = self._tasks.get(task) or Histories()
             places = {place.partition(":"): number for place, number in groups.counts.items()}
             tasks[task] = Balance(
                 generated=len(groups),
@@ -245,7 +246,7 @@ class Ledger:
             ValueError: as `restore`.
         """
         version = state.get("version") if isinstance(state, Mapping) else None
-        if version not in (STATE_VERSION, PLACE_VERSION):
+        if version not in (1, PLACE_VERSION, STATE_VERSION):
             raise ValueError(f"a ledger's state has version {STATE_VERSION}, got {version!r}")
         read = cls()
         try:
@@ -256,7 +257,8 @@ class Ledger:
                     read._num_events = read.lost_events = num_events
                     return read
                 return cls.read(path, num_bytes=state["num_bytes"], num_events=num_events)
-            read._tasks = {task: Histories.from_state(groups) for task, groups in state["tasks"].items()}
+            for task, groups in state["tasks"].items():
+                read._tasks[task] = Histories.from_state(groups)
             for task, number in state["repeated"].items():
                 read._tasks[task].num_repeated = number
             read._num_events = int(state["num_events"])
@@ -272,7 +274,7 @@ class Ledger:
             "version": STATE_VERSION,
             "num_events": self._num_events,
             "lost_events": self.lost_events,
-            "tasks": {task: groups.state_dict() for task, groups in self._tasks.items()},
+            "tasks": {task: groups.state() for task, groups in self._tasks.items()},
             "repeated": {task: groups.num_repeated for task, groups in self._tasks.items()},
         }
 
@@ -280,11 +282,6 @@ class Ledger:
         """Close the file; nothing can be recorded in it afterwards."""
         if self._journal is not None:
             self._journal.close()
-
-    def _enter(self, event: Mapping[str, Any]) -> None:
-        if (groups := self._tasks.get(event["task"])) is None:
-            groups = self._tasks[event["task"]] = Histories()
-        groups.enter(event)
 
     def _write(self, line: Mapping[str, Any]) -> None:
         number = self._num_events + 1

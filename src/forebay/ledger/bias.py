@@ -19,8 +19,8 @@ from forebay.ledger.accounts import Ledger
 from forebay.ledger.histories import DROPPED, TRAINED
 
 QUANTITIES = ("num_tokens", "latency_s", "score")
-AGED = ("expired", "evicted")
-"""Reasons that a group is not to blame for: it grew too old, or had no room. Rejecting a group for what it
+AGED = (f"{DROPPED}:expired", f"{DROPPED}:evicted")
+"""Where groups are that are not to blame for it: they grew too old, or had no room. To reject one for what it
 is (``filtered``, ``failed``) is meant to choose."""
 
 
@@ -47,6 +47,12 @@ class Summary:
             return cls(0, math.nan, math.nan, math.nan)
         variance = float(np.var(values, ddof=1)) if count > 1 else math.nan
         return cls(count, float(np.mean(values)), float(np.median(values)), variance)
+
+    @classmethod
+    def of_sums(cls, count: int, total: int, squares: int) -> Summary:
+        """That of `count` integers by their sum and that of their squares; it knows no median."""
+        variance = (count * squares - total**2) / (count * (count - 1)) if count > 1 else math.nan
+        return cls(count, total / count if count else math.nan, math.nan, variance)
 
 
 @dataclass(frozen=True)
@@ -89,19 +95,20 @@ def compare_dropped(ledger: Ledger, task_name: str | None = None) -> dict[str, l
 
     Tasks differ in length and score by themselves, so a comparison over several of them mixes that in.
     """
-    found = sorted({place for groups in ledger.histories(task_name) for place in groups.counts})
-    places = {"all": DROPPED} | {p.partition(":")[2]: p for p in found if p.startswith(f"{DROPPED}:")}
-    trained = {quantity: _values(ledger, task_name, TRAINED, quantity) for quantity in QUANTITIES}
-    return {
-        reason: [
-            Comparison(
-                quantity,
-                Summary.of(trained[quantity]),
-                Summary.of(_values(ledger, task_name, place, quantity)),
-            )
+    tasks = list(ledger.histories(task_name))
+    dropped = sorted({place for groups in tasks for place in groups.counts if place.startswith(DROPPED)})
+
+    def summaries(*places: str) -> list[Summary]:
+        return [
+            Summary.of(np.concatenate([np.empty(0), *(g.values(p, quantity) for g in tasks for p in places)]))
             for quantity in QUANTITIES
         ]
-        for reason, place in places.items()
+
+    trained = summaries(TRAINED)
+    places = {"all": dropped} | {place.partition(":")[2]: [place] for place in dropped}
+    return {
+        reason: [Comparison(*parts) for parts in zip(QUANTITIES, trained, summaries(*which), strict=True)]
+        for reason, which in places.items()
     }
 
 
@@ -111,20 +118,9 @@ def length_bias(ledger: Ledger, task_name: str) -> float | None:
     None unless they are longer, by more than chance makes. A group that grew too old before it was finished
     counts with the tokens it had, so the true ratio is larger.
     """
-    compared = compare_dropped(ledger, task_name)
-    lengths = [compared[reason][QUANTITIES.index("num_tokens")] for reason in AGED if reason in compared]
-    ratios = [
-        part.dropped.mean / part.trained.mean for part in lengths if part.is_notable and part.trained.mean
-    ]
-    return max((ratio for ratio in ratios if ratio > 1), default=None)
-
-
-def _values(ledger: Ledger, task_name: str | None, place: str, quantity: str) -> NDArray[np.floating]:
-    """The known values of the groups at `place`."""
-    parts = [np.empty(0)]
+    ratios = list[float]()
     for groups in ledger.histories(task_name):
-        values = groups.column(quantity).astype(np.float64)
-        # Tokens are counted in integers, where -1 stands for "not known".
-        known = values >= 0 if quantity == "num_tokens" else ~np.isnan(values)
-        parts.append(values[known & groups.is_at(place)])
-    return np.concatenate(parts)
+        trained, *aged = (Summary.of_sums(*groups.token_powers(place)) for place in (TRAINED, *AGED))
+        notable = [old.mean for old in aged if Comparison("num_tokens", trained, old).is_notable]
+        ratios += [mean / trained.mean for mean in notable if 0 < trained.mean < mean]
+    return max(ratios, default=None)

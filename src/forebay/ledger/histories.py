@@ -6,18 +6,21 @@
                   |---> trained (train step)
                   '---> dropped (reason)
 
-A rollout that leaves its group does not move the group: those that left are counted beside the place. A
-group costs about 100 bytes beside its name, so that a million of them fit. This module keeps no file and no
-balance.
+A rollout that leaves its group does not move the group: those that left are counted beside the place. Open
+groups, admitted and live, are kept in memory; settled ones, trained and dropped, in a temporary file of
+SQLite's, about 80 bytes each, of which two MB are kept in memory. The file ends with the process, and is told
+anew from the events. This module keeps no file of those, and no balance.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-from array import array
+import sqlite3
+import threading
+import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,22 +41,24 @@ LIVE = "live"
 
 EVENTS = (ADMITTED, PRODUCED, RETRIED, REQUEUED, LEFT, TRAINED, REUSED, UNUSED, DROPPED)
 
-_PLACES = (ADMITTED, LIVE, TRAINED)
-"""The places with a code of their own; a group dropped for the i-th reason has the code 3 + i."""
+_OPEN = (ADMITTED, LIVE)
 
-_COLUMNS: Mapping[str, tuple[str, float]] = {
-    "place": ("H", 0),
+_COLUMNS: Mapping[str, tuple[str, float | None]] = {
+    "place": ("H", None),
     "train_step": ("i", -1),
-    "num_retries": ("H", 0),
-    "num_left": ("H", 0),
-    "num_reused": ("H", 0),
-    "first_s": ("d", math.nan),
-    "last_s": ("d", math.nan),
+    "num_retries": ("H", None),
+    "num_left": ("H", None),
+    "num_reused": ("H", None),
+    "first_s": ("d", None),
+    "last_s": ("d", None),
     "num_tokens": ("i", -1),
     "latency_s": ("f", math.nan),
     "score": ("f", math.nan),
 }
-"""Type code and the value that stands for "not known"."""
+"""What is kept of a group, in this order; with the type code, and the value for "not known", of version 1."""
+
+Row = dict[str, Any]
+"""The columns of one group; None: not known."""
 
 
 class Histories:
@@ -68,131 +73,141 @@ class Histories:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[GroupId, int] = {}
-        self._reasons: list[str] = []
-        # Not one table of numpy's: a number of an array is read and set in half the time.
-        self._columns: dict[str, array[Any]] = {name: array(code) for name, (code, _) in _COLUMNS.items()}
+        self._open: dict[GroupId, Row] = {}
+        # Without a name it is a temporary file, and in memory as long as it is small. Nothing is committed,
+        # which halves the time; after a failed write even the table is gone, so no group is forgotten unseen.
+        self._settled = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+        weakref.finalize(self, self._settled.close)
+        self._ask("BEGIN")
+        self._ask(f"CREATE TABLE settled (name PRIMARY KEY, {', '.join(_COLUMNS)}) WITHOUT ROWID")
+        self._lock = threading.Lock()
+        """A thread that plans an epoch reads beside the events."""
         self.counts: Counter[str] = Counter()
         self.totals: Counter[str] = Counter()
         """Sums of the columns that count events."""
+        self._powers: Counter[tuple[str, int]] = Counter()
+        """By place and exponent: the sum of that power of the groups' tokens."""
         self.num_repeated = 0
         """Groups produced or trained again after a training that was not taken back."""
 
     def __len__(self) -> int:
-        return len(self._rows)
-
-    def place_of(self, group_id: GroupId) -> str | None:
-        """``admitted``, ``live``, ``trained``, ``dropped:<reason>``; None for a group without events."""
-        row = self._rows.get(group_id)
-        return None if row is None else self._name(self._columns["place"][row])
+        return sum(self.counts.values())
 
     def name_live(self) -> list[GroupId]:
         """The groups that are neither trained nor dropped, in the order of their first events."""
-        first_other, places = _PLACES.index(TRAINED), self._columns["place"]
-        return [group_id for group_id, row in self._rows.items() if places[row] < first_other]
+        return sorted(self._open, key=lambda group_id: self._open[group_id]["first_s"])
 
     def enter(self, event: Mapping[str, Any]) -> None:
-        """Enter one event, as a line of the ledger's file; ValueError if it is none."""
-        check_event(event["event"])
-        before = self.place_of(event["group"])
-        row, columns = self._rows.get(event["group"], len(self._rows)), self._columns
-        if before is None:
-            for column, (_, unknown) in _COLUMNS.items():
-                columns[column].append(unknown)
-            columns["first_s"][row] = event["time_s"]
-            # Last: a thread that plans an epoch reads beside this, and must not find half a row.
-            self._rows[event["group"]] = row
-        columns["last_s"][row] = event["time_s"]
-        name = event["event"]
-        if name in _COUNTED:
-            counted, change = _COUNTED[name]
-            self.totals[counted] += change
-            # Never below 0: the `reused` that an `unused` takes back may be a lost event.
-            columns[counted][row] = min(max(columns[counted][row] + change, 0), _MAX_SMALL)
-        for counted in ("train_step", "num_tokens"):
-            if (number := event.get(counted)) is not None:
-                columns[counted][row] = number
-        if (latency_s := event.get("latency_s")) is not None:
-            so_far = columns["latency_s"][row]
-            columns["latency_s"][row] = latency_s if math.isnan(so_far) else so_far + latency_s
-        if (score := event.get("score")) is not None and math.isnan(columns["score"][row]):
-            columns["score"][row] = score
-        after = _place_after(name, event.get("reason"), before)
-        self.counts[after] += 1
-        if before is not None:
-            self.counts[before] -= 1
-            # A balance must not list a reason that no group has any more.
-            if not self.counts[before]:
-                del self.counts[before]
-        columns["place"][row] = self._code(after)
-        self.num_repeated += before == TRAINED and name in (PRODUCED, TRAINED)
+        """Enter one event, as a line of the ledger's file.
+
+        Raises:
+            ValueError, LookupError, TypeError: it is none; nothing is entered.
+            OSError: a settled group finds no room on the disk.
+        """
+        name, group_id, time_s = event["event"], event["group"], float(event["time_s"])
+        check_event(name)
+        said = {
+            column: kind(event[column]) for column, kind in _SAID.items() if event.get(column) is not None
+        }
+        with self._lock:
+            row = self._find(group_id)
+            before = None if row is None else row["place"]
+            if row is None:
+                row = dict.fromkeys(_COLUMNS) | {"first_s": time_s, **dict.fromkeys(_COUNTS, 0)}
+            else:
+                self._count(row, -1)
+            row["last_s"] = time_s
+            if name in _COUNTED:
+                counted, change = _COUNTED[name]
+                # Never below 0: the `reused` that an `unused` takes back may be a lost event.
+                change = max(change, -row[counted])
+                row[counted] += change
+                self.totals[counted] += change
+            if "latency_s" in said and row["latency_s"] is not None:
+                said["latency_s"] += row["latency_s"]
+            if row["score"] is not None or math.isnan(said.get("score", 0.0)):
+                said.pop("score", None)
+            row |= said
+            row["place"] = _place_after(name, event.get("reason"), before)
+            self.num_repeated += before == TRAINED and name in (PRODUCED, TRAINED)
+            if row["place"] in _OPEN and before is not None and before not in _OPEN:
+                self._ask("DELETE FROM settled WHERE name = ?", _key(group_id))
+            self._keep(group_id, row)
 
     def life(self, group_id: GroupId, task_name: str) -> GroupLife | None:
         """Everything about one group; None if it has no events."""
-        row = self._rows.get(group_id)
-        if row is None:
-            return None
-        known: dict[str, Any] = {name: column[row] for name, column in self._columns.items()}
-        place, _, reason = self._name(known.pop("place")).partition(":")
-        for name in ("train_step", "num_tokens", "latency_s", "score"):
-            if known[name] == -1 or math.isnan(known[name]):
-                known[name] = None
-        return GroupLife(group_id, task_name, place, reason or None, **known)
+        with self._lock:
+            if (row := self._find(group_id)) is None:
+                return None
+            place, _, reason = row["place"].partition(":")
+            return GroupLife(group_id, task_name, reason=reason or None, **{**row, "place": place})
 
-    def column(self, name: str) -> NDArray[Any]:
-        """One column, in the order of first events; do not keep it over the next event."""
-        return np.array(self._columns[name])
+    def values(self, place: str, column: str) -> NDArray[np.floating]:
+        """What is known of a column (N,) for the groups ``trained`` or ``dropped:<reason>``; it reads all."""
+        known = f"SELECT {column} FROM settled WHERE place = ? AND {column} IS NOT NULL"
+        with self._lock:
+            return np.fromiter((value for (value,) in self._ask(known, place)), np.float64)
 
-    def is_at(self, place: str) -> NDArray[np.bool_]:
-        """For each group, whether it is ``trained``, ``dropped`` (for any reason), ``dropped:<reason>``."""
-        names = map(self._name, range(len(_PLACES) + len(self._reasons)))
-        codes = [code for code, name in enumerate(names) if place in (name, name.partition(":")[0])]
-        return np.isin(self.column("place"), codes)
+    def token_powers(self, place: str) -> tuple[int, int, int]:
+        """How many groups ``trained`` or ``dropped:<reason>`` have tokens, their sum, that of squares."""
+        return self._powers[place, 0], self._powers[place, 1], self._powers[place, 2]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything, as JSON values; the columns as base64 of little-endian arrays."""
-        little = {name: self.column(name).astype(_little(name)) for name in _COLUMNS}
-        columns = {
-            name: base64.b64encode(column.tobytes()).decode("ascii") for name, column in little.items()
-        }
-        return {"groups": list(self._rows), "reasons": list(self._reasons), "columns": columns}
+    def state(self) -> list[list[Any]]:
+        """Each group's id and columns, as JSON values, in the order of first events."""
+        with self._lock:
+            settled = self._ask("SELECT * FROM settled").fetchall()
+        rows = [[name[1:] if name[0] == "'" else int(name), *row] for name, *row in settled]
+        rows += [[group_id, *row.values()] for group_id, row in self._open.items()]
+        return sorted(rows, key=lambda row: (row[1 + list(_COLUMNS).index("first_s")], str(row[0])))
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Histories:
-        """The histories that `state_dict` described.
+    def from_state(cls, state: Any) -> Histories:
+        """The histories that `state` described, also in version 1.
 
         Raises:
             ValueError: a column does not have one entry per group.
         """
         histories = cls()
-        histories._rows = {group_id: row for row, group_id in enumerate(state["groups"])}
-        histories._reasons = list(state["reasons"])
-        # Earlier versions did not count what they did not know.
-        none = base64.b64encode(bytes(2 * len(histories)))
-        stored = {"num_left": none, "num_reused": none, **state["columns"]}
-        for name in _COLUMNS:
-            column = np.frombuffer(base64.b64decode(stored[name]), _little(name))
-            if (found := len(column)) != len(histories):
-                raise ValueError(f"the ledger's state holds {len(histories)} groups but {found} of {name}")
-            histories._columns[name].extend(column.tolist())
-        codes, counts = np.unique(histories.column("place"), return_counts=True)
-        places = [histories._name(code) for code in codes.tolist()]
-        histories.counts = Counter(dict(zip(places, counts.tolist(), strict=True)))
-        for name, _ in _COUNTED.values():
-            histories.totals[name] = int(histories.column(name).sum())
+        for group_id, *values in _old_rows(state) if isinstance(state, Mapping) else state:
+            row = {column: values[place] for place, column in enumerate(_COLUMNS)}
+            histories._keep(group_id, row)
+            histories.totals.update({counted: row[counted] for counted in _COUNTS})
         return histories
 
-    def _name(self, code: int) -> str:
-        named = len(_PLACES)
-        return _PLACES[code] if code < named else f"{DROPPED}:{self._reasons[code - named]}"
+    def _find(self, group_id: GroupId) -> Row | None:
+        if group_id in self._open:
+            return self._open[group_id]
+        found = self._ask("SELECT * FROM settled WHERE name = ?", _key(group_id)).fetchone()
+        return None if found is None else dict(zip(_COLUMNS, found[1:], strict=True))
 
-    def _code(self, place: str) -> int:
-        if place in _PLACES:
-            return _PLACES.index(place)
-        reason = place.removeprefix(f"{DROPPED}:")
-        if reason not in self._reasons:
-            self._reasons.append(reason)
-        return len(_PLACES) + self._reasons.index(reason)
+    def _keep(self, group_id: GroupId, row: Row) -> None:
+        """Keep a group where its place says."""
+        self._count(row, 1)
+        if row["place"] in _OPEN:
+            self._open[group_id] = row
+        else:
+            self._ask(_REPLACE, _key(group_id), *row.values())
+            self._open.pop(group_id, None)
+
+    def _count(self, row: Row, sign: int) -> None:
+        """Add what `row` says to the sums, or take it back."""
+        place, tokens = row["place"], row["num_tokens"]
+        self.counts[place] += sign
+        # A balance must not list a reason that no group has any more.
+        if not self.counts[place]:
+            del self.counts[place]
+        if tokens is not None and place not in _OPEN:
+            for exponent in range(3):
+                self._powers[place, exponent] += sign * tokens**exponent
+
+    def _ask(self, text: str, *values: Any) -> sqlite3.Cursor:
+        try:
+            return self._settled.execute(text, values)
+        except sqlite3.OperationalError as error:
+            raise OSError(
+                f"the books of settled groups have no room in the folder for temporary files ({error}); make "
+                f"room there, or set SQLITE_TMPDIR to a folder that has some"
+            ) from error
 
 
 MAX_COUNT = 2**31 - 1
@@ -253,9 +268,24 @@ def _place_after(event: str, reason: str | None, before: str | None) -> str:
     return LIVE
 
 
-def _little(name: str) -> np.dtype[Any]:
-    """The type of a column in a state: of the same bytes on every machine."""
-    return np.dtype(_COLUMNS[name][0]).newbyteorder("<")
+def _key(group_id: GroupId) -> str:
+    """A text that tells 4 from "4", whatever the size of the number."""
+    return f"'{group_id}" if isinstance(group_id, str) else str(group_id)
+
+
+def _old_rows(state: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """The rows of a state of version 1: columns as base64 of little-endian arrays, places as codes."""
+    groups, places = state["groups"], [*_OPEN, TRAINED, *(f"{DROPPED}:{name}" for name in state["reasons"])]
+    # It did not count at first what left a group, or was used again.
+    none = base64.b64encode(bytes(2 * len(groups)))
+    stored, columns = {"num_left": none, "num_reused": none, **state["columns"]}, list[Any]()
+    for name, (code, unknown) in _COLUMNS.items():
+        values = np.frombuffer(base64.b64decode(stored[name]), np.dtype(code).newbyteorder("<")).tolist()
+        if len(values) != len(groups):
+            raise ValueError(f"the ledger's state holds {len(groups)} groups but {len(values)} of {name}")
+        columns.append([None if value == unknown or value != value else value for value in values])
+    codes, *others = columns
+    return zip(groups, map(places.__getitem__, codes), *others, strict=True)
 
 
 _COUNTED = {
@@ -266,5 +296,7 @@ _COUNTED = {
 }
 """The column that an event changes, and by how much."""
 
-_MAX_SMALL = 2**16 - 1
-"""The largest number in the columns of retries and of rollouts that left; larger ones show this number."""
+_COUNTS = ("num_retries", "num_left", "num_reused")
+_SAID = {"train_step": int, "num_tokens": int, "latency_s": float, "score": float}
+"""The columns that an event may give, and of which type."""
+_REPLACE = f"REPLACE INTO settled VALUES (?{', ?' * len(_COLUMNS)})"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forebay.engines.pool import EnginePool
-from forebay.ledger import AGED, length_bias
+from forebay.ledger import length_bias
 from forebay.metrics import RESPONSE_TOKENS, SAMPLES
 from forebay.models.devices import gpu_use
 from forebay.produce import AgentLoopManager
@@ -49,8 +49,6 @@ MAX_AGE = 32
 JUDGE_FAILED = "failed/judge"
 LENGTH_BIAS = "tokens_over_trained"
 """Last part of the metric that says how much longer dropped groups are than trained ones."""
-BIAS_GROWTH = 1.1
-"""A ratio of means hardly moves while the groups behind it are less than a tenth more."""
 
 
 class RunStatus:
@@ -88,8 +86,6 @@ class RunStatus:
         """By task: for each group judged since the last step, whether the judge failed in it."""
         self.judge_failure = ""
         """The last failure of a judge: its name and what it said."""
-        self._length_bias: dict[str, tuple[int, float | None]] = {}
-        """By task: how many groups there were at the last look, and the ratio that was found."""
         self._started_s = self._reported_s = activities.clock()
         self._reported_busy_s = dict.fromkeys(SIDES, 0.0)
         activities.listen(lambda _: None, self._ended)
@@ -204,18 +200,8 @@ class RunStatus:
         ledger = self._manager.ledger
         balance = ledger.balance({})
         values = {f"dropped/{reason}": float(count) for reason, count in balance.dropped.items()}
-        for name, part in balance.by_task.items():
-            num_aged = sum(part.dropped.get(reason, 0) for reason in AGED)
-            if not num_aged:
-                continue
-            num_groups = num_aged + part.trained
-            num_seen, ratio = self._length_bias.get(name, (0, None))
-            # It reads every group, so it waits until they are a tenth more: over a whole run each is read
-            # some ten times. Fewer than then: the books went back to a checkpoint.
-            if not num_seen <= num_groups <= BIAS_GROWTH * num_seen:
-                ratio = length_bias(ledger, name)
-                self._length_bias[name] = num_groups, ratio
-            if ratio is not None:
+        for name in balance.by_task:
+            if (ratio := length_bias(ledger, name)) is not None:
                 scope = f"{name}/" if len(balance.by_task) > 1 else ""
                 values[f"dropped/{scope}{LENGTH_BIAS}"] = ratio
         return values

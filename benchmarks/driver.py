@@ -341,12 +341,13 @@ def report_sizes(options, rounds) -> None:
 def report_day(options, report) -> None:
     """Print, and write, the memory of a virtual day."""
     marks = report["memory_mb"]
-    by_groups = (marks[-1] - marks[1]) * 1e6 / max(1, report["groups"])
+    # Pools and caches fill in the first hours.
+    by_groups = (marks[-1] - marks[12]) * 1e6 / max(1, report["groups"] / 2)
     lines = [
         f"{report['engines']} engines, {report['groups']} groups in 24 virtual hours, "
         f"{report['restarts']:.0f} engines lost and back. Resident memory in MB, every third hour:",
         "",
-        ", ".join(f"{mark:.0f}" for mark in marks[::3]) + f": {by_groups:.0f} bytes a group, the books'.",
+        ", ".join(f"{mark:.0f}" for mark in marks[::3]) + f": {by_groups:.0f} bytes a group in the second half.",
     ]
     print("\n".join(lines))
     if options.write:

@@ -41,8 +41,6 @@ LIVE = "live"
 
 EVENTS = (ADMITTED, PRODUCED, RETRIED, REQUEUED, LEFT, TRAINED, REUSED, UNUSED, DROPPED)
 
-_OPEN = (ADMITTED, LIVE)
-
 _COLUMNS: Mapping[str, tuple[str, float | None]] = {
     "place": ("H", None),
     "train_step": ("i", -1),
@@ -55,10 +53,7 @@ _COLUMNS: Mapping[str, tuple[str, float | None]] = {
     "latency_s": ("f", math.nan),
     "score": ("f", math.nan),
 }
-"""What is kept of a group, in this order; with the type code, and the value for "not known", of version 1."""
-
-Row = dict[str, Any]
-"""The columns of one group; None: not known."""
+"""The columns of a group, in this order; with the type code, and the value for "not known", of version 1."""
 
 
 class Histories:
@@ -143,7 +138,7 @@ class Histories:
             return GroupLife(group_id, task_name, reason=reason or None, **{**row, "place": place})
 
     def values(self, place: str, column: str) -> NDArray[np.floating]:
-        """What is known of a column (N,) for the groups ``trained`` or ``dropped:<reason>``; it reads all."""
+        """The known values (N,) of a column, of groups ``trained`` or ``dropped:<reason>``; it reads all."""
         known = f"SELECT {column} FROM settled WHERE place = ? AND {column} IS NOT NULL"
         with self._lock:
             return np.fromiter((value for (value,) in self._ask(known, place)), np.float64)
@@ -190,7 +185,7 @@ class Histories:
             self._open.pop(group_id, None)
 
     def _count(self, row: Row, sign: int) -> None:
-        """Add what `row` says to the sums, or take it back."""
+        """Add the row to the sums, or take it back."""
         place, tokens = row["place"], row["num_tokens"]
         self.counts[place] += sign
         # A balance must not list a reason that no group has any more.
@@ -287,6 +282,11 @@ def _old_rows(state: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
     codes, *others = columns
     return zip(groups, map(places.__getitem__, codes), *others, strict=True)
 
+
+Row = dict[str, Any]
+"""The columns of one group; None: not known."""
+
+_OPEN = (ADMITTED, LIVE)
 
 _COUNTED = {
     RETRIED: ("num_retries", 1),

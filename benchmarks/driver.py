@@ -347,7 +347,8 @@ def report_day(options, report) -> None:
         f"{report['engines']} engines, {report['groups']} groups in 24 virtual hours, "
         f"{report['restarts']:.0f} engines lost and back. Resident memory in MB, every third hour:",
         "",
-        ", ".join(f"{mark:.0f}" for mark in marks[::3]) + f": {by_groups:.0f} bytes a group in the second half.",
+        ", ".join(f"{mark:.0f}" for mark in marks[::3])
+        + f": {by_groups:.0f} bytes a group in the second half.",
     ]
     print("\n".join(lines))
     if options.write:

@@ -73,7 +73,7 @@ LONG_FROM = 0.85
 def engine_of(by_prompt):
     """What builds an engine whose lengths depend on the rollout, or on its prompt alone."""
 
-    def make(cluster):
+    def make(cluster, *_):
         def length(request):
             seed = request.seed
             if by_prompt:

@@ -4,6 +4,14 @@ from forebay.config import parse_config
 from forebay.runs.config import RunConfig
 from forebay.simulation import ClusterConfig
 
+PARTIAL = {
+    "mode": "separate",
+    "max_staleness": 2,
+    "staleness_rule": "drop",
+    "over_sample_threshold": 1.0,
+    "enable_partial_rollout": True,
+}
+
 
 def run_table(**changes):
     data = {"source": "sorting", "arguments": {"length": 3, "letters": 5}}

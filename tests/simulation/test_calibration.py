@@ -38,11 +38,15 @@ def write_run(folder, num_steps=10, start_s=0.0, tried=False, taken_back=0, trai
         spans.append(Span(start_s, end_s, stage, name, "t", name.partition(":")[0], note))
 
     for step in range(num_steps - taken_back, num_steps):
-        bar("train", f"step {step}", -0.2, -0.1)
+        # Right before the last step but one, and in other times than the steps have.
+        at_s = 4.0 * (num_steps - 2) - 0.3
+        for stage, took_s in (("train", 0.1), ("sync", 0.2), ("checkpoint", 0.3)):
+            bar(stage, f"step {step}", at_s, at_s + took_s)
     for step in range(num_steps):
         at_s = 4.0 * step
         bar("train", f"step {step}", at_s + train_at_s[0], at_s + train_at_s[1])
         bar("sync", f"step {step}", at_s + 3, at_s + 3.5)
+        bar("checkpoint", f"step {step}", at_s + 3.4, at_s + 3.5)
         bar("generate", f"t/{step}:0", at_s, at_s + start_s + 2, "completed, 20 tokens")
         bar("generate", f"t/{step}:1", at_s, at_s + start_s + 0.5, "aborted, 5 tokens")
         bar("generate", f"t/{step}:1", at_s + 0.5, at_s + 0.5 + start_s + 1, "completed, 15 tokens")
@@ -55,7 +59,13 @@ def write_run(folder, num_steps=10, start_s=0.0, tried=False, taken_back=0, trai
     segment.mkdir(parents=True)
     (segment / "segment.json").write_text(json.dumps({"format": FORMAT, "resumed_from": None}))
     pq.write_table(spans_table(spans), segment / "spans_000000_000000.parquet")
-    row = {"step_s": 4.0, "staleness": 1, "time/generate_s": 3.0, "time/wait_s": 1.0}
+    row = {
+        "step_s": 4.0,
+        "staleness": 1,
+        "time/generate_s": 3.0,
+        "time/wait_s": 1.0,
+        "time/checkpoint_s": 0.1,
+    }
     rows = [{"train_step": step + 1, **row} for step in range(num_steps)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -68,8 +78,9 @@ def one_group(**changes):
 def test_a_run_is_measured(tmp_path):
     write_run(tmp_path)
     cluster, measured = calibrate(tmp_path, one_group())
-    assert (measured.step_s, measured.staleness) == (4, 1)
+    assert (measured.step_s, measured.staleness) == (4.1, 1)
     assert (cluster.train_s, cluster.sync_s, cluster.judge_s) == (3, 0.5, 0.25)
+    assert cluster.checkpoint_s == pytest.approx(0.1)
     assert sorted(set(cluster.lengths.values)) == [15, 20]
     assert cluster.start_s == pytest.approx(0, abs=1e-6)
     assert cluster.tokens_per_s == ((1, pytest.approx(10)), (2, pytest.approx(20)))
@@ -93,10 +104,14 @@ def test_held_out_prompts_are_none_of_production(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["colocated", "separate"])
-def test_steps_that_were_made_again_count_once(tmp_path, mode):
-    write_run(tmp_path, train_at_s=(3.0, 3.5), taken_back=10)
-    cluster, _ = calibrate(tmp_path, one_group(produce={"mode": mode}))
-    assert cluster.train_s == pytest.approx(0.5 + 0.75)
+def test_steps_that_were_made_again_count_once_in_every_measure(tmp_path, mode):
+    write_run(tmp_path / "once", train_at_s=(3.0, 3.5))
+    write_run(tmp_path / "again", train_at_s=(3.0, 3.5), taken_back=2)
+    once, again = (
+        calibrate(tmp_path / name, one_group(produce={"mode": mode})) for name in ("once", "again")
+    )
+    assert again == once
+    assert once[0].train_s == pytest.approx(0.5 + 0.75)
 
 
 def test_a_run_that_changed_its_mode_is_measured(tmp_path):

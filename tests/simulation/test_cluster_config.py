@@ -10,8 +10,8 @@ TABLE = {"slots": 4, "tokens_per_s": 100.0, "train_s": 2.0, "lengths": {"constan
 def test_rates_grow_with_the_requests_up_to_the_full_rate():
     even = ClusterConfig(**TABLE)
     assert [even.decode_rate(n) for n in (1, 2, 4)] == [25, 50, 100]
-    fast_alone = ClusterConfig(**TABLE, slot_tokens_per_s=40)
-    assert [fast_alone.decode_rate(n) for n in (1, 2, 4)] == [40, 80, 100]
+    fast_alone = ClusterConfig(**{**TABLE, "tokens_per_s": [(2, 80)]})
+    assert [fast_alone.decode_rate(n) for n in (1, 2, 4)] == [40, 80, 80]
     measured = ClusterConfig(**{**TABLE, "tokens_per_s": [(2, 60), (4, 100)]}, engines=3)
     assert [measured.decode_rate(n) for n in (1, 2, 3, 4)] == [30, 60, 80, 100]
     assert measured.generation_s(num_tokens=300) == 1
@@ -30,8 +30,6 @@ def test_a_split_shares_the_devices_out_anew():
     assert cluster.training_s(20) == 4
     other = cluster.split(3, 1)
     assert (other.engines, other.trainers, other.training_s(20)) == (3, 1, 8)
-    with pytest.raises(ValueError, match="at least one engine and one trainer, got 4:0"):
-        cluster.split(4, 0)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +42,6 @@ def test_a_split_shares_the_devices_out_anew():
         ({"lengths": {"values": [4, 0]}}, "at least one token, got a length of 0"),
         ({"tokens_per_s": [(4, 10), (2, 20)]}, "rising order"),
         ({"tokens_per_s": [(0, 10)]}, "must be positive"),
-        ({"tokens_per_s": [(4, 10)], "slot_tokens_per_s": 5}, "leave it out"),
         ({"train_s": 0}, "takes no time"),
         ({"engine": 2}, "did you mean 'engines'"),
     ],

@@ -4,20 +4,12 @@ import json
 import re
 
 import pytest
-from simulated_runs import cluster, run_config
+from simulated_runs import PARTIAL, cluster, run_config
 
 from forebay.produce import ProductionError
 from forebay.runs.show.display import RunDisplay
 from forebay.simulation import simulate
 from forebay.simulation.prediction import synchronous
-
-PARTIAL = {
-    "mode": "separate",
-    "max_staleness": 2,
-    "staleness_rule": "drop",
-    "over_sample_threshold": 1.0,
-    "enable_partial_rollout": True,
-}
 
 
 def test_a_synchronous_step_is_the_sum_of_its_parts():

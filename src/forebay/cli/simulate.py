@@ -12,6 +12,7 @@ Keys that begin with ``cluster.`` are the cluster's. Nothing is trained: it show
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,14 +33,11 @@ def simulate_run(
     ] = None,
     overrides: Overrides = None,
     cluster: Annotated[
-        Path | None, typer.Option(help="The cluster's file; see recipes/clusters/example.toml.")
+        Path | None, typer.Option(help="Its rates, failures, joins: see recipes/clusters/example.toml.")
     ] = None,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY=V1,V2,...",
-            help="Try all values; repeated: every combination. split=6:2 shares devices out.",
-        ),
+        typer.Option(metavar="KEY=V1,V2,...", help="Try all values, in every combination; also split=6:2."),
     ] = None,
     steps: Annotated[int, typer.Option(min=2, help="Train steps to simulate.")] = 50,
     out: Annotated[
@@ -58,7 +56,7 @@ def simulate_run(
         overrides, run_file = [str(run_file), *(overrides or [])], None
     with one_message():
         # Here, because the loops of a run load torch.
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
+        from rich.progress import track
 
         from forebay.simulation import report
         from forebay.simulation.sweep import combine, parse_axis, rank, run_cases, split_overrides
@@ -73,14 +71,8 @@ def simulate_run(
         folder.mkdir(parents=True, exist_ok=True)
         # A timeline is of one simulation, and a sweep has many.
         trace = None if axes else folder / "trace.json"
-        columns = (SpinnerColumn(), "simulating", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            bar = progress.add_task("", total=None)
-
-            def count(done: int, total: int) -> None:
-                progress.update(bar, completed=done, total=total)
-
-            outcomes = run_cases(cases, steps, jobs=jobs, trace=trace, on_done=count)
+        shown = partial(track, description="simulating", console=console, transient=True)
+        outcomes = run_cases(cases, steps, jobs=jobs, trace=trace, shown=shown)
         best, *_ = ranked = rank(outcomes)
         if best.result is None:
             raise ConfigError(f"nothing of this can run: {best.problem}")
@@ -90,7 +82,7 @@ def simulate_run(
         console.print(report.comparison_table(best, f"best: {settings}" if axes else config.name))
         # The figures were measured with the run's own settings: others have nothing to be held against.
         if measured is not None and not axes and not overrides:
-            console.print(report.calibration_table(measured, best.result))
+            console.print(report.calibration_line(measured, best.result), highlight=False, soft_wrap=True)
         report.write_numbers(folder, ranked)
         timeline = "" if trace is None else f"; timeline, for https://ui.perfetto.dev: {trace}"
         console.print(f"numbers: {folder}{timeline}", highlight=False, soft_wrap=True)

@@ -3,12 +3,13 @@
 ::
 
     history/      rollouts -> seconds to start, tokens/s by how many ran at once, lengths
-                  seconds to judge, train, sync, and of a step beside them
+                  seconds to judge, train, sync, save, and of a step beside them
     ledger.jsonl  groups that the filter rejected                              --> ClusterConfig
     metrics.jsonl seconds of a step, staleness                                 --> Measured, to compare with
 
 Everything is measured while generation and training ran beside each other, so what they cost each other is in
-the rates. The first steps are left out, as in a simulation, and so are evaluations.
+the rates. The first steps are left out, as in a simulation, and so are evaluations and steps that were made
+again after a way back to a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from forebay.runs.config import RunConfig
 from forebay.runs.record.history import read_spans
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
 from forebay.simulation.prediction import WARM_UP_SHARE
-from forebay.watching.activity import EVALUATE, GENERATE, JUDGE, SYNC, TRAIN, Span
+from forebay.watching.activity import CHECKPOINT, EVALUATE, GENERATE, JUDGE, SYNC, TRAIN, Span
 
 _MAX_LENGTHS = 1000
 """Quantiles that are kept of the measured lengths: a file to read, and more than a tail needs."""
@@ -38,6 +39,7 @@ _LEAST_SPREAD = 0.1
 """Standard deviation of the lengths over their mean: of less, a line's beginning is chance."""
 _Call = tuple[float, float, int]
 """Start, end and tokens."""
+_OF_STEPS = (TRAIN, SYNC, CHECKPOINT)
 _NOTE = re.compile(r"(\w+), (\d+) tokens")
 
 
@@ -64,6 +66,9 @@ def calibrate(folder: Path, config: RunConfig) -> tuple[ClusterConfig, Measured]
     # While held-out prompts are tried, they have the engines to themselves.
     tries = [bar for bar in bars if bar.stage == EVALUATE]
     bars = [bar for bar in bars if not any(each.start_s <= bar.start_s < each.end_s for each in tries)]
+    # Of a step that was made again the last time counts. Groups may have been kept: they count by their ids.
+    of_steps = {(bar.stage, bar.name): bar for bar in bars if bar.stage in _OF_STEPS}
+    bars = [bar for bar in bars if of_steps.get((bar.stage, bar.name), bar) is bar]
     trained = [bar for bar in bars if bar.stage == TRAIN]
     if min(len(rows), len(trained)) < 3:
         raise ConfigError(
@@ -101,10 +106,12 @@ def calibrate(folder: Path, config: RunConfig) -> tuple[ClusterConfig, Measured]
         train_s=mean_s(TRAIN) + _overhead_s(bars, rows, per_step, in_turns=in_turns),
         sync_s=mean_s(SYNC),
         judge_s=mean_s(JUDGE),
+        checkpoint_s=mean_s(CHECKPOINT),
         filtered_share=filtered_share,
     )
     return cluster, Measured(
-        step_s=float(np.mean([row[STEP_S] for row in rows])),
+        # A checkpoint is not part of a row's step, and it is of a simulated one.
+        step_s=float(np.mean([(row[STEP_S] or 0) + (row.get("time/checkpoint_s") or 0) for row in rows])),
         staleness=float(np.mean([row["staleness"] or 0.0 for row in rows])),
     )
 
@@ -166,8 +173,7 @@ def _overhead_s(bars: Sequence[Span], rows: Sequence[Row], per_step: float, *, i
     Prompts are drawn, groups stored, the batch taken. A batch counts as made when the last of its `per_step`
     groups, in their order, is.
     """
-    # By name: of a step that was made again after a way back to a checkpoint the last time counts.
-    trained = [*{bar.name: (bar.start_s, bar.end_s) for bar in bars if bar.stage == TRAIN}.values()]
+    trained = [(bar.start_s, bar.end_s) for bar in bars if bar.stage == TRAIN]
     rows = rows[1 - len(trained) :]
     numbers = np.arange(len(trained) - len(rows), len(trained))
     seconds = np.array([row.get("time/generate_s" if in_turns else "time/wait_s") or 0.0 for row in rows])

@@ -4,7 +4,8 @@
 
     engines x slots, tokens/s by running requests --> how long a response takes
     lengths: log-normal | constant | measured     --> how many tokens it has
-    seconds to train, sync and judge              --> everything else
+    seconds to train, sync, judge and save        --> everything else
+    failures, engines that join or leave
 
 Batch, group size, staleness, over-sampling and tasks are not repeated here: the run file says them.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated
@@ -41,8 +42,6 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
     """Requests that one engine decodes together; the rest wait."""
     tokens_per_s: float | tuple[tuple[int, float], ...]
     """Of one engine: with all slots running; or measured, as pairs (running requests, tokens/s)."""
-    slot_tokens_per_s: float | None = Field(default=None, gt=0)
-    """The most that one request gets, when few run. None: as many as with all slots running."""
     prompt_tokens: int = Field(default=256, ge=1)
     prefill_tokens_per_s: float | None = Field(default=None, gt=0)
     """Input tokens that a request gets through before its first token. None: prefill takes no time."""
@@ -64,6 +63,16 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
     """Response tokens that all trainers together train in a second, besides."""
     sync_s: float = Field(default=0.0, ge=0)
     """To hand the weights to the engines."""
+    failures_per_hour: float = Field(default=0.0, ge=0)
+    """Of one engine, on average, at random: each takes down all that the engine has in flight."""
+    restart_s: float = Field(default=0.0, ge=0)
+    """Until an engine that failed takes requests again."""
+    keeps_tokens: bool = True
+    """Whether rollouts of a failed engine go on elsewhere with their tokens, or are generated again."""
+    scale: Annotated[tuple[tuple[float, int], ...], _RISING] = ()
+    """Pairs (seconds since the start, engines that take requests from then on; below 0: that leave)."""
+    checkpoint_s: float = Field(default=0.0, ge=0)
+    """For which the loop stands still at each checkpoint, every `checkpoint_every` steps of the run file."""
 
     @model_validator(mode="after")
     def _check(self) -> ClusterConfig:
@@ -73,23 +82,21 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
             raise ValueError("rates must be positive, and pairs be (running requests >= 1, tokens/s)")
         if any(low[0] >= high[0] for low, high in pairwise(pairs)):
             raise ValueError("measured pairs must be in rising order of running requests")
-        if pairs is self.tokens_per_s and self.slot_tokens_per_s is not None:
-            raise ValueError("slot_tokens_per_s: the pairs of tokens_per_s say it already; leave it out")
         if self.train_s == 0 and self.train_tokens_per_s is None:
             raise ValueError("training takes no time: set train_s, train_tokens_per_s or both")
+        if min(accumulate((number for _, number in self.scale), initial=self.engines)) < 1:
+            raise ValueError(f"scale = {self.scale}: of {self.engines} engines one at least has to stay")
         return self
 
     def decode_rate(self, running: int) -> float:
         """Tokens per second that one engine makes with so many requests running.
 
-        Pairs are joined by straight lines, the first with (0, 0). A single rate grows with the requests, each
-        getting `slot_tokens_per_s`, up to that rate.
+        Pairs are joined by straight lines, the first with (0, 0); after the last the rate stays.
         """
-        if isinstance(self.tokens_per_s, tuple):
-            numbers, rates = zip((0, 0.0), *self.tokens_per_s, strict=True)
-            return float(np.interp(running, numbers, rates))
-        each = self.tokens_per_s / self.slots if self.slot_tokens_per_s is None else self.slot_tokens_per_s
-        return min(self.tokens_per_s, each * running)
+        rate = self.tokens_per_s
+        pairs = rate if isinstance(rate, tuple) else ((self.slots, rate),)
+        numbers, rates = zip((0, 0.0), *pairs, strict=True)
+        return float(np.interp(running, numbers, rates))
 
     def generation_s(self, num_tokens: float) -> float:
         """Seconds that the engines need for so many tokens if no slot is ever empty."""
@@ -101,13 +108,7 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
         return self.train_s + (0.0 if rate is None else num_tokens / rate)
 
     def split(self, engines: int, trainers: int) -> ClusterConfig:
-        """The same devices shared out otherwise; training time falls in proportion to its devices.
-
-        Raises:
-            ValueError: fewer than one of either.
-        """
-        if engines < 1 or trainers < 1:
-            raise ValueError(f"a split needs at least one engine and one trainer, got {engines}:{trainers}")
+        """The same devices shared out otherwise; training time falls in proportion to its devices."""
         share, rate = self.trainers / trainers, self.train_tokens_per_s
         return self.model_copy(
             update={
@@ -149,11 +150,9 @@ class LengthConfig(BaseModel, extra="forbid", frozen=True):
 
     def quantile(self, share: float) -> int:
         """The length that this share of the responses, in (0, 1), is not longer than."""
-        if self.constant is not None:
-            return self.constant
-        if self.values is not None:
+        if values := self.values or (self.constant and (self.constant,)):
             # A share just below 1 may have been rounded to 1.
-            return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
+            return values[min(int(share * len(values)), len(values) - 1)]
         assert self.p50 is not None
         assert self.p99 is not None
         sigma = math.log(self.p99 / self.p50) / _Z_99

@@ -5,6 +5,7 @@
     request -> waiting -> prefill (a slot, no tokens) -> decoding -> Completion
                   |            |                            |
                abort(), pause(): the tokens whose time has come
+               it fails: the same, as of a lost engine; `bring_up` starts it again
 
 All decoding requests get tokens at one speed, so their progress is one number that grows: a request ends when
 that number has grown by its length. That is one timer for an engine, however many requests and tokens it has.
@@ -17,7 +18,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 
@@ -26,6 +28,7 @@ from forebay.engines.scripted import CLOCK_ROUNDING, ScriptedEngine, ScriptedReq
 
 _LONGEST = 1 << 20
 """Tokens: the context of an engine whose limits are those of the run file."""
+_LOST = Completion(finish_reason="error", error_msg="the engine failed", lost=True)
 
 
 class ModeledEngine(ScriptedEngine):
@@ -50,6 +53,9 @@ class ModeledEngine(ScriptedEngine):
         slots: requests that run together.
         length: tokens that are still to come of a request, before its budget cuts them.
         prefill_s: seconds before the first token, by input tokens.
+        lives_s: seconds from each time it comes up until it fails; after the last it fails no more.
+        restart_s: seconds that it takes to come up again; at first it comes up at once.
+        keeps_tokens: whether the tokens of requests that it loses are known, so that others go on from them.
     """
 
     def __init__(
@@ -59,11 +65,16 @@ class ModeledEngine(ScriptedEngine):
         slots: int,
         length: Callable[[GenerateRequest], int],
         prefill_s: Callable[[int], float] = lambda num_tokens: 0.0,
+        lives_s: Iterable[float] = (),
+        restart_s: float = 0.0,
+        keeps_tokens: bool = True,
     ) -> None:
         super().__init__({}, token_latency_s=1.0, max_running=slots, max_context_tokens=_LONGEST)
         self._slot_rates = [0.0, *(rate(running) / running for running in range(1, slots + 1))]
         self.num_tokens = 0
-        """Tokens of all requests that ended."""
+        """Tokens of all requests that ended, also of those that were lost."""
+        self._lives_s, self._keeps_tokens = iter(lives_s), keeps_tokens
+        self._restart_s, self._is_away = restart_s, False
         self._length, self._prefill_s = length, prefill_s
         self._left_slot_s = 0.0
         """Sum of the ends less that of the beginnings of all times in a slot, as far as they are known."""
@@ -80,6 +91,24 @@ class ModeledEngine(ScriptedEngine):
     def slot_s(self) -> float:
         """Seconds that slots were taken until now, all slots together."""
         return self._left_slot_s + len(self._running) * asyncio.get_running_loop().time()
+
+    # -- Failures
+
+    async def bring_up(self) -> None:
+        """Come up, at first or after a failure."""
+        await asyncio.sleep(self._restart_s * self._is_away)
+        self._is_away = False
+        if (life_s := next(self._lives_s, None)) is not None:
+            asyncio.get_running_loop().call_later(life_s, self._fail)
+
+    def _fail(self) -> None:
+        self._is_away = True
+        for entry in (*self._waiting, *self._running):
+            self._end(entry, aborted=True)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """As the base; a request that comes after a failure is lost, too."""
+        return _LOST if self._is_away else await super().generate(request)
 
     # -- Slots
 
@@ -106,7 +135,10 @@ class ModeledEngine(ScriptedEngine):
 
     def _completion(self, entry: ScriptedRequest, count: int, aborted: bool) -> Completion:
         self.num_tokens += count
-        return super()._completion(entry, count, aborted)
+        if not self._is_away:
+            return super()._completion(entry, count, aborted)
+        known = super()._completion(entry, count if self._keeps_tokens else 0, aborted)
+        return replace(known, finish_reason="error", error_msg=_LOST.error_msg, lost=True)
 
     def _leave(self, entry: ScriptedRequest) -> None:
         if entry in self._running:

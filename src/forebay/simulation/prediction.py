@@ -7,8 +7,8 @@
 
 The first steps, in which the pipeline fills, are left out of times and shares; what became of groups and
 tokens is counted over the whole run. The loop, the manager, the strategies, the buffer, the agent loops and
-the controller are those that train; only devices are described (`forebay.simulation.world`). Evaluations,
-checkpoints and the warm-up are left out.
+the controller are those that train; only devices are described (`forebay.simulation.world`). The warm-up and
+evaluations are left out, and checkpoints that the cluster says nothing of.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from forebay.evaluate import EvalConfig
 from forebay.metrics import nearest_rank
+from forebay.runs.build import Run
 from forebay.runs.config import ProduceConfig, RunConfig
 from forebay.runs.launch import LOOPS
 from forebay.simulation.cluster import ClusterConfig
@@ -67,6 +67,9 @@ class SimulationResult:
     trained_tokens: int
     kept_tokens: int
     """Made and still there at the end, in the buffer or in flight."""
+    engines: Mapping[str, float]
+    """As in a run's metrics: ``engine_restarts``, the times that one came back after a failure, and
+    ``retries`` of requests at another engine, since their own had failed or left."""
 
     @property
     def steps_per_hour(self) -> float:
@@ -86,8 +89,6 @@ class SimulationResult:
     @property
     def wasted_share(self) -> float:
         """Share of the tokens made that nothing will train on."""
-        if not self.made_tokens:
-            return 0.0
         return max(0.0, 1 - (self.trained_tokens + self.kept_tokens) / self.made_tokens)
 
     @property
@@ -109,7 +110,7 @@ def simulate(
     `trace` is where the timeline is written, in virtual time, in the format of a real run's trace.
 
     Raises:
-        ValueError: fewer than two steps.
+        ValueError: fewer than two steps, or an engine is to leave and no other is up.
         ProductionError: production cannot go on with these settings.
 
     ::
@@ -122,8 +123,7 @@ def simulate(
     config = config.model_copy(
         update={
             "steps": steps,
-            "checkpoint_every": 0,
-            "evaluate": EvalConfig(),
+            "checkpoint_every": config.checkpoint_every if cluster.checkpoint_s else 0,
             # The cluster says which share of the groups is rejected.
             "produce": config.produce.model_copy(update={"filter": "none"}),
         }
@@ -171,8 +171,11 @@ async def _simulate(
     world = build_world(config, cluster, folder)
     ended: list[Activity] = []
     world.run.activities.listen(lambda _: None, ended.append)
+    scaling = asyncio.create_task(_scale(world.run, cluster))
     with contextlib.suppress(EnoughSteps):
         await LOOPS[config.produce.mode](world.run)
+    if scaling.done():
+        scaling.result()
     if trace is not None:
         write_trace(trace, sorted(activity.span() for activity in ended))
     steps, trained = world.display.steps, world.trainer.steps
@@ -181,6 +184,9 @@ async def _simulate(
     start, end, usual = steps[skipped - 1], steps[-1], trained[skipped:]
     seconds = end.time_s - start.time_s
     tokens_per_step = sum(step.num_tokens for step in usual) / len(usual)
+    # On average: engines that join or leave count from then on.
+    gained = sum(number * max(0.0, end.time_s - max(at_s, start.time_s)) for at_s, number in cluster.scale)
+    described = cluster.model_copy(update={"engines": cluster.engines + gained / seconds})
 
     def share_of(stage: str) -> float:
         spans = [(done.start_s, done.end_s) for done in ended if done.stage == stage]
@@ -190,10 +196,10 @@ async def _simulate(
     return SimulationResult(
         steps=len(steps),
         step_s=seconds / len(usual),
-        generation_s=cluster.generation_s(tokens_per_step),
+        generation_s=described.generation_s(tokens_per_step),
         training_s=cluster.training_s(tokens_per_step),
         # Sums of many times may be a little more than the whole.
-        engine_idle=max(0.0, 1 - (end.slot_s - start.slot_s) / (cluster.engines * cluster.slots * seconds)),
+        engine_idle=max(0.0, 1 - (end.slot_s - start.slot_s) / (described.engines * cluster.slots * seconds)),
         trainer_idle=1 - share_of(TRAIN),
         sync_share=share_of(SYNC),
         mean_tokens=tokens_per_step / (config.batch_size * config.group_sizes[0]),
@@ -205,14 +211,19 @@ async def _simulate(
         made_tokens=sum(engine.num_tokens for engine in world.engines),
         trained_tokens=sum(step.num_tokens for step in trained),
         kept_tokens=await _kept_tokens(world),
+        engines=world.run.controller.counts(),
     )
 
 
+async def _scale(run: Run, cluster: ClusterConfig) -> None:
+    """Have engines join and leave at their times."""
+    for at_s, number in cluster.scale:
+        await asyncio.sleep(at_s - asyncio.get_running_loop().time())
+        await run.scale(f"engines={number:+d}")
+
+
 async def _kept_tokens(world: World) -> int:
-    """Those of live groups; the run has ended, so all of them are in the buffer, which this empties."""
-    buffer, total = world.run.manager.replay_buffer, 0
-    for name in world.run.manager.task_names:
-        for status in (Status.COMPLETED, Status.ABORTED):
-            groups = await buffer.get(await buffer.count(name, status), name, status)
-            total += sum(len(state.response_ids) for group in groups for state in group)
-    return total
+    """Those of live groups; the run has ended, so all of them are in the buffer."""
+    live = {"status": {"$in": [Status.COMPLETED.value, Status.ABORTED.value]}}
+    rows = await world.run.manager.replay_buffer.storage.get(live)
+    return sum(len(state.response_ids) for row in rows for state in row.item)

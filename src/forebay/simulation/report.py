@@ -63,6 +63,7 @@ def result_rows(result: SimulationResult) -> list[tuple[str, str]]:
         ("staleness of groups", _staleness(result.group_staleness)),
         ("groups dropped", f"{result.dropped_share:.1%}{f' ({dropped})' if dropped else ''}"),
         ("tokens wasted", f"{result.wasted_share:.1%}"),
+        ("engine failures", "{engine_restarts:,g}, {retries:,g} requests moved".format(**result.engines)),
     ]
 
 
@@ -72,14 +73,10 @@ def _staleness(of: Staleness) -> str:
 
 def comparison_table(outcome: Outcome, title: str) -> Table:
     """One run beside the synchronous run of the same workload."""
-    assert outcome.result is not None
-    columns = [("this run", outcome.result)]
-    if outcome.synchronous is not None:
-        columns.append(("synchronous", outcome.synchronous))
-    names = [name for name, _ in columns]
-    table = Table("", *names, box=box.SIMPLE_HEAD, title=title, title_justify="left")
-    rows = [result_rows(result) for _, result in columns]
-    for cells in zip(*rows, strict=True):
+    results = {"this run": outcome.result, "synchronous": outcome.synchronous}
+    columns = {name: result_rows(result) for name, result in results.items() if result is not None}
+    table = Table("", *columns, box=box.SIMPLE_HEAD, title=title, title_justify="left")
+    for cells in zip(*columns.values(), strict=True):
         table.add_row(cells[0][0], *(text for _, text in cells))
     if outcome.synchronous is not None:
         table.add_row("over synchronous", f"{outcome.speed_up:.2f} x", "1")
@@ -102,7 +99,7 @@ _SWEEP_COLUMNS: dict[str, Callable[[Outcome, SimulationResult], str]] = {
 
 
 def sweep_table(ranked: Sequence[Outcome]) -> Table:
-    """All cases, the best first and marked."""
+    """All cases, the best, which can run, first and marked."""
     keys = list(ranked[0].case.settings)
     names = (*(key.removeprefix("produce.") for key in keys), *_SWEEP_COLUMNS)
     table = Table("", *(Column(name, justify="right") for name in names), box=box.SIMPLE_HEAD)
@@ -110,19 +107,15 @@ def sweep_table(ranked: Sequence[Outcome]) -> Table:
         result, cells = outcome.result, list[Text | str]([Text("cannot run", "red")])
         if result is not None:
             cells = [cell(outcome, result) for cell in _SWEEP_COLUMNS.values()]
-        is_best = place == 0 and result is not None
         settings = [outcome.case.settings[key] for key in keys]
-        table.add_row("best" if is_best else "", *settings, *cells, style="bold" if is_best else "")
+        table.add_row("" if place else "best", *settings, *cells, style="" if place else "bold")
     return table
 
 
-def calibration_table(measured: Measured, predicted: SimulationResult) -> Table:
+def calibration_line(measured: Measured, predicted: SimulationResult) -> str:
     """A real run beside its prediction."""
-    names = ("measured", "predicted", "off by")
-    table = Table("", *(Column(name, justify="right") for name in names), box=box.SIMPLE_HEAD)
-    error = predicted.step_s / measured.step_s - 1
-    table.add_row("step", f"{number(measured.step_s)} s", f"{number(predicted.step_s)} s", f"{error:+.1%}")
-    table.add_row(
-        "stalest rollout of a batch", f"{measured.staleness:.2f}", f"{predicted.stalest_mean:.2f}", ""
+    return (
+        f"measured: a step of {number(measured.step_s)} s; predicted: {number(predicted.step_s)} s, off by "
+        f"{predicted.step_s / measured.step_s - 1:+.1%}. Stalest rollout of a batch, measured: "
+        f"{measured.staleness:.2f}; predicted: {predicted.stalest_mean:.2f}"
     )
-    return table

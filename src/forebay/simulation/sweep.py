@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ SPLIT = "split"
 """The key that shares devices out: ENGINES:TRAINERS."""
 NEAR_BEST = 0.01
 """Speeds this close are equal: what is fresher wins."""
+Answer = tuple[SimulationResult | None, str]
+"""The result of a simulation; or none, and why it cannot run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +101,9 @@ def combine(
         table = apply_overrides(run_table, [*overrides, *of_run])
         changed = changed_cluster(cluster, of_cluster)
         if (split := settings.get(SPLIT)) is not None:
-            engines, separator, trainers = split.partition(":")
-            if not (separator and engines.isdecimal() and trainers.isdecimal()):
+            if (devices := re.fullmatch(r"([1-9]\d*):([1-9]\d*)", split)) is None:
                 raise ConfigError(f"split {split!r} is not of the form ENGINES:TRAINERS, such as 6:2")
-            try:
-                changed = changed.split(int(engines), int(trainers))
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
+            changed = changed.split(int(devices[1]), int(devices[2]))
         config = parse_config(RunConfig, table, source="run file", beside=beside)
         yield Case(settings=settings, config=config, cluster=changed)
 
@@ -121,27 +120,24 @@ def run_cases(
     *,
     jobs: int | None = None,
     trace: Path | None = None,
-    on_done: Callable[[int, int], None] = lambda done, total: None,
+    shown: Callable[..., Iterable[Answer]] = lambda answers, total: answers,
 ) -> list[Outcome]:
     """Simulate all cases, and the synchronous run of every workload once; in `jobs` processes.
 
-    Order is that of `cases`. The timeline of the first is written to `trace`. `on_done` is told after each
-    simulation how many were made, and how many there are.
+    Order is that of `cases`. The timeline of the first is written to `trace`. `shown` passes the simulations
+    on as they end, as `rich.progress.track` does.
     """
     pairs = [(case.config, case.cluster) for case in cases]
     pairs += [(synchronous(case.config), case.cluster) for case in cases]
     # Many cases share a synchronous run, and a case may be one itself: each is simulated once.
     work = {_key(config, cluster): (config, cluster) for config, cluster in pairs}
     jobs = min(jobs or os.cpu_count() or 1, len(work))
-    found: dict[str, tuple[SimulationResult | None, str]] = {}
     # One at a time needs no other process.
     with ProcessPoolExecutor(jobs) if jobs > 1 else nullcontext() as pool:
         # The first of the work is the first case.
         traces = chain([trace], repeat(None))
         answers = (pool.map if pool else map)(_try, *zip(*work.values(), strict=True), repeat(steps), traces)
-        for key, answer in zip(work, answers, strict=True):
-            found[key] = answer
-            on_done(len(found), len(work))
+        found = dict(zip(work, shown(answers, total=len(work)), strict=True))
     outcomes = []
     for case in cases:
         result, problem = found[_key(case.config, case.cluster)]
@@ -163,13 +159,10 @@ def rank(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [*near, *ordered[len(near) :]]
 
 
-def _try(
-    config: RunConfig, cluster: ClusterConfig, steps: int, trace: Path | None
-) -> tuple[SimulationResult | None, str]:
-    """The result, or none and the reason."""
+def _try(config: RunConfig, cluster: ClusterConfig, steps: int, trace: Path | None) -> Answer:
     try:
         return simulate(config, cluster, steps=steps, trace=trace), ""
-    except ProductionError as error:
+    except (ProductionError, ValueError) as error:
         return None, str(error)
 
 

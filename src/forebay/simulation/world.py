@@ -7,6 +7,7 @@
 
     tokenizer   prompts of the cluster's length; responses have no text
     judge       judge_s, then a score
+    manager     the real one; a checkpoint's cut takes checkpoint_s
     trainer     train and sync seconds; notes how stale every token is that it gets
     compute     the thread in which a run trains: its work takes the virtual time it is charged with
     display     silent; tells how far the run is
@@ -15,10 +16,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, cast
@@ -29,11 +33,12 @@ from rich.console import Console
 from forebay.agents import SingleTurnAgentLoop
 from forebay.aio.virtual_time import VirtualTimeLoop
 from forebay.engines import RolloutController
-from forebay.engines.base import GenerateRequest, request_seed
+from forebay.engines.base import GenerateRequest, request_seed, scalable
 from forebay.judges.base import Judge
 from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
 from forebay.produce import AgentLoopManager, Prompt, Sampler, TaskRunner
+from forebay.produce.recovery import Cut
 from forebay.runs.build import Run
 from forebay.runs.config import RunConfig, TaskConfig
 from forebay.runs.rollouts import build_buffer, build_strategy
@@ -58,6 +63,7 @@ class World:
 
     run: Run
     engines: list[ModeledEngine]
+    """All that ever took part in production."""
     trainer: TimedTrainer
     display: SilentDisplay
 
@@ -65,8 +71,13 @@ class World:
 def build_world(config: RunConfig, cluster: ClusterConfig, folder: Path) -> World:
     """The run of `config` on `cluster`; inside the event loop, whose clock everything takes."""
     clock = asyncio.get_running_loop().time
-    engines = [_engine(cluster) for _ in range(cluster.engines)]
-    controller = RolloutController(engines, seed=config.seed)
+    engines = [_engine(cluster, config.seed, number) for number in range(cluster.engines)]
+
+    def another(url: str) -> ModeledEngine:
+        engines.append(_engine(cluster, config.seed, len(engines)))
+        return engines[-1]
+
+    controller = RolloutController(scalable(engines, another), seed=config.seed)
     activities, buffer, tokenizer = Activities(), build_buffer(config), PromptTokenizer(cluster.prompt_tokens)
     rejected_below = cluster.filtered_share * _SEED_SPAN
 
@@ -76,8 +87,7 @@ def build_world(config: RunConfig, cluster: ClusterConfig, folder: Path) -> Worl
 
     def task_runner(task: TaskConfig) -> TaskRunner:
         strategy = build_strategy(config, task, controller)
-        if cluster.filtered_share:
-            strategy.is_valid_sample_fn = accept
+        strategy.is_valid_sample_fn = accept
         judge = TimedJudge(cluster.judge_s)
         return TaskRunner(
             task_name=task.name,
@@ -97,13 +107,14 @@ def build_world(config: RunConfig, cluster: ClusterConfig, folder: Path) -> Worl
             weight=task.weight,
         )
 
-    manager = AgentLoopManager(
+    manager = TimedManager(
         task_runners=[task_runner(task) for task in config.tasks],
         replay_buffer=buffer,
         rollout_controller=controller,
         ledger=Ledger(clock=clock),
         activities=activities,
     )
+    manager.checkpoint_s = cluster.checkpoint_s
     thread = TimedThread()
     trainer, display = TimedTrainer(cluster, thread), SilentDisplay(clock, engines)
     run = Run(
@@ -124,8 +135,13 @@ def build_world(config: RunConfig, cluster: ClusterConfig, folder: Path) -> Worl
     return World(run=run, engines=engines, trainer=trainer, display=display)
 
 
-def _engine(cluster: ClusterConfig) -> ModeledEngine:
+def _engine(cluster: ClusterConfig, seed: int, number: int) -> ModeledEngine:
     prefill_rate, start_s = cluster.prefill_tokens_per_s, cluster.start_s
+
+    def life_s(place: int) -> float:
+        # At one rate, whatever its age. The half keeps the share above 0.
+        share = (request_seed(seed, "failure", number, place) + 0.5) / _SEED_SPAN
+        return -math.log(share) * 3600 / cluster.failures_per_hour
 
     def length(request: GenerateRequest) -> int:
         """The same for all calls of one try, however often it is interrupted."""
@@ -141,6 +157,9 @@ def _engine(cluster: ClusterConfig) -> ModeledEngine:
         slots=cluster.slots,
         length=length,
         prefill_s=lambda num_tokens: start_s + (num_tokens / prefill_rate if prefill_rate else 0.0),
+        lives_s=map(life_s, count()) if cluster.failures_per_hour else (),
+        restart_s=cluster.restart_s,
+        keeps_tokens=cluster.keeps_tokens,
     )
 
 
@@ -159,9 +178,7 @@ class PromptTokenizer:
         """The ids of any chat."""
         return self._ids
 
-    def encode(self, text: str, **kwargs: Any) -> list[int]:
-        """The ids of any text."""
-        return self._ids
+    encode = apply_chat_template
 
     def decode(self, token_ids: Any, **kwargs: Any) -> Any:
         """Empty: simulated tokens have no text."""
@@ -183,11 +200,29 @@ class TimedJudge(Judge):
         return float(request_seed("score", str(state.rollout_id)) & 1)
 
 
+class TimedManager(AgentLoopManager):
+    """A manager whose cut for a checkpoint takes `checkpoint_s` of the loop; a producer beside it goes on."""
+
+    checkpoint_s = 0.0
+
+    async def cut(self, path: Path, **options: Any) -> Cut:
+        """As the base, so much later."""
+        await asyncio.sleep(self.checkpoint_s)
+        return await super().cut(path, **options)
+
+
 class TimedThread(Executor):
     """Stands for a thread: what is done in it takes as long as it is charged with while it is done."""
 
     charged_s = 0.0
     """Virtual seconds that the work being done takes."""
+
+
+# Simulated engines fail by the hundred: that is a number of the report, and no event to warn of.
+for _name in ("pool", "members"):
+    logging.getLogger(f"forebay.engines.{_name}").addFilter(
+        lambda record: not isinstance(asyncio._get_running_loop(), SimulationLoop)
+    )
 
 
 class SimulationLoop(VirtualTimeLoop):
@@ -201,15 +236,7 @@ class SimulationLoop(VirtualTimeLoop):
         if not isinstance(executor, TimedThread) or result.exception() is not None:
             return result
         seconds, executor.charged_s = executor.charged_s, 0.0
-        later: asyncio.Future[Result] = self.create_future()
-
-        def hand_over() -> None:
-            # The caller may be cancelled by then.
-            if not later.done():
-                later.set_result(result.result())
-
-        self.call_later(seconds, hand_over)
-        return later
+        return self.create_task(asyncio.sleep(seconds, result.result()))
 
 
 class TrainedStep(NamedTuple):
@@ -236,10 +263,9 @@ class TimedTrainer:
         states = [state for group in groups for state in group]
         # This is train step `model_step` + 1, so the weights of now have staleness 0.
         made_by = np.concatenate([state.response_model_steps for state in states])
-        lags, counts = np.unique(self.model_step - made_by, return_counts=True)
         step = TrainedStep(
             num_tokens=len(made_by),
-            token_staleness=Counter(dict(zip(lags.tolist(), counts.tolist(), strict=True))),
+            token_staleness=Counter((self.model_step - made_by).tolist()),
             group_staleness=Counter(max(state.seq_staleness for state in group) for group in groups),
         )
         self.steps.append(step)
@@ -251,6 +277,12 @@ class TimedTrainer:
         """Take the time that the weights take."""
         await asyncio.sleep(self._cluster.sync_s)
         await controller.update_weights([], self.model_step)
+
+    def begin_save(self, path: Path) -> None:
+        """Do nothing: the manager takes the time of a checkpoint."""
+
+    def finish_save(self) -> None:
+        """Do nothing; there are no weights."""
 
     def close(self) -> None:
         """Do nothing; there is no process."""

@@ -193,10 +193,10 @@ def test_an_override_that_fits_nowhere_is_an_error(override: str, message: str) 
 def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "arithmetic.toml").touch()
     with pytest.raises(
-        ConfigError, match=r"no run file at '.*arithmetik.toml'; did you mean '.*arithmetic.toml'"
+        ConfigError, match=r"no file at '.*arithmetik.toml'; did you mean '.*arithmetic.toml'"
     ):
         read_toml(tmp_path / "arithmetik.toml")
-    with pytest.raises(ConfigError, match=r"no run file at '.*elsewhere.*'$"):
+    with pytest.raises(ConfigError, match=r"no file at '.*elsewhere.*'$"):
         read_toml(tmp_path / "elsewhere" / "run.toml")
 
 

@@ -13,7 +13,7 @@ from forebay.produce import DataConfig
 from forebay.produce.prompts.dataset import load_prompts
 from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.folder import saved_config, write_run_file
-from forebay.simulation.cluster import load_cluster
+from forebay.simulation.cluster import ClusterConfig
 from forebay.simulation.sweep import combine
 
 ROOT = Path(__file__).parents[1]
@@ -98,7 +98,7 @@ def test_a_sweep_finds_the_same(project, monkeypatch):
             {"name": "a", "data": {"source": "rows/a.jsonl"}, "judge": {"name": "beside_rewards:score"}}
         ],
     }
-    cluster = load_cluster(ROOT / "recipes/clusters/example.toml", [])
+    cluster = load_config(ClusterConfig, ROOT / "recipes/clusters/example.toml")
     (case,) = combine(table, [], cluster, {}, beside=project)
     assert case.config.tasks[0].data.source == str(project / "rows/a.jsonl")
 

@@ -27,7 +27,7 @@ from forebay.metrics import (
     nearest_rank,
     read_jsonl,
 )
-from forebay.produce import TaskResult
+from forebay.produce.results import ProduceBatchResult
 
 
 class Recorder:
@@ -311,5 +311,5 @@ def test_percentiles_are_never_in_between() -> None:
     assert nearest_rank([1.0, 2.0, 3.0, 4.0], 50) == 2.0
     assert nearest_rank(range(1, 101), 7) == 7.0
     assert nearest_rank([], 50) == 0.0
-    result = TaskResult(group_gen_times_s=[4.0, 2.0, 1.0, 3.0])
-    assert (result.group_gen_p50_s, result.group_gen_p99_s) == (2.0, 4.0)
+    metrics = ProduceBatchResult(group_gen_times_s=[4.0, 2.0, 1.0, 3.0]).metrics()
+    assert (metrics["produce/group_p50_s"], metrics["produce/group_p99_s"]) == (2.0, 4.0)

@@ -154,7 +154,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
         hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
-        raise ConfigError(f"no run file at {str(path)!r}{hint}") from None
+        raise ConfigError(f"no file at {str(path)!r}{hint}") from None
     except IsADirectoryError:
         is_run = (path / "run.toml").is_file()
         hint = f"; to go on with that run: --resume {path}" if is_run else ""

@@ -1,8 +1,8 @@
 import pytest
 
-from forebay.config import ConfigError, parse_config
+from forebay.config import ConfigError, load_config, parse_config
 from forebay.simulation import ClusterConfig, LengthConfig
-from forebay.simulation.cluster import changed_cluster, load_cluster
+from forebay.simulation.cluster import changed_cluster
 
 TABLE = {"slots": 4, "tokens_per_s": 100.0, "train_s": 2.0, "lengths": {"constant": 10}}
 
@@ -55,8 +55,8 @@ def test_the_example_and_overrides_are_read(tmp_path):
     from pathlib import Path
 
     example = Path(__file__).parents[2] / "recipes" / "clusters" / "example.toml"
-    cluster = load_cluster(example, ["engines=8", "lengths.p99=9000"])
+    cluster = load_config(ClusterConfig, example, ["engines=8", "lengths.p99=9000"])
     assert (cluster.engines, cluster.lengths.p99) == (8, 9000)
     assert changed_cluster(cluster, ["sync_s=1.5"]).sync_s == 1.5
-    with pytest.raises(ConfigError, match="no cluster file"):
-        load_cluster(tmp_path / "missing.toml")
+    with pytest.raises(ConfigError, match="no file at"):
+        load_config(ClusterConfig, tmp_path / "missing.toml")

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from forebay.cli.errors import PIPED_WIDTH, Overrides, one_message
-from forebay.config import ConfigError, read_toml
+from forebay.config import ConfigError, load_config, read_toml
 
 if TYPE_CHECKING:
     from forebay.simulation import ClusterConfig
@@ -94,7 +94,7 @@ def _read(
     """The run file, the cluster with its overrides, and the figures of a run that it was measured on."""
     from forebay.runs.folder import RUN_FILE, saved_config
     from forebay.simulation.calibration import calibrate
-    from forebay.simulation.cluster import changed_cluster, load_cluster
+    from forebay.simulation.cluster import ClusterConfig, changed_cluster
 
     if calibrate_on is not None:
         if cluster_file is not None:
@@ -106,4 +106,4 @@ def _read(
             "name a run file and a cluster, for example recipes/demo_separate.toml "
             "--cluster recipes/clusters/example.toml; or --calibrate RUN_FOLDER"
         )
-    return run_file, load_cluster(cluster_file, of_cluster), None
+    return run_file, load_config(ClusterConfig, cluster_file, of_cluster), None

@@ -30,13 +30,12 @@ from forebay.plan.turns import (
     engine_itemsize,
     is_server_beside,
     memory_by_turn,
-    num_engines,
     num_running,
     server_share,
 )
 from forebay.produce.prompts.dataset import num_prompt_tokens
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import base_precision
+from forebay.runs.placement import base_precision, num_engines
 from forebay.runs.rollouts import load_data, task_agent, with_alphabet, with_precisions
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
 from forebay.simulation.prediction import SimulationResult, simulate

@@ -21,7 +21,7 @@ from forebay.engines.weights.buckets import BUCKET_BYTES
 from forebay.plan.hardware import MIB, Device
 from forebay.plan.memory import StepMemory, step_memory
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import shares_gpu
+from forebay.runs.placement import num_engines, shares_gpu
 from forebay.train.batch import TrainBatch
 
 CONTEXT_BYTES = 600 * MIB
@@ -137,11 +137,6 @@ def server_share(config: RunConfig, device: Device, trainer: Mapping[str, int]) 
 
 SERVER_SHARE = 0.95
 """Of the memory that a trainer leaves free: plans are good to a tenth of the trainer's, which is less."""
-
-
-def num_engines(config: RunConfig) -> int:
-    """Engines, or servers, of the run."""
-    return int(config.engine.arguments.get("engines", config.engine.arguments.get("servers", 1)) or 1)
 
 
 def num_running(config: RunConfig) -> int:

@@ -233,7 +233,7 @@ class BackgroundProducer:
         """
         # One pause or resume at a time: a resume that takes its time must not undo a later pause.
         async with self._switching:
-            self._stop_starting()
+            self.stop_starting()
             step = self.progress.producer_future_step
             contexts = {name: self.make_context(runner, 0, step) for name, runner in self.runners.items()}
             try:
@@ -259,7 +259,7 @@ class BackgroundProducer:
 
     async def _end(self) -> None:
         """Store what is in flight, and cut it short where that takes long."""
-        self._stop_starting()
+        self.stop_starting()
         try:
             # Engines nearby stop at once, and the tokens so far are kept; nothing else is waited for.
             async with timeout(END_GRACE_S):
@@ -270,7 +270,8 @@ class BackgroundProducer:
                 if error is not None:
                     raise error from None
 
-    def _stop_starting(self) -> None:
+    def stop_starting(self) -> None:
+        """As after a `pause`, but what is in flight goes on."""
         if self.mode is not Mode.SHUT_DOWN:
             self.mode = Mode.PAUSED
         self.update_event.set()
@@ -292,11 +293,6 @@ class BackgroundProducer:
                 self.mode = Mode.PRODUCING
                 self.update_event.clear()
             self._commands.note()
-
-    def start_paused(self, model_step: int) -> None:
-        """As after a `pause`, with the weights of `model_step`."""
-        self.model_step = model_step
-        self._stop_starting()
 
     def shutdown(self) -> Awaitable[None]:
         """End `run`, which stores what is in flight first; await the result to wait for its end."""
@@ -394,11 +390,8 @@ async def pause_tasks(
 
 def _reason_among(errors: Sequence[BaseException]) -> BaseException:
     """A lost buffer, which fails others and may be brought back; else why production cannot go on."""
-    for kind in (ConnectionLost, ProductionError):
-        for error in errors:
-            if isinstance(error, kind):
-                return error
-    return errors[0]
+    kinds = (ConnectionLost, ProductionError)
+    return min(errors, key=lambda error: [not isinstance(error, kind) for kind in kinds])
 
 
 async def tell(controller: Generation | None, what: Literal["pause", "go on"]) -> None:

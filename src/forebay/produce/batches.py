@@ -429,9 +429,7 @@ class Batches:
             self.on_drop(group, task_name, reason)
 
     def _enter_eviction(self, evicted: StorageItem) -> None:
-        self.ledger.record(name_group(evicted.item), evicted.task_name, "dropped", reason="evicted")
-        if self.on_drop is not None:
-            self.on_drop(evicted.item, evicted.task_name, "evicted")
+        self._record_drop(evicted.item, evicted.task_name, "evicted")
         if self._on_evict is not None:
             self._on_evict(evicted)
 

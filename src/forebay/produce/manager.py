@@ -410,7 +410,8 @@ class AgentLoopManager:
             )
         if (train_step := state.get("train_step")) is not None:
             await self.settle(train_step)
-        self._background.start_paused(state["model_step"])
+        self._background.model_step = state["model_step"]
+        self._background.stop_starting()
         return self.model_step
 
     async def settle(self, train_step: int) -> None:

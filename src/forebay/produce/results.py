@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from forebay.agents.extra_fields import mean_counts
 from forebay.judges import mean_parts
 from forebay.metrics import nearest_rank
@@ -47,31 +45,6 @@ class TaskResult:
             new = self.rollout_states[: len(self.rollout_states) - self.reuse["past_groups"]]
             times = (group[0].extra_fields.get(GROUP_GENERATE_TIME_KEY) for group in new)
             self.group_gen_times_s = [time for time in times if time is not None]
-
-    @property
-    def group_gen_mean_s(self) -> float:
-        """Mean seconds to generate and judge a group; 0 without groups."""
-        return float(np.mean(self.group_gen_times_s)) if self.group_gen_times_s else 0.0
-
-    @property
-    def group_gen_p50_s(self) -> float:
-        """50th percentile (nearest rank) in seconds; 0 without groups."""
-        return nearest_rank(self.group_gen_times_s, 50)
-
-    @property
-    def group_gen_p99_s(self) -> float:
-        """99th percentile (nearest rank) in seconds; 0 without groups."""
-        return nearest_rank(self.group_gen_times_s, 99)
-
-    @property
-    def group_gen_p99_p50_ratio(self) -> float:
-        """How long the tail is; 0 without groups."""
-        return self.group_gen_p99_s / self.group_gen_p50_s if self.group_gen_p50_s > 0 else 0.0
-
-    @property
-    def raw_reward_mean(self) -> float:
-        """Mean score of everything generated, before filtering; NaN when nothing was."""
-        return self.raw_rewards_sum / self.raw_rewards_count if self.raw_rewards_count else float("nan")
 
 
 @dataclass(kw_only=True)
@@ -122,12 +95,15 @@ def summarize(results: dict[str, TaskResult], task_batch_sizes: dict[str, int]) 
 
 
 def _metrics(result: TaskResult, prefix: str) -> dict[str, float]:
+    # Of a part without groups the times are 0; without a score there is no mean.
+    times_s, num_scores = result.group_gen_times_s, result.raw_rewards_count
+    p50_s, p99_s = (nearest_rank(times_s, percent) for percent in (50, 99))
     values = {
-        "raw_reward": result.raw_reward_mean,
-        "group_mean_s": result.group_gen_mean_s,
-        "group_p50_s": result.group_gen_p50_s,
-        "group_p99_s": result.group_gen_p99_s,
-        "group_p99_over_p50": result.group_gen_p99_p50_ratio,
+        "raw_reward": result.raw_rewards_sum / num_scores if num_scores else float("nan"),
+        "group_mean_s": sum(times_s) / max(1, len(times_s)),
+        "group_p50_s": p50_s,
+        "group_p99_s": p99_s,
+        "group_p99_over_p50": p99_s / p50_s if p50_s > 0 else 0.0,
         "pause_s": result.group_gen_pause_time_s,
         "samples": float(result.produced_samples),
         "tokens": float(result.produced_tokens),

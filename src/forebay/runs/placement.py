@@ -200,6 +200,13 @@ def takes_turns(config: RunConfig) -> bool:
     return config.produce.mode == "colocated" and shares_gpu(config)
 
 
+def num_engines(config: RunConfig) -> int:
+    """Engines, or servers, that the run begins with."""
+    own, elsewhere = config.engine.arguments, config.cluster.arguments if config.cluster else {}
+    named = own.get("engines") or own.get("servers") or len(own.get("urls", ())) or 1
+    return int(named * elsewhere.get("num_engines", 1))
+
+
 def base_precision(config: RunConfig) -> Precision:
     """In which the trainer holds its weights: float32, but for those below adapters that are cast anyway.
 

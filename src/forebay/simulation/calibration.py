@@ -26,6 +26,7 @@ from forebay.engines.base import DEFAULT_MAX_BATCH
 from forebay.ledger import Ledger
 from forebay.metrics import STEP_S, Row, read_jsonl
 from forebay.runs.config import RunConfig
+from forebay.runs.placement import num_engines
 from forebay.runs.record.history import read_spans
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
 from forebay.simulation.prediction import WARM_UP_SHARE
@@ -90,8 +91,7 @@ def calibrate(folder: Path, config: RunConfig) -> tuple[ClusterConfig, Measured]
         balance = Ledger.read(folder / "ledger.jsonl").balance({})
         filtered_share = balance.dropped.get("filtered", 0) / max(1, balance.generated)
     given = {**config.engine.arguments, **(config.cluster.arguments if config.cluster else {})}
-    slots = given.get("max_batch", DEFAULT_MAX_BATCH)
-    engines = given.get("engines", 1) * given.get("num_engines", 1)
+    engines, slots = num_engines(config), given.get("max_batch", DEFAULT_MAX_BATCH)
     begin_s = measure_start(rollouts)
     decoding = [(min(start + begin_s, end), end, tokens) for start, end, tokens in rollouts]
     per_step, in_turns = config.batch_size / (1 - filtered_share), config.produce.mode == "colocated"

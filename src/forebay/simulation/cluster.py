@@ -15,14 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from pathlib import Path
 from statistics import NormalDist
 from typing import Annotated
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
-from forebay.config import ConfigError, apply_overrides, load_config, parse_config
+from forebay.config import apply_overrides, parse_config
 
 _Z_99 = NormalDist().inv_cdf(0.99)
 # For `quantile`, which counts places from the shortest.
@@ -157,19 +156,6 @@ class LengthConfig(BaseModel, extra="forbid", frozen=True):
         assert self.p99 is not None
         sigma = math.log(self.p99 / self.p50) / _Z_99
         return max(1, round(self.p50 * math.exp(sigma * NormalDist().inv_cdf(share))))
-
-
-def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterConfig:
-    """Read a cluster file and apply ``key=value`` overrides.
-
-    Raises:
-        ConfigError: the file is missing or not TOML, or a key or value does not fit.
-    """
-    try:
-        return load_config(ClusterConfig, path, overrides)
-    except ConfigError as error:
-        # `read_toml` speaks of run files only.
-        raise ConfigError(str(error).replace("no run file", "no cluster file")) from None
 
 
 def changed_cluster(cluster: ClusterConfig, overrides: Sequence[str]) -> ClusterConfig:

@@ -102,13 +102,9 @@ class ProduceStrategy(ABC):
         """Why a call must start nothing more; None if it may."""
         return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT if ctx.should_abort() else None
 
-    async def _count_available(self, ctx: context.ProduceContext) -> int:
-        """The groups to compare with the target of the call."""
-        return await ctx.available_count()
-
-    def _target(self, ctx: context.ProduceContext) -> int:
-        """The number of available groups that `should_continue_fn` compares with."""
-        return ctx.target_abs
+    async def _count(self, ctx: context.ProduceContext) -> tuple[int, int]:
+        """The groups that are available, and the target of the call, for `should_continue_fn`."""
+        return await ctx.available_count(), ctx.target_abs
 
     async def _fill(
         self, ctx: context.ProduceContext, start_missing: Callable[[int], None]
@@ -126,10 +122,10 @@ class ProduceStrategy(ABC):
                 pending.raise_error()
                 if (stop := self._must_stop(ctx)) is not None:
                     return stop
-                available = await self._count_available(ctx)
+                available, target = await self._count(ctx)
                 if pending.changes.version != seen:
                     continue  # A group ended meanwhile, and would be counted in both places or in neither.
-                if not self.should_continue_fn(available, self._target(ctx)):
+                if not self.should_continue_fn(available, target):
                     self._budget.reset()
                     return ProduceBatchStatus.NORMAL
                 self._budget.check(ctx)
@@ -229,11 +225,8 @@ class SyncProduceStrategy(ProduceStrategy):
             await self._pending.cancel()
             self._pending.raise_error()
 
-    async def _count_available(self, ctx: context.ProduceContext) -> int:
-        return self._completed
-
-    def _target(self, ctx: context.ProduceContext) -> int:
-        return ctx.task_batch_size
+    async def _count(self, ctx: context.ProduceContext) -> tuple[int, int]:
+        return self._completed, ctx.task_batch_size
 
     def _start_missing(self, ctx: context.ProduceContext, available: int) -> None:
         size = ctx.task_batch_size

@@ -1,9 +1,10 @@
-"""Failures, engines that join or leave, and checkpoints in simulated runs."""
+"""Failures, engines that join or leave, checkpoints and evaluations in simulated runs."""
 
 import asyncio
 from itertools import pairwise
 from statistics import mean
 
+import numpy as np
 import pytest
 from simulated_runs import PARTIAL, cluster, run_config
 
@@ -16,8 +17,16 @@ from forebay.simulation.prediction import synchronous
 from forebay.simulation.world import EnoughSteps, SimulationLoop, build_world
 from forebay.testing import run_in_virtual_time
 from forebay.types import RolloutState, SampleParams, Status
+from forebay.watching.activity import EVALUATE_BESIDE, GENERATE
 
 TAILED = {"p50": 50, "p99": 400}
+TRIED = {
+    "name": "t",
+    "data": {"source": "sorting", "arguments": {"length": 3, "letters": 5}},
+    "eval_data": {"source": "sorting", "arguments": {"length": 3, "letters": 5}},
+    "judge": {"name": "exact_match"},
+    "sample": {"max_tokens": 10_000},
+}
 
 
 @pytest.mark.parametrize("mode", ["colocated", "separate"])
@@ -161,3 +170,32 @@ def test_a_checkpoint_lengthens_no_run_by_more_than_its_cost(in_flight_update, t
     if in_flight_update and train_s == 5.0:
         # The trainer waits for rollouts anyway, and they go on being made.
         assert saved == pytest.approx(plain, rel=0.01)
+
+
+def test_evaluation_beside_costs_production_its_engine_and_nothing_else():
+    usual = {"lengths": {"values": [80, 100, 120]}, "sync_s": 0.0}
+    beside, pause = (
+        run_config(produce=PARTIAL, tasks=[TRIED], evaluate={"every": 2, "mode": mode})
+        for mode in ("beside", "pause")
+    )
+    fewer = simulate(pause, cluster(engines=2, **usual), steps=12).numbers()
+    # Of at most 12 s, and due every 20 s: none has to wait for the one before.
+    assert simulate(beside, cluster(engines=3, held_out=4, **usual), steps=12).numbers() == fewer
+    paused = simulate(pause, cluster(engines=2, held_out=4, **usual), steps=12)
+    assert paused.step_s > 1.2 * fewer["step_s"]
+    assert (paused.wasted_share, paused.trained_tokens) == (fewer["wasted_share"], fewer["trained_tokens"])
+    # The run that takes turns tries them in its turns.
+    assert synchronous(beside) == synchronous(pause)
+
+
+def test_evaluation_beside_does_not_pause_production(tmp_path):
+    config = run_config(produce=PARTIAL, tasks=[TRIED], steps=12, evaluate={"every": 2, "mode": "beside"})
+    world, ended, balance = run_world(config, cluster(engines=2, held_out=16), tmp_path)
+    tries = [each for each in ended if each.stage == EVALUATE_BESIDE]
+    assert len(tries) >= 4
+    starts = np.array([each.start_s for each in ended if each.stage == GENERATE])
+    for each in tries[1:-1]:
+        # Four rounds of ten seconds: rollouts to train on begin all the time.
+        assert ((each.start_s < starts) & (starts < each.end_s)).sum() >= 8
+    assert [row["eval/rollouts"] for row in world.run.evaluations] == [16.0] * len(world.run.evaluations)
+    assert balance.ok

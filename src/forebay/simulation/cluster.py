@@ -5,7 +5,7 @@
     engines x slots, tokens/s by running requests --> how long a response takes
     lengths: log-normal | constant | measured     --> how many tokens it has
     seconds to train, sync, judge and save        --> everything else
-    failures, engines that join or leave
+    failures, engines that join or leave, held-out prompts
 
 Batch, group size, staleness, over-sampling and tasks are not repeated here: the run file says them.
 """
@@ -72,6 +72,8 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
     """Pairs (seconds since the start, engines that take requests from then on; below 0: that leave)."""
     checkpoint_s: float = Field(default=0.0, ge=0)
     """For which the loop stands still at each checkpoint, every `checkpoint_every` steps of the run file."""
+    held_out: int = Field(default=0, ge=0)
+    """Held-out prompts of each task with `eval_data`, tried as the run file says."""
 
     @model_validator(mode="after")
     def _check(self) -> ClusterConfig:

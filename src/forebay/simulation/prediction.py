@@ -7,8 +7,8 @@
 
 The first steps, in which the pipeline fills, are left out of times and shares; what became of groups and
 tokens is counted over the whole run. The loop, the manager, the strategies, the buffer, the agent loops and
-the controller are those that train; only devices are described (`forebay.simulation.world`). The warm-up and
-evaluations are left out, and checkpoints that the cluster says nothing of.
+the controller are those that train; only devices are described (`forebay.simulation.world`). The warm-up is
+left out, and evaluations and checkpoints that the cluster says nothing of.
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ def synchronous(config: RunConfig) -> RunConfig:
     )
     # A synchronous run takes no bound of a single task: nothing in it is stale.
     tasks = [task.model_copy(update={"max_staleness": None}) for task in config.tasks]
-    return config.model_copy(update={"produce": produce, "tasks": tasks})
+    # Where nothing is produced beside training, nothing is tried beside it either.
+    evaluate = config.evaluate.model_copy(update={"mode": "pause"})
+    return config.model_copy(update={"produce": produce, "tasks": tasks, "evaluate": evaluate})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +171,7 @@ async def _simulate(
     config: RunConfig, cluster: ClusterConfig, folder: Path, trace: Path | None
 ) -> SimulationResult:
     world = build_world(config, cluster, folder)
+    num_engines = len(world.engines)
     ended: list[Activity] = []
     world.run.activities.listen(lambda _: None, ended.append)
     scaling = asyncio.create_task(_scale(world.run, cluster))
@@ -186,7 +189,9 @@ async def _simulate(
     tokens_per_step = sum(step.num_tokens for step in usual) / len(usual)
     # On average: engines that join or leave count from then on.
     gained = sum(number * max(0.0, end.time_s - max(at_s, start.time_s)) for at_s, number in cluster.scale)
-    described = cluster.model_copy(update={"engines": cluster.engines + gained / seconds})
+    described = cluster.model_copy(update={"engines": num_engines + gained / seconds})
+    # Held-out prompts, where they were tried by the engines of production.
+    tried = 0 if world.run.eval_controller else world.held_out_judge.num_tokens
 
     def share_of(stage: str) -> float:
         spans = [(done.start_s, done.end_s) for done in ended if done.stage == stage]
@@ -208,7 +213,7 @@ async def _simulate(
         stalest_mean=sum(max(step.group_staleness) for step in usual) / len(usual),
         groups=balance.generated,
         dropped=balance.dropped,
-        made_tokens=sum(engine.num_tokens for engine in world.engines),
+        made_tokens=sum(engine.num_tokens for engine in world.engines) - tried,
         trained_tokens=sum(step.num_tokens for step in trained),
         kept_tokens=await _kept_tokens(world),
         engines=world.run.controller.counts(),

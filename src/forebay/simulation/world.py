@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 from rich.console import Console
 
-from forebay.agents import SingleTurnAgentLoop
+from forebay.agents import AgentLoop, SingleTurnAgentLoop
 from forebay.aio.virtual_time import VirtualTimeLoop
 from forebay.engines import RolloutController
 from forebay.engines.base import GenerateRequest, request_seed, scalable
@@ -41,7 +41,7 @@ from forebay.produce import AgentLoopManager, Prompt, Sampler, TaskRunner
 from forebay.produce.recovery import Cut
 from forebay.runs.build import Run
 from forebay.runs.config import RunConfig, TaskConfig
-from forebay.runs.rollouts import build_buffer, build_strategy
+from forebay.runs.rollouts import EvalSet, build_buffer, build_strategy
 from forebay.runs.show.display import RunDisplay
 from forebay.simulation.cluster import ClusterConfig
 from forebay.simulation.engine import ModeledEngine
@@ -66,34 +66,46 @@ class World:
     """All that ever took part in production."""
     trainer: TimedTrainer
     display: SilentDisplay
+    held_out_judge: TimedJudge
 
 
 def build_world(config: RunConfig, cluster: ClusterConfig, folder: Path) -> World:
     """The run of `config` on `cluster`; inside the event loop, whose clock everything takes."""
     clock = asyncio.get_running_loop().time
-    engines = [_engine(cluster, config.seed, number) for number in range(cluster.engines)]
+    tried = [task for task in config.tasks if task.eval_data is not None and cluster.held_out]
+    # As in a real run: the last of several, or one more.
+    is_beside = bool(tried) and config.evaluate.mode == "beside"
+    engines = [_engine(cluster, config.seed, number) for number in range(max(cluster.engines, 1 + is_beside))]
+    eval_controller = RolloutController([engines.pop()], seed=config.seed) if is_beside else None
 
     def another(url: str) -> ModeledEngine:
-        engines.append(_engine(cluster, config.seed, len(engines)))
+        engines.append(_engine(cluster, config.seed, len(engines) + is_beside))
         return engines[-1]
 
     controller = RolloutController(scalable(engines, another), seed=config.seed)
     activities, buffer, tokenizer = Activities(), build_buffer(config), PromptTokenizer(cluster.prompt_tokens)
+    held_out_judge = TimedJudge(cluster.judge_s)
     rejected_below = cluster.filtered_share * _SEED_SPAN
 
     def accept(samples: list[RolloutState]) -> bool:
         # By a draw of the group's own, so that always the same groups are rejected.
         return request_seed(config.seed, "filter", str(samples[0].group_id)) >= rejected_below
 
+    def agent_loop(task: TaskConfig, judge: Judge, apart: RolloutController | None = None) -> AgentLoop:
+        # Rollouts of an evaluation beside production are none of the producer's.
+        register, at = (activities, controller) if apart is None else (Activities(), apart)
+        return SingleTurnAgentLoop(at, judge, tokenizer, sample_params=task.sample, activities=register)
+
+    def eval_set(task: TaskConfig) -> EvalSet:
+        loop = agent_loop(task, held_out_judge, eval_controller)
+        return EvalSet(task.name, _PROMPTS * cluster.held_out, loop, config.tries(task), buffer)
+
     def task_runner(task: TaskConfig) -> TaskRunner:
         strategy = build_strategy(config, task, controller)
         strategy.is_valid_sample_fn = accept
-        judge = TimedJudge(cluster.judge_s)
         return TaskRunner(
             task_name=task.name,
-            agent_loop=SingleTurnAgentLoop(
-                controller, judge, tokenizer, sample_params=task.sample, activities=activities
-            ),
+            agent_loop=agent_loop(task, TimedJudge(cluster.judge_s)),
             produce_strategy=strategy,
             sampler=Sampler(
                 _PROMPTS,
@@ -126,13 +138,14 @@ def build_world(config: RunConfig, cluster: ClusterConfig, folder: Path) -> Worl
         # They have what the loops call, and no more.
         trainer=cast(Any, trainer),
         compute_thread=cast(Any, thread),
-        eval_sets=[],
+        eval_sets=[eval_set(task) for task in tried],
+        eval_controller=eval_controller,
         display=display,
         metrics=MetricsLogger([]),
         activities=activities,
         timer=PhaseTimer(wall_clock=clock, cpu_clock=clock),
     )
-    return World(run=run, engines=engines, trainer=trainer, display=display)
+    return World(run=run, engines=engines, trainer=trainer, display=display, held_out_judge=held_out_judge)
 
 
 def _engine(cluster: ClusterConfig, seed: int, number: int) -> ModeledEngine:
@@ -191,9 +204,12 @@ class TimedJudge(Judge):
     def __init__(self, seconds: float) -> None:
         super().__init__(timeout_s=None)
         self._seconds = seconds
+        self.num_tokens = 0
+        """Of all that it has judged."""
 
     async def score(self, state: RolloutState) -> float:
         """Return 0 or 1, by the name of the rollout, after the judge's seconds."""
+        self.num_tokens += len(state.response_ids)
         if self._seconds:
             await asyncio.sleep(self._seconds)
         # Scores that differ within a group: others carry no signal, and nothing would be used again.

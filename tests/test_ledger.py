@@ -3,6 +3,9 @@
 import gc
 import itertools
 import json
+import subprocess
+import sys
+import textwrap
 import threading
 import tracemalloc
 from collections import Counter
@@ -495,6 +498,44 @@ def test_a_full_disk_for_settled_groups_is_one_sentence_and_never_forgets_some()
     # A group that was settled before is refused too, rather than taken for one that was never seen.
     with pytest.raises(OSError, match="SQLITE_TMPDIR"):
         ledger.life("first", "math")
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_forked_process_that_ends_leaves_the_books_as_they_are(is_dropped):
+    child = """
+        import gc, os, sys
+        from forebay.ledger import Ledger
+        ledger = Ledger()
+        for number in range(20_000):
+            ledger.record(f"{number}{'x' * 100}", "math", "trained", train_step=number)
+        if not (child := os.fork()):
+            try:
+                ledger.life("0", "math")
+            except RuntimeError as error:
+                assert "forked" in str(error)
+                if IS_DROPPED:
+                    del ledger
+                    gc.collect()
+                    os._exit(0)
+                sys.exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        for number in range(20_000):
+            assert ledger.life(f"{number}{'x' * 100}", "math").train_step == number
+        """
+    code = textwrap.dedent(child).replace("IS_DROPPED", str(is_dropped))
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\0b", "", "'", "4", 4, -4, 10**30])
+def test_a_settled_group_may_have_every_name_that_a_line_holds(tmp_path, name):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.record(name, "math", "trained", train_step=1)
+    assert [row[0] for row in ledger.state_dict()["tasks"]["math"]] == [name]
+    ledger.record(name, "math", "requeued")
+    assert ledger.name_live("math") == [name]
+    ledger.close()
+    assert Ledger.read(tmp_path / "ledger.jsonl").state_dict() == ledger.state_dict()
 
 
 def test_a_thread_that_reads_finds_a_group_wherever_it_is():

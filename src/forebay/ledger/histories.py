@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import math
+import os
 import sqlite3
 import threading
 import weakref
@@ -70,9 +71,12 @@ class Histories:
     def __init__(self) -> None:
         self._open: dict[GroupId, Row] = {}
         # Without a name it is a temporary file, and in memory as long as it is small. Nothing is committed,
-        # which halves the time; after a failed write even the table is gone, so no group is forgotten unseen.
+        # which halves the time, and nothing rolled back: a forked process that ends would do that to the file
+        # of its parent.
         self._settled = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+        self._process_id = os.getpid()
         weakref.finalize(self, self._settled.close)
+        self._ask("PRAGMA journal_mode = OFF")
         self._ask("BEGIN")
         self._ask(f"CREATE TABLE settled (name PRIMARY KEY, {', '.join(_COLUMNS)}) WITHOUT ROWID")
         self._lock = threading.Lock()
@@ -90,7 +94,8 @@ class Histories:
 
     def name_live(self) -> list[GroupId]:
         """The groups that are neither trained nor dropped, in the order of their first events."""
-        return sorted(self._open, key=lambda group_id: self._open[group_id]["first_s"])
+        with self._lock:
+            return sorted(self._open, key=lambda group_id: self._open[group_id]["first_s"])
 
     def enter(self, event: Mapping[str, Any]) -> None:
         """Enter one event, as a line of the ledger's file.
@@ -150,9 +155,8 @@ class Histories:
     def state(self) -> list[list[Any]]:
         """Each group's id and columns, as JSON values, in the order of first events."""
         with self._lock:
-            settled = self._ask("SELECT * FROM settled").fetchall()
-        rows = [[name[1:] if name[0] == "'" else int(name), *row] for name, *row in settled]
-        rows += [[group_id, *row.values()] for group_id, row in self._open.items()]
+            rows = [[_group_of(name), *row] for name, *row in self._ask("SELECT * FROM settled")]
+            rows += [[group_id, *row.values()] for group_id, row in self._open.items()]
         return sorted(rows, key=lambda row: (row[1 + list(_COLUMNS).index("first_s")], str(row[0])))
 
     @classmethod
@@ -196,9 +200,15 @@ class Histories:
                 self._powers[place, exponent] += sign * tokens**exponent
 
     def _ask(self, text: str, *values: Any) -> sqlite3.Cursor:
+        if self._process_id != os.getpid():
+            raise RuntimeError(
+                "a forked process cannot use its parent's ledger; read the ledger's file there"
+            )
         try:
             return self._settled.execute(text, values)
-        except sqlite3.OperationalError as error:
+        except sqlite3.Error as error:
+            # From here on every question fails, so that no group is forgotten unseen.
+            self._settled.close()
             raise OSError(
                 f"the books of settled groups have no room in the folder for temporary files ({error}); make "
                 f"room there, or set SQLITE_TMPDIR to a folder that has some"
@@ -263,9 +273,15 @@ def _place_after(event: str, reason: str | None, before: str | None) -> str:
     return LIVE
 
 
-def _key(group_id: GroupId) -> str:
-    """A text that tells 4 from "4", whatever the size of the number."""
-    return f"'{group_id}" if isinstance(group_id, str) else str(group_id)
+def _key(group_id: GroupId) -> bytes:
+    """A name that tells 4 from "4", whatever the size of the number, and holds every text that JSON does."""
+    name = f"'{group_id}" if isinstance(group_id, str) else str(group_id)
+    return name.encode("utf-8", "surrogatepass")
+
+
+def _group_of(key: bytes) -> GroupId:
+    name = key.decode("utf-8", "surrogatepass")
+    return name[1:] if name[0] == "'" else int(name)
 
 
 def _old_rows(state: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:

@@ -60,15 +60,6 @@ from forebay.tracebacks import first_error
 from forebay.watching.activity import CHECKPOINT, EVALUATE, TRAIN, WAIT_BATCH, Activities, Activity
 
 RETURN, STEPS_PER_S, LAG = "return", "env_steps_per_s", "lag"
-STALL_S = 900.0
-"""Without a batch for so long, workers hang: no environment takes a quarter of an hour for a few steps."""
-STOP_GRACE_S = 30.0
-"""For workers to finish the fragment they are at; then they are ended."""
-NUM_CHECKPOINTS = 2
-"""Kept: the newest, and the one before in case the newest turns out to be of a policy gone bad."""
-HISTORY_BYTES = 200_000_000
-"""Of activities alone: some millions of train steps."""
-_BUFFER_METRICS = ("mean_staleness", "max_staleness", "mean_reuse", "chunks", "waiting_additions")
 
 
 class FragmentRun:
@@ -301,6 +292,17 @@ class FragmentRun:
         if self.pool.num_restarts:
             facts["restarts"] = f"{self.pool.num_restarts} workers died and were started again"
         return facts
+
+
+STALL_S = 900.0
+"""Workers hang if no batch comes for so long: no environment takes a quarter of an hour for a few steps."""
+STOP_GRACE_S = 30.0
+"""The time that workers get to finish a fragment before they are ended."""
+NUM_CHECKPOINTS = 2
+"""The newest is kept, and the one before it in case the policy of the newest turns out to be bad."""
+HISTORY_BYTES = 200_000_000
+"""The history has activities alone here, so this is room for some millions of train steps."""
+_BUFFER_METRICS = ("mean_staleness", "max_staleness", "mean_reuse", "chunks", "waiting_additions")
 
 
 class Checkpoint(NamedTuple):

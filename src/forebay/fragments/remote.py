@@ -8,11 +8,8 @@
           | `RemoteFragmentBuffer`     +--------------------------+
           '---------- payloads: the store, mapped by every process -----------'
 
-Ids and metadata only go through the socket. Only the user who started the server may connect: the socket's
-file is closed to others. A client that goes away takes back its waiting calls; leases that it holds end by
-time, as those of a reader that was killed.
-
-`FragmentCalls` are the methods that every client has; `forebay.cluster` makes them over Ray.
+Only ids and metadata go through the socket, which only the user who started the server may open. A client
+that leaves takes back its waiting calls; its leases end by time, as those of a reader that was killed.
 """
 
 from __future__ import annotations
@@ -38,20 +35,9 @@ from forebay.io.link import Acceptor, Link, Result, Session
 from forebay.io.messages import ERRORS, SILENCE_LIMIT_S, Call, check_limit
 from forebay.io.methods import Method, called
 
-CLIENT_LIMIT_S = 60.0
-"""Without a sign of life a client is given up; twice what it allows a server."""
-MAX_CALL_BYTES = 64 << 20
-"""Half a million fragments announced at once."""
-_ERRORS = ERRORS | {
-    "BufferClosed": BufferClosed,
-    "StoreFullError": StoreFullError,
-    # A call that this side did not cancel: only the end of the server does.
-    "CancelledError": BufferClosed,
-}
-
 
 class FragmentCalls(ABC):
-    """The methods of `ReplayBufferActor`, each one call; a client says how it is made."""
+    """The methods of `ReplayBufferActor`, each one call: by a socket here, by Ray in `forebay.cluster`."""
 
     @abstractmethod
     async def _call(self, method: str, **arguments: Any) -> Any:
@@ -140,6 +126,18 @@ class RemoteFragmentBuffer(FragmentCalls):
         value, _ = await self._link.call(method, arguments, late=late)
         result = msgspec.msgpack.decode(value, type=METHODS[method].result)
         return FragmentBatch(*result) if isinstance(result, tuple) else result
+
+
+CLIENT_LIMIT_S = 60.0
+"""Without a sign of life a client is given up; twice what it allows a server."""
+MAX_CALL_BYTES = 64 << 20
+"""The header of a call at most: half a million fragments announced at once."""
+_ERRORS = ERRORS | {
+    "BufferClosed": BufferClosed,
+    "StoreFullError": StoreFullError,
+    # A call that this side did not cancel: only the end of the server does.
+    "CancelledError": BufferClosed,
+}
 
 
 @contextlib.asynccontextmanager

@@ -50,8 +50,7 @@ QUERY_FIELDS = tuple(FIELD_KINDS)
 TAG_PREFIX = "tags."
 
 MAX_DEPTH = 64
-"""The deepest nesting of ``$and`` and ``$or``: far more than a person writes, far less than Python or a
-database bears."""
+"""The deepest nesting of ``$and`` and ``$or`` that is taken: every database and Python can bear it."""
 
 
 class _Missing(Enum):

@@ -38,7 +38,7 @@ from forebay.judges.build import JudgeConfig, build_judge
 from forebay.types import Message, RolloutState, Status
 
 Memory = dict[str, Any]
-"""Of one episode: text, numbers, lists and dicts."""
+"""The memory of one episode: text, numbers, lists and dicts."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Environment(ABC):
     """
 
     roles: tuple[str, ...] = ("user",)
-    """Of the messages that it replies with; the chat template must know them."""
+    """The roles of the messages that it replies with; the chat template must know them."""
     reads_special_tokens: bool = False
     """Whether the texts it reads hold the model's special tokens, all but the end of the turn."""
     gives_rewards: bool = True

@@ -274,14 +274,14 @@ class MultiTurnAgentLoop(AgentLoop):
 
 @dataclass
 class EpisodeRecord:
-    """Where an episode stands."""
+    """The state of an episode between two turns."""
 
     memory: Memory = field(default_factory=dict)
     """The environment's memory of this rollout, saved with it."""
     turn_start: int = 0
     """Where in ``response_ids`` the model's latest turn begins."""
     is_cut: bool = False
-    """That turn ended by a limit, not by the model."""
+    """Whether that turn ended by a limit, not by the model."""
     awaits_reply: bool = False
     """The turn is finished and the environment has not replied to it."""
     rewards: list[float] = field(default_factory=list)

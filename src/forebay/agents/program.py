@@ -207,7 +207,7 @@ class ProgramSession:
     """
 
     base_url: str
-    """Of the chat API; it is this rollout's alone."""
+    """The address of the chat API; it is this rollout's alone."""
     messages: list[Message]
     """The prompt of the task."""
     task: dict[str, Any]

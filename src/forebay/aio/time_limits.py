@@ -275,5 +275,5 @@ def timeout(limit_s: float | None, late: Callable[[], Exception] = TimeoutError)
 
 
 def timeout_at(when_s: float | None) -> asyncio.Timeout:
-    """As `asyncio.timeout_at`, in a task that was cancelled before too."""
+    """`asyncio.timeout_at`, right also in a task that was cancelled before."""
     return _Timeout(when_s)

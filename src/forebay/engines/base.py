@@ -161,7 +161,7 @@ class EngineSurroundings:
     """Hugging Face folder of the weights the run starts from."""
     model: ModelConfig
     dtype: Precision = "float32"
-    """In which engines hold the weights and compute."""
+    """The precision in which engines hold the weights and compute."""
     attention: AttentionKey = "auto"
     """The kernel of attention of engines that load the model through transformers."""
     device: str = "cpu"
@@ -176,7 +176,7 @@ class EngineSurroundings:
     takes_turns: bool = False
     """Whether it is to sleep there while the trainer trains."""
     lora_rank: int = 0
-    """Of the adapters that engines may be given in place of all weights; 0: they are given none."""
+    """The rank of the adapters that engines may be given in place of all weights; 0: none are given."""
 
 
 class Engine(Protocol):

@@ -198,10 +198,10 @@ class Member:
     loading: asyncio.Future[tuple[BaseException | None]] | None = None
     """The load of weights that came while it was brought up; the result has the error, or None."""
     is_starting: bool = False
-    """It is being brought up, and does not wait for that."""
+    """Whether it is being brought up, and does not wait for that."""
     lost_because: str = "not started yet"
     gone: bool = False
-    """It could not be brought up: it gets nothing any more."""
+    """Whether it could not be brought up: it gets nothing any more."""
     slowness: float = 1.0
     """How much busier it counts than it is; above 1 for a straggler."""
     is_named: bool = False

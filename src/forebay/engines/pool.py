@@ -38,13 +38,13 @@ T = TypeVar("T")
 Load = Callable[[Member], Awaitable[None]]
 
 LOAD_LIMIT_S = 600.0
-"""For taking over weights and for freeing them: minutes are usual where a model is large."""
+"""The time to take over weights, and to free them: minutes are usual where a model is large."""
 
 MAX_RETRIES = 3
 """Engines that one call may lose before it fails: a request that brings down every server must end."""
 
 _BRING_UP_TRIES = 3
-"""For an engine that comes up, but then does not follow the others: each try limits itself."""
+"""Tries with an engine that comes up and then does not follow the others: each try limits itself."""
 
 
 class EnginePool:
@@ -243,7 +243,7 @@ class EnginePool:
 
     @property
     def _left(self) -> list[Member]:
-        """Those that are up, or may come back."""
+        """The members that are up, or may come back."""
         return [member for member in self._members if not member.gone]
 
     def _wake(self) -> None:

@@ -32,7 +32,7 @@ SCRIPTED_LOGPROB = -1.0
 """The log probability of every token for which the script gives none."""
 
 CLOCK_ROUNDING = 1e-6
-"""In tokens: sums of latencies, or of seconds times rates, may come out this much short of a token."""
+"""The rounding, in tokens: sums of latencies, or of seconds times rates, may be this much short of one."""
 
 
 @dataclass(eq=False)
@@ -92,7 +92,7 @@ class ScriptedEngine:
         self.model_step = model_step
         """The step of the latest weights."""
         self._loads = [(-math.inf, model_step)]
-        """From when on, on the engine's clock, which model step."""
+        """The moments, on the engine's clock, from which each model step was loaded."""
         # Dicts are the ordered sets of Python: first in, first out.
         self._waiting: dict[ScriptedRequest, None] = {}
         self._running: dict[ScriptedRequest, None] = {}

@@ -34,7 +34,7 @@ from forebay.fragments import SampleFragment
 Array = np.ndarray[Any, Any]
 
 VALUE_COEF = 0.5
-"""Of the squared error of normalized values, whose scale is fixed, so it needs no tuning."""
+"""The weight of the squared error of normalized values, whose scale is fixed, so it needs no tuning."""
 MAX_GRAD_NORM = 0.5
 """The usual bound for PPO: advantages are normalized, so it does not depend on the task."""
 MAX_RATIO = 1.0

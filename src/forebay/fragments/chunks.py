@@ -112,7 +112,7 @@ class ChunkTable:
         return list(islice(self, count))
 
     def stale(self, min_version: int) -> list[Chunk]:
-        """Those with a fragment of a version before `min_version`."""
+        """The chunks with a fragment of a version before `min_version`."""
         # By version, of which there are a few, and not by chunk: every new version asks.
         versions = sorted(version for version in self._by_version if version < min_version)
         return [chunk for version in versions for chunk in self._by_version[version] if chunk.slot >= 0]

@@ -123,7 +123,7 @@ class LeaseRow(msgspec.Struct, array_like=True):
     fragments: list[Fragment]
     staleness: list[int]
     end_s: float = 0.0
-    """By the clock of the event loop: a restart begins the term anew."""
+    """The end by the clock of the event loop: a restart begins the term anew."""
 
     def batch(self) -> FragmentBatch:
         """The batch that was served with it."""

@@ -41,9 +41,9 @@ class FragmentMetadata(msgspec.Struct, frozen=True, array_like=True, gc=False):
     worker_uuid: str
     fid_in_worker: int
     model_version: int
-    """Of the oldest weights that acted in it."""
+    """The version of the oldest weights that acted in it."""
     session_id: str
-    """Of the training session that the weights are of."""
+    """The training session that the weights belong to."""
 
 
 @dataclass(eq=False)

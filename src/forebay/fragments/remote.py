@@ -129,7 +129,7 @@ class RemoteFragmentBuffer(FragmentCalls):
 
 
 CLIENT_LIMIT_S = 60.0
-"""Without a sign of life a client is given up; twice what it allows a server."""
+"""A client without a sign of life for so long is given up; twice the time it allows a server."""
 MAX_CALL_BYTES = 64 << 20
 """The header of a call at most: half a million fragments announced at once."""
 _ERRORS = ERRORS | {
@@ -205,4 +205,4 @@ def _sent(name: str) -> Method:
 
 
 METHODS = {name: _sent(name) for name in (*vars(FragmentCalls), "close") if not name.startswith("_")}
-"""Of the buffer, that other processes may call."""
+"""The methods of the buffer that other processes may call."""

@@ -47,7 +47,7 @@ class ReplayState:
         """Payloads to be deleted once the changes are committed."""
         self.references = References()
         self.leases: dict[int, LeaseRow] = {}
-        """Those in force, by number."""
+        """The leases in force, by number."""
         self.prepared = FragmentBatch()
         """The batch served last."""
         self.chunks = ChunkTable()

@@ -45,7 +45,7 @@ class Tallies(msgspec.Struct):
         self.served_chunks += num_first
 
     def as_metrics(self) -> dict[str, float]:
-        """By the name under which they are reported."""
+        """The counts by the name under which they are reported."""
         numbers: dict[str, float] = {
             "added_fragments": self.added,
             "duplicate_fragments": self.duplicates,

@@ -36,7 +36,7 @@ BACKLOG = 4096
 """Connections that wait to be accepted; the system lowers it to its own limit (``net.core.somaxconn``)."""
 
 RETRY_S = 0.05
-"""Between attempts at a Unix socket whose queue of connections is full: nothing tells of room in it."""
+"""The pause between attempts at a Unix socket whose queue is full: no event tells of room in it."""
 
 _TCP_LIMITS = {
     "TCP_KEEPIDLE": 10,

@@ -320,7 +320,7 @@ class BlockingChannel:
         self._ended = threading.Event()
 
     def fileno(self) -> int:
-        """Of the socket: for waiting on several channels at once."""
+        """The descriptor of the socket, for waiting on several channels at once."""
         return self.sock.fileno()
 
     def send(self, message: Message, buffers: Sequence[Buffer] = ()) -> None:

@@ -237,7 +237,7 @@ class Pending:
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.is_answered = False
         self.buffers: list[Any] = []
-        """Of its parts and its answer, as far as they have come."""
+        """The buffers of its parts and its answer, as far as they have come."""
 
 
 Result = tuple[Any, Sequence[Buffer]]

@@ -153,7 +153,7 @@ ERRORS: dict[str, type[Exception]] = {
         *(PermissionError, TimeoutError),
     )
 }
-"""Those that come out of a call as what they are; a caller adds its own."""
+"""Errors of a call that are raised here with their own type; a caller adds its own."""
 
 
 def failure_of(number: int, error: BaseException) -> Failure:

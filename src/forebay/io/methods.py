@@ -55,7 +55,7 @@ class Method(NamedTuple):
 
     @staticmethod
     def of(method: Callable[..., Any], **other: Any) -> Method:
-        """Those of the method's annotations, or of these."""
+        """The types of the method's annotations, or these."""
         kinds = get_type_hints(method) | other
         result = kinds.pop("return")
         arguments = msgspec.defstruct(method.__name__, [*kinds.items()], forbid_unknown_fields=True)

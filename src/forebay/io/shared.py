@@ -26,7 +26,7 @@ ALIGNMENT = 64
 """A cache line; any dtype's alignment divides it."""
 
 Layout = Sequence[tuple[str, str, Sequence[int], int, int]]
-"""Of each tensor: name, torch's name of the dtype, shape, first byte, byte after the last."""
+"""For each tensor its name, torch's name of the dtype, shape, first byte, and the byte after the last."""
 
 
 class MemoryFile:

@@ -101,7 +101,7 @@ class Judge(ABC):
         return [await self.score(state) for state in states]
 
     async def verdicts(self, states: Sequence[RolloutState]) -> list[dict[str, Any] | JudgeError]:
-        """For each rollout its reward or why it has none; nothing is written to the rollouts."""
+        """The reward of each rollout, or why it has none; nothing is written to the rollouts."""
         # A group of one each: then a rollout's time-out, retries and failure are its own.
         parts = [states] if self.needs_whole_group else [[state] for state in states]
         found = await asyncio.gather(*map(self._verdicts_together, parts))

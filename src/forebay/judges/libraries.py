@@ -182,7 +182,7 @@ def make_gym_scorer() -> Callable[[str, dict[str, Any], int, str], float]:
 # Enough for any scorer here, far below what would make a training machine swap.
 _MEMORY_LIMIT_BYTES = 4 << 30
 START_LIMIT_S = 120.0
-"""For a child to import what it needs, beside the time of the call that it was started for."""
+"""The time that a child gets for its imports, beside that of the call that it was started for."""
 _CHILD_CODE = "from forebay.judges.libraries import serve; serve()"
 
 

@@ -100,7 +100,7 @@ class LLMJudge(base.Judge):
         self._settings = settings
         self._server = JudgeServer(settings, judge="judge 'llm'", timeout_s=timeout_s)
         self._replies: dict[str, str] = {}
-        """By request; the oldest ones are forgotten."""
+        """Replies by request; the oldest ones are forgotten."""
         rubric, parse = settings.rubric, settings.parse
         template = TEMPLATES[settings.group] if rubric is None else RUBRIC_TEMPLATE
         if rubric is not None:

@@ -42,12 +42,12 @@ Precision = Literal["float32", "bfloat16"]
 DEVICE_PATTERN = r"^(auto|cpu|mps|cuda(:\d+)?)$"
 """The names of devices in a run file."""
 PrecisionKey = Literal["auto", Precision]
-"""In a run file; ``auto`` is bfloat16 on a CUDA device, float32 elsewhere."""
+"""The precision in a run file; ``auto`` is bfloat16 on a CUDA device, float32 elsewhere."""
 
 Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention", "varlen"]
 """Kernels of attention (`forebay.models.attention`)."""
 AttentionKey = Literal["auto", Attention]
-"""In a run file; ``auto`` is the one that suits the device, the layout and the model."""
+"""The kernel in a run file; ``auto`` is the one that suits the device, the layout and the model."""
 
 
 class ModelConfig(StrictModel):

@@ -79,7 +79,7 @@ class Sight:
 
 
 def images_of(rollout: Any) -> Images:
-    """Those of the prompt of a rollout, or of a `Prompt`, in their order."""
+    """The images in the prompt of a rollout, or in a `Prompt`, in their order."""
     return tuple((rollout.mm_info or {}).get(IMAGES, ()))
 
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 OWN_CHOICE = -1
-"""In place of an expert's id: the router chooses itself."""
+"""A place without an expert's id: the router chooses itself."""
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of E in configs of transformers."""

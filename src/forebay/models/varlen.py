@@ -20,7 +20,7 @@ import torch
 from torch.nn.attention import varlen
 
 _GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-"""Not in its first versions."""
+"""Its first versions do not group heads."""
 _NOT_COMPUTED = ("softcap", "s_aux", "position_bias")
 
 

@@ -56,7 +56,7 @@ class Plan:
     longest: int
     """Tokens of the longest prompt and response."""
     host_bytes: int = 0
-    """Of a GPU machine's own memory, for what all ranks of the trainer keep there."""
+    """Memory of the GPU machine itself that all ranks of the trainer keep something in."""
     advice: Sequence[str] = ()
     """Overrides, each added to those before, until the run fits; empty if it does."""
     advised_bytes: int | None = None
@@ -64,7 +64,7 @@ class Plan:
     times: SimulationResult | None = None
     """Of a step, if every response were as long as it may be; None: for an unknown device."""
     sync_s: float = 0.0
-    """To hand the weights to the engines, as in `times`."""
+    """Seconds to hand the weights to the engines, as in `times`."""
     tokens_per_step: int = 0
 
     @property
@@ -92,13 +92,13 @@ TRAIN_SHARE, DECODE_SHARE = 0.4, 0.5
 """Attainable shares: of the arithmetic in a train step (packed, bfloat16), and of the bandwidth in decoding.
 The first is usual for transformers' models on one GPU, not the best."""
 HOST_BYTES_PER_S = 2.5e10
-"""Between a GPU and the host's memory, by PCIe 4 with 16 lanes."""
+"""The rate between a GPU and the host's memory, by PCIe 4 with 16 lanes."""
 LAUNCH_S = 0.7e-3
 """A layer of the in-process engine takes at least so long to decode a token: PyTorch launches its kernels
 one by one."""
 SIMULATED_STEPS = 12
 WARN_SHARE, REFUSE_SHARE = 0.9, 1.1
-"""Of the memory: from the first on a plan warns, above the second a run is not started."""
+"""Shares of the memory: above the first a plan warns, above the second a run is not started."""
 _SAMPLED_PROMPTS = 200
 
 

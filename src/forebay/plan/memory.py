@@ -108,7 +108,7 @@ class StepMemory:
     tokens: int
     """Tokens of that micro-batch."""
     gradient_bytes: int
-    """Of all trained weights, whatever is there at the peak."""
+    """Gradients of all trained weights, whatever is there at the peak."""
     num_parameters: int
     """Parameters of the policy, adapters included."""
     host_bytes: int
@@ -217,9 +217,9 @@ def _grouped_mm(rows_ND: torch.Tensor, experts_EDF: torch.Tensor, *, offs: torch
 
 
 _SPLIT = ("weights", "reference", "gradients", "moments")
-"""Of each of these a rank holds its slice."""
+"""Parts of which a rank holds its slice."""
 _TOKENS = (LOGITS, ACTIVATIONS)
-"""Of each of these it holds that of its tokens, where a context group shares out a sequence."""
+"""Parts of which a rank holds those of its tokens, where a context group shares out a sequence."""
 
 
 def _of_one_rank(parts: dict[str, int], trained: Sequence[nn.Module], config: TrainConfig) -> dict[str, int]:
@@ -242,7 +242,7 @@ def _num_bytes(module: nn.Module, *, trained: bool = False) -> int:
 
 
 def _outside_bytes(model: nn.Module, *, trained: bool = False) -> int:
-    """Of all that is in no layer: embeddings, output head."""
+    """Bytes of everything that is in no layer: embeddings, output head."""
     layers = sum(_num_bytes(layer, trained=trained) for layer in decoder_layers(model))
     return _num_bytes(model, trained=trained) - layers
 

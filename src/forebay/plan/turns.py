@@ -136,7 +136,7 @@ def server_share(config: RunConfig, device: Device, trainer: Mapping[str, int]) 
 
 
 SERVER_SHARE = 0.95
-"""Of the memory that a trainer leaves free: plans are good to a tenth of the trainer's, which is less."""
+"""The share of the memory that a trainer leaves free: plans are good to a tenth of the trainer's part."""
 
 
 def num_running(config: RunConfig) -> int:

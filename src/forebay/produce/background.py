@@ -271,7 +271,7 @@ class BackgroundProducer:
                     raise error from None
 
     def stop_starting(self) -> None:
-        """As after a `pause`, but what is in flight goes on."""
+        """Start no group any more, as after a `pause`; groups in flight go on."""
         if self.mode is not Mode.SHUT_DOWN:
             self.mode = Mode.PAUSED
         self.update_event.set()

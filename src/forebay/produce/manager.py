@@ -97,7 +97,7 @@ class AgentLoopManager:
         self.activities = Activities() if activities is None else activities
         self.save_partial_every_s = save_partial_every_s
         self.progress = ProduceProgress.build(names)
-        """Of the separate run; one object for producer and consumer."""
+        """The progress of the separate run; one object for producer and consumer."""
         self._runners = {runner.task_name: runner for runner in task_runners}
         self._background = BackgroundProducer(
             self._runners,
@@ -133,7 +133,7 @@ class AgentLoopManager:
 
     @property
     def model_step(self) -> int:
-        """Of the weights that the background producer generates with."""
+        """The step of the weights that the background producer generates with."""
         return self._background.model_step
 
     def get_task_batch_sizes(self, global_batch_size: int, train_step: int) -> dict[str, int]:

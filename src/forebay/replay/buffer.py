@@ -439,7 +439,7 @@ class ReplayBuffer:
                 yield view
 
     def _looking(self) -> AbstractAsyncContextManager[None]:
-        """For one question to the store, which need not wait for puts, and which no put waits for."""
+        """Around one question to the store, which need not wait for puts and which no put waits for."""
         # With a limit a put is two calls; a policy of its own may ask several questions.
         is_one = self.limit is None and type(self.policy).count is ReplayPolicy.count
         return self._lock.shared() if is_one else self._lock.alone()

@@ -36,11 +36,11 @@ class Trajectory:
     state: RolloutState
     tools: list[dict[str, Any]] | None
     messages: list[Message]
-    """As `plain_message` has them, the model's own turns included."""
+    """The messages in the form of `plain_message`, the model's own turns included."""
     turn_starts: list[int] = field(default_factory=lambda: [0])
     """Where in ``response_ids`` each turn of the model begins."""
     finish_reasons: list[str] = field(default_factory=list)
-    """Of each turn that was finished, as the program was told."""
+    """The reason of each finished turn, as the program was told."""
     is_exhausted: bool = False
     """Whether the budget or the context cut the latest turn, or refused the next."""
     is_busy: bool = False

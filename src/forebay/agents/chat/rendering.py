@@ -237,7 +237,7 @@ def render_prompt(
 def offered_tools(
     tools: list[dict[str, Any]] | None, tool_choice: str | dict[str, Any] | None
 ) -> list[dict[str, Any]] | None:
-    """Those of `tools` that a prompt tells of."""
+    """The tools of `tools` that a prompt names."""
     return None if tool_choice == NO_TOOLS else tools
 
 

@@ -22,7 +22,7 @@ import torch
 CacheTokens = int | Literal["auto"]
 
 _AUTO_SHARE = 0.6
-"""Of the free memory; the rest is for passes over prompts, logits and the next step of the trainer."""
+"""The share of free memory; the rest is for passes over prompts, logits and the trainer's next step."""
 
 
 class CacheBudget:

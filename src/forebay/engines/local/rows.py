@@ -22,7 +22,7 @@ class Row:
     made: NDArray[Any] = field(default_factory=lambda: np.empty(0, TOKEN_FIELDS), kw_only=True)
     """Its tokens, once it has left the batch; where it enters again, it goes on after them."""
     experts: NDArray[Any] | None = field(default=None, kw_only=True)
-    """Those that its tokens were sent to (`Completion.routed_experts`), likewise."""
+    """The experts that its tokens were sent to (`Completion.routed_experts`), likewise."""
     turn: int = field(default=-1, kw_only=True)
     """The how-manieth it entered first."""
 

@@ -29,7 +29,7 @@ _WARM_UPS = 2
 
 
 _SHORTAGE = ("out of memory", "ALLOC_FAILED")
-"""In the texts of errors that say so."""
+"""Words in the errors that say that memory ran out."""
 
 
 class StepGraphs:

@@ -40,13 +40,13 @@ from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError, BaseDiffersError, Weights
 
 CLOSE_LIMIT_S = 10.0
-"""For an engine to end what it does; then its process is killed."""
+"""The time that an engine gets to end its work; then its process is killed."""
 
 START_LIMIT_S = 600.0
-"""For loading a model: minutes are usual where it is large."""
+"""The time to load a model: minutes are usual where it is large."""
 
 CATCH_UP_LIMIT_S = 600.0
-"""For a child that lives to take over weights once more; then it is taken for one that hangs."""
+"""The time that a living child gets to take over weights once more; then it is taken for one that hangs."""
 
 SILENCE_LIMIT_S = 120.0
 """Without a sign of life: longer than elsewhere, for single operations that hold the child's interpreter."""
@@ -73,7 +73,7 @@ class ProcessEngine:
     """
 
     takes_live_weights = True
-    """They go from the trainer, or its ranks, into the memory that engines map."""
+    """Live weights go from the trainer, or its ranks, into the memory that engines map."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class ProcessEngine:
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (ValueError, AdaptersRefusedError, BaseDiffersError)
 }
-"""Those that a call of the child raises as what they are."""
+"""Errors of the child that a call raises here with their own type."""
 
 
 class _Link(Link):
@@ -263,7 +263,7 @@ class _Link(Link):
 
 
 _END_LIMIT_S = 10.0
-"""For a child whose connection is over to be gone: its interpreter unloads what it had loaded."""
+"""The time that a child gets to be gone after its connection has ended: its interpreter unloads libraries."""
 
 _HANG_LIMIT_S = 2.0
 """The same for one that served, which then ends at once unless it hangs or is stopped."""

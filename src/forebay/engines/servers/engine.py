@@ -474,7 +474,7 @@ class HTTPEngine:
 
 
 class State(Enum):
-    """Where an `HTTPEngine` is; drawn above."""
+    """The state of an `HTTPEngine`; the docstring of the module draws it."""
 
     NEW = auto()
     UP = auto()
@@ -487,13 +487,13 @@ _BUSY_FIRST_S, _BUSY_MOST_S, _BUSY_LIMIT_S = 0.5, 30.0, 600.0
 """Until a busy server is asked again: doubled each time, up to the second; after the third it has failed."""
 
 _SLEEP_LIMIT_S = 120.0
-"""For a server to copy its weights to the CPU and free the rest."""
+"""The time that a server gets to copy its weights to the CPU and free the rest."""
 
 _END_LIMIT_S = 5.0
-"""For requests to end after the server was paused; then their connections are closed."""
+"""The time that requests get to end after the server was paused; then their connections are closed."""
 
 _START_TRIES = 3
 """Failures in a row to bring a server back, after which it is given up."""
 
 _TRY_AGAIN_S = 10.0
-"""Between two tries to use such a server: it cannot be started anew."""
+"""The pause between two tries to use such a server: it cannot be started anew."""

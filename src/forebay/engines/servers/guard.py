@@ -20,7 +20,7 @@ import sys
 import threading
 
 GRACE_S = 10.0
-"""For a server to say goodbye to its workers."""
+"""The time that a server gets to say goodbye to its workers."""
 
 
 def main(command: list[str]) -> int:

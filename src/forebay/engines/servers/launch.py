@@ -71,7 +71,7 @@ class LocalServer:
 
     @property
     def url(self) -> str:
-        """Where it answers, from `start` on."""
+        """The address at which it answers, from `start` on."""
         return f"http://127.0.0.1:{self._port}"
 
     @property

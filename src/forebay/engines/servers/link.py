@@ -32,13 +32,13 @@ from forebay.engines.servers.dialects import BadAnswer, Call, Dialect, ErrorEven
 from forebay.engines.servers.launch import LocalServer
 
 _HEALTH_LIMIT_S = 30.0
-"""For an answer about health: a busy server answers late."""
+"""The time for an answer about health: a busy server answers late."""
 
 CONTROL_LIMIT_S = 50.0
 """For calls that are answered between two steps of the model; the engine's own callers give it a minute."""
 
 _TRY_AGAIN_S = 0.2
-"""Between two tries of a call that could not be done just now."""
+"""The pause between two tries of a call that could not be done just now."""
 
 _LONGEST_RETRY_AFTER_S = 120.0
 """A server that wants to be left alone for longer is away."""

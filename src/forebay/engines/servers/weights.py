@@ -51,13 +51,13 @@ class ServerWeights:
         self._lora_rank = lora_rank
         self.bucket_device = bucket_device
         self.model_step = 0
-        """Of the weights that make the next token."""
+        """The step of the weights that make the next token."""
         self.adapters: str | None = None
         """The version of the adapters that requests must name; None: they use the whole weights."""
         self.label = ""
         """The server's name of its weights, when it was last known."""
         self.steps: dict[str, int] = {}
-        """Of the weights that it was given, by their names."""
+        """The model steps of the weights that it was given, by their names."""
         self.is_half_loaded = False
         """Whether it may have part of new weights, or none, under the name of the old ones."""
         self._is_updating = False

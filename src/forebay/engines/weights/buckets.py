@@ -27,7 +27,7 @@ from forebay.io.shared import MemoryFile
 from forebay.models.starting_weights import Weights
 
 BUCKET_BYTES = 512 << 20
-"""Of one bucket; a larger tensor gets a larger one. Each costs a request, of milliseconds."""
+"""The size of a bucket; a larger tensor gets a larger one. Each costs a request, of milliseconds."""
 
 
 @dataclass(kw_only=True)

@@ -263,7 +263,7 @@ class WrittenWeights:
     is_start: bool = False
     """Whether servers have them from their start, without a load."""
     live: LiveWeights | None = None
-    """Where to read them: nothing is in the folder."""
+    """The place to read the weights from: nothing is in the folder."""
 
 
 _RUN_PREFIX, _LOCK = "run-", "lock"

@@ -82,13 +82,13 @@ class Hub:
         self._watched: dict[str, _Watch] = {}
 
     async def publish(self, version: int, weights: bytes) -> None:
-        """These are the newest weights: every worker gets them with its next answer."""
+        """Make these the newest weights: every worker gets them with its next answer."""
         self._version, self._weights = version, weights
         self._ready.set()
         await self._buffer.update_model_version(self._session_id, version)
 
     def stop(self) -> None:
-        """From now on workers are told to stop."""
+        """Tell workers to stop from now on."""
         self.stopping = True
         self._ready.set()
 

@@ -39,13 +39,13 @@ class WorkerSpec(BaseModel, extra="forbid", frozen=True):
     """
 
     worker_uuid: str
-    """Of this life of it: a worker that is started again has another one."""
+    """The name of this life of the worker: one that is started again has another."""
     environment: EnvironmentConfig
     policy: PolicyConfig
     length: int
     """Steps of a fragment."""
     database_config: dict[str, Any]
-    """Of the store, which is on the same machine."""
+    """The settings of the store, which is on the same machine."""
     session_id: str
     seed: int
     limit_s: float = SILENCE_LIMIT_S
@@ -65,14 +65,14 @@ class Report(msgspec.Struct, array_like=True):
 
     worker_uuid: str
     version: int
-    """Of the weights it has; -1: none yet."""
+    """The version of the weights it has; -1: none yet."""
     fragment_id: str | None = None
     """None: it has only begun, and asks for weights."""
     fid_in_worker: int = 0
     oldest_version: int = -1
-    """Of the weights that acted in the fragment."""
+    """The oldest version of the weights that acted in the fragment."""
     num_steps: int = 0
-    """Of all its environments, those that only reset left out."""
+    """Steps of all its environments; steps that only reset are left out."""
     episodes: list[Episode] = []
 
 
@@ -82,4 +82,4 @@ class Orders(NamedTuple):
     stop: bool
     version: int
     weights: bytes
-    """Of `version`; empty: the worker has the newest."""
+    """The weights of `version`; empty: the worker has the newest."""

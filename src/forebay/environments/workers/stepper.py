@@ -68,12 +68,12 @@ class Stepper:
         self._episodes: list[Episode] = []
 
     def load(self, version: int, weights: bytes) -> None:
-        """From now on these act."""
+        """Act with these weights from now on."""
         self._policy.load_weights(weights)
         self.version = version
 
     def take_episodes(self) -> list[Episode]:
-        """Those that ended since the last call."""
+        """The episodes that ended since the last call."""
         episodes, self._episodes = self._episodes, []
         return episodes
 

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 MAX_EARLY_DEATHS = 3
 """One may be bad luck, such as a machine without memory for a moment; three in a row have a reason."""
 NUM_LAST_BYTES = 8192
-"""Of a process's output: a traceback is in it."""
+"""The end of a process's output that is kept: a traceback is in it."""
 PROCESS_ENVIRONMENT = {
     # One thread a process: with more, small matrix products wait for each other.
     "OMP_NUM_THREADS": "1",
@@ -44,7 +44,7 @@ PROCESS_ENVIRONMENT = {
     "SDL_VIDEODRIVER": "dummy",
     "PYGAME_HIDE_SUPPORT_PROMPT": "1",
 }
-"""Of worker processes, beside the trainer's own, which has precedence."""
+"""The environment variables of worker processes; those of the trainer's process have precedence."""
 
 
 class WorkerPool:

@@ -66,7 +66,7 @@ class FragmentStore:
         prefix = os.urandom(8).hex()
         self._ids = (f"{prefix}{number:016x}" for number in itertools.count())
         self._schemas: dict[bytes, Schema] = {}
-        """Those that are known to be in the table."""
+        """The schemas that are known to be in the table."""
         self._stage = memoryview(b"")
         """Used inside a transaction only, so by one thread at a time."""
 
@@ -205,7 +205,7 @@ class FragmentStore:
         return num_deleted
 
     def ids(self) -> list[str]:
-        """Of all fragments there are, those of one process in the order in which they were added."""
+        """The ids of all fragments, those of one process in the order in which they were added."""
         return [str(key, "utf-8") for key in self._environment.read().keys(self._payloads)]
 
     def __contains__(self, fragment_id: str) -> bool:

@@ -332,7 +332,7 @@ def _make_prompt(row: Any, config: DataConfig, made: Templates, place: str) -> P
 
 
 Templates = Mapping[str, Callable[[Mapping[str, Any], str], str] | None]
-"""By the name of the column; None: it is another column."""
+"""A template by the name of the column; None: it is another column."""
 
 
 def _find_column(row: Mapping[str, Any], column: str, name: str, place: str) -> Any:

@@ -282,7 +282,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _read_arrow(path: Path) -> pa.Table:
-    """Of a file or a stream of Arrow's IPC format; `datasets` writes streams."""
+    """The table of a file or a stream in Arrow's IPC format; `datasets` writes streams."""
     with pa.memory_map(str(path)) as source:
         try:
             return pa.ipc.open_file(source).read_all()

@@ -95,7 +95,7 @@ EQUAL = -2
 """As the length of a prompt: an array of its own that equals the first member's."""
 
 MAX_TOKENS = 1 << 28
-"""Of the prompts and `tokens` of a group, 1 GiB: they may be many times what the bytes of a group are."""
+"""The most tokens in the prompts and `tokens` of a group: they may be many times the group's bytes."""
 MAX_COPIED_BYTES = 1 << 26
 """Of a value times the members that get a copy of it; likewise."""
 
@@ -112,15 +112,15 @@ class Head(msgspec.Struct, forbid_unknown_fields=True):
     steps: list[int | None]
     """The oldest model step of each member."""
     values: dict[str, list[Any]]
-    """By field: a value for each member, or one that all share; None if it is missing."""
+    """Values by field: one for each member, or one that all share; None if it is missing."""
     copied: dict[str, msgspec.Raw]
-    """By field: a value of which each member has a copy of its own."""
+    """By field: a value that each member gets a copy of."""
     trees: str
     """As `values`, in JSON text, each value a tree (`forebay.replay.format.values`); or empty."""
     prompts: bytearray
     """The prompts, int32, without those that are `NOT_SENT` or `EQUAL`."""
     lengths: dict[str, list[int]]
-    """By array field: the length of each member's."""
+    """By array field: the length of the array of each member."""
     constants: dict[str, list[int]]
     """The one value of each mask and each model steps array; of those that are `NOT_SENT`, in order."""
     blobs: list[int]

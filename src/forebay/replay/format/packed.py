@@ -155,7 +155,7 @@ def _writable(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def pack_out(group: Sequence[RolloutState], train_step: int | None, *, copy: bool) -> PackedGroup:
-    """As `hand_out`, for a client: a group that is packed stays so."""
+    """As `hand_out`, for a client: a packed group stays packed."""
     if not isinstance(group, PackedPayload):
         return pack_group(_as_of(group, train_step, copy=copy))
     if train_step is not None:

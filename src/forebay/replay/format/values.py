@@ -68,7 +68,7 @@ class Encoder:
     def __init__(self) -> None:
         self.blobs: list[bytes] = []
         self._arrays: dict[int, dict[str, Any]] = {}
-        """By `id`, so every value in it must live as long as this."""
+        """The entries by `id`, so every value in them must live as long as this."""
         self._fetched: list[Any] = []
         """Values of references: nothing else keeps them alive."""
         self._refs: dict[Any, int] = {}
@@ -137,7 +137,7 @@ class Encoder:
         return self._arrays[id(value)]
 
     def _encode_tensor(self, tensor: Any) -> dict[str, Any]:
-        """By its bytes, in C order, without gradients."""
+        """A tensor by its bytes, in C order, without gradients."""
         if id(tensor) not in self._arrays:
             _check_tensor(tensor)
             plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -162,7 +162,7 @@ class Encoder:
 
 
 MAX_DEPTH = 100
-"""Of nested containers: what is written is read again, and Python reads no JSON of some hundred levels."""
+"""The deepest nesting of containers: Python reads no JSON of some hundred levels."""
 MAX_DTYPE_TEXT = 4096
 """Longer than any but a structured dtype of a hundred fields; what is parsed is bounded."""
 _KINDS_OF_BYTES = "biufcmMSUV"
@@ -337,7 +337,7 @@ class SavedFields:
     class_path: str
     """``package.module:Class``. Import that module before reading, and the object itself comes back."""
     fields: dict[str, Any]
-    """Of a dataclass: its fields. Of a model: what pydantic keeps, the fields as ``__dict__``."""
+    """The fields of a dataclass; of a pydantic model what it keeps, its fields as ``__dict__``."""
 
 
 def _take_apart(value: Any) -> tuple[str, Any]:
@@ -445,7 +445,7 @@ def _tensor_of(dtype_name: str, shape: list[int], data: Any) -> Any:
 
 
 def _path_of(kind: type[Any]) -> str:
-    """Where the class is found again."""
+    """The path by which the class is found again."""
     path = f"{kind.__module__}:{kind.__qualname__}"
     if _find(path) is not kind:
         raise ValueError(f"is a {path}, which is not found there again; define the class in a module")

@@ -42,7 +42,7 @@ Value = TypeVar("Value")
 _log = logging.getLogger(__name__)
 
 AGAIN_S = 1.0
-"""Before a store that failed is asked again; nothing tells that its database is back."""
+"""The pause before a store that failed is asked again; nothing tells that its database is back."""
 
 MAX_REMEMBERED = 16_384
 """Groups put and takes whose outcome is remembered: many times what clients have under way at once."""
@@ -57,7 +57,7 @@ class Served:
         """Another one for each start: clients find out that their calls under way are forgotten."""
         self.limits = limits
         self.put_bytes = 0
-        """Of puts of all connections, from their first byte until they are stored."""
+        """Bytes of the puts of all connections, from the first byte of each until it is stored."""
         self.room = Room(buffer, limits.max_live)
         self.num_evicted: dict[str, int] = {}
         self.evictions = 0
@@ -67,7 +67,7 @@ class Served:
         self.takes: dict[bytes, Handover] = {}
         """By key, those sent to a client, until it says what became of them, maybe on its next connection."""
         self._owed: set[Handover] = set()
-        """To be released, until they are."""
+        """Handovers that are to be released, until they are."""
         self._on_evict = buffer.on_evict
         self._watching: asyncio.Task[None] | None = None
 
@@ -277,7 +277,7 @@ class Room:
         self._counts_itself = type(buffer.storage).close is StorageBackend.close
         self._num_live = 0
         self._known_version = buffer.version
-        """Of the buffer, as far as its changes are in `_num_live`."""
+        """The version of the buffer up to which its changes are in `_num_live`."""
         self._lock = SharedLock()
         self._gate = Gate()
         self._num_entering = 0
@@ -405,7 +405,7 @@ class Outcomes(Generic[Value]):
 
     def __init__(self) -> None:
         self._begun: OrderedDict[bytes, tuple[asyncio.Future[Value], int]] = OrderedDict()
-        """Those that have ended in the order of their end."""
+        """Values by key; those that have ended are in the order of their end."""
         self._size = 0
 
     def knows(self, key: bytes) -> bool:

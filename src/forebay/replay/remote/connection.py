@@ -42,7 +42,7 @@ from forebay.replay.remote.messages import ServerClosed, ServerFull
 from forebay.replay.stores.slices import map_in_turns
 
 HELLO_S = 10.0
-"""For a client's first words; any client needs milliseconds."""
+"""The time for a client's first words; any client needs milliseconds."""
 
 MIN_LIMIT_S = 0.01
 """The least that a client may ask for: signs of life more often would be all that the server does."""
@@ -60,11 +60,11 @@ class ClientConnection(Session):
         self.reserve = self._reserve
         self._served, self._token = served, token
         self._waiting: set[asyncio.Task[Any]] = set()
-        """Of the calls, those that the server ends when it closes."""
+        """The calls that the server ends when it closes."""
         self._handovers: dict[bytes, tuple[Handover, asyncio.TimerHandle]] = {}
         self._output = asyncio.Lock()
         self._put_bytes: dict[int, int] = {}
-        """Of the put that is call so and so, as its bytes come, until it is answered."""
+        """The bytes of each put by the number of its call, as they come, until it is answered."""
         self._num_put_bytes = 0
         self._evictions_sent = -1
         self._is_closing = False

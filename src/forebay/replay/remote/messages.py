@@ -46,7 +46,7 @@ MAX_CALLS = 1024
 """Other calls of one client that wait for their answers at most."""
 
 KEY_BYTES = 16
-"""Of the random key by which a put or a take is known again on another connection."""
+"""The bytes of the random key by which a put or a take is known again on another connection."""
 
 
 class ConnectionLost(ConnectionError):
@@ -79,13 +79,13 @@ class Greeting(_Note, tag="greeting"):
     instance: bytes
     """Random; another one after a restart."""
     nonce: bytes
-    """For the proof that the client knows the token."""
+    """A number for the proof that the client knows the token."""
     needs_token: bool
     max_frame_bytes: int
     limit_s: float
     """How long the server waits for a sign of life of the client."""
     fields: tuple[str, ...] = ROLLOUT_FIELDS
-    """Those of a rollout: both sides send values by their place."""
+    """The fields of a rollout: both sides send values by their place."""
 
 
 class Hello(_Note, tag="hello"):
@@ -143,7 +143,7 @@ def _id(value: Any) -> str | int | None:
 
 
 class PutArguments(msgspec.Struct, forbid_unknown_fields=True):
-    """Of `ReplayBuffer.put_groups`; the client has labeled the tokens."""
+    """The arguments of `ReplayBuffer.put_groups`; the client has labeled the tokens."""
 
     key: bytes
     task_name: str
@@ -179,7 +179,7 @@ METHODS = {
         (ReplayBuffer.resume, {"path": str}),
     )
 }
-"""Of the buffer, called as they are."""
+"""Methods of the buffer that are called as they are."""
 _Settled = msgspec.defstruct("Settled", [("key", bytes)], forbid_unknown_fields=True)
 
 ARGUMENTS: dict[str, Any] = {

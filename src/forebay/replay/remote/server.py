@@ -110,7 +110,7 @@ class BufferServer:
 
 
 GRACE_S = 5.0
-"""For clients to read their last answers when the server closes."""
+"""The time that clients get to read their last answers when the server closes."""
 
 
 @asynccontextmanager
@@ -176,7 +176,7 @@ async def serve(
 
 
 TOKEN_VARIABLE = "FOREBAY_BUFFER_TOKEN"
-"""Where the token is looked for when no file is named; a command line would show it to everybody."""
+"""The variable with the token where no file is named; a command line would show it to everybody."""
 
 IN_MEMORY = "memory"
 

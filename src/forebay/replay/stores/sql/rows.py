@@ -79,7 +79,7 @@ class PreparedRow:
     """A row in the form of the tables, checked: no database refuses it."""
 
     columns: dict[str, Any]
-    """Of `groups`; the ids are those that the item brings, until `give_ids`."""
+    """The columns of `groups`; the ids are those that the item brings, until `give_ids`."""
     data: bytes | None
     """The payload; None where the item has none."""
     checksum: int
@@ -365,5 +365,5 @@ class Removed:
 
 
 def storable_uids(uids: Iterable[int]) -> list[int]:
-    """Those uids that a database can look up, each once."""
+    """The uids that a database can look up, each once."""
     return [uid for uid in dict.fromkeys(uids) if INT_MIN <= uid <= INT_MAX]

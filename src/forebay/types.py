@@ -32,7 +32,7 @@ UNLABELED = -1
 
 
 class Status(Enum):
-    """Where a rollout, and by `get_group_status` a group, stands."""
+    """The state of a rollout and, by `get_group_status`, of a group."""
 
     INIT = "init"
     COMPLETED = "completed"
@@ -163,7 +163,7 @@ TURN_REWARDS_KEY = "turn_rewards"
 earned before the end. The rest of the ``score`` is earned at the end."""
 
 EPISODE_KEY = "episode"
-"""Where an episode with an environment stands: an `EpisodeRecord` as a dict."""
+"""The state of an episode with an environment: an `EpisodeRecord` as a dict."""
 TRAJECTORY_OF_KEY = "trajectory_of"
 """Key in ``extra_fields`` of a further trajectory: the rollout id of the first one of the same attempt."""
 

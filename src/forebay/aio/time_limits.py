@@ -270,7 +270,7 @@ class _Timeout(asyncio.Timeout):  # type: ignore[misc]  # final, but every use o
 
 
 def timeout(limit_s: float | None, late: Callable[[], Exception] = TimeoutError) -> asyncio.Timeout:
-    """As `asyncio.timeout`, in a task that was cancelled before too; `late` makes the error of its end."""
+    """`asyncio.timeout`, right also in a task that was cancelled before; `late` makes its error."""
     return _Timeout(None if limit_s is None else asyncio.get_running_loop().time() + limit_s, late)
 
 

@@ -106,7 +106,7 @@ class EnginePool:
 
     @property
     def engines_up(self) -> dict[int, Engine]:
-        """Those that take requests now, by their place in `engines`: none is starting, lost or given up."""
+        """The engines that take requests now, by their place in `engines`; others start, or are lost."""
         return {member.number: member.engine for member in self._members if member.is_up}
 
     @property

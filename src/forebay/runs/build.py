@@ -78,9 +78,9 @@ class Run(rollout_parts.Rollouts):
     has_failed: bool = False
     weight_check: WeightCheck | None = None
     cluster: Cluster | None = None
-    """Where the trainer, engines and agents are if not here; it outlives the run."""
+    """The cluster that has trainer, engines and agents, if they are not here; it outlives the run."""
     turns: DeviceTurns | None = None
-    """Of trainer and server on one GPU, in a colocated run."""
+    """The turns of trainer and server on one GPU, in a colocated run."""
     compute_thread: ThreadPoolExecutor = field(
         # One thread: torch keeps a pool of workers for every thread that computes.
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="compute")
@@ -133,7 +133,7 @@ class Run(rollout_parts.Rollouts):
         return said
 
     def place(self) -> dict[str, Any]:
-        """Where the run stands."""
+        """The place of the run in its steps."""
         return {
             "train_step": self.train_step,
             "steps": self.config.steps,

@@ -80,7 +80,7 @@ class Cluster(Protocol):
         """
 
     def counts(self) -> dict[str, float]:
-        """For a run's metrics: what was lost and made anew so far."""
+        """Losses and restarts so far, for a run's metrics."""
 
     async def close(self) -> None:
         """End every part, and what else was started for them."""
@@ -111,7 +111,7 @@ class Trainer(Protocol):
         """A batch as the trainer cuts it."""
 
     def compute_logprobs(self, batch: TrainBatch) -> FloatArray:
-        """Of a packed batch's response tokens, by the current weights."""
+        """Log probabilities of a packed batch's response tokens by the current weights."""
 
     def begin_save(self, path: Path | str) -> None:
         """Copy what a checkpoint folder is made of; it is written beside later steps."""

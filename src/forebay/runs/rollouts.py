@@ -104,7 +104,7 @@ class Rollouts:
     manager: AgentLoopManager
     activities: Activities
     eval_controller: RolloutController | None = None
-    """Of the engine for evaluations beside production; None: production is paused for them."""
+    """The controller for evaluations beside production; None: production is paused for them."""
     eval_watch: StallWatch | None = None
     """Watches the engine of evaluations."""
 
@@ -389,7 +389,7 @@ def _sampler(
     buffer: ReplayBuffer,
     books: Callable[[], Ledger],
 ) -> Sampler:
-    """That of `task`; `books` are those of now, since a resume puts others in their place."""
+    """The sampler of `task`; `books` gives the present ledger, since a resume replaces it."""
 
     def score_of(group_id: str) -> float | None:
         life = books().life(group_id, task.name)
@@ -488,7 +488,7 @@ def build_strategy(config: RunConfig, task: TaskConfig, controller: EnginePool) 
 
 
 def build_buffer(config: RunConfig, storage: StorageBackend | None = None) -> ReplayBuffer:
-    """In order of arrival where nothing can be stale, else the most stale first."""
+    """The run's buffer: in order of arrival where nothing can be stale, else the most stale first."""
     kind = AsyncReplayBufferConfig if config.produce.is_async else SyncReplayBufferConfig
     settings = kind(**config.replay.model_dump(include=set(kind.model_fields)))
     interval = config.produce.sync_weights_interval

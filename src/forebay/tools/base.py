@@ -19,7 +19,7 @@ TOOLS: dict[str, Callable[..., Tool]] = {"calculator": Calculator, "python": Pyt
 """The names of tools in a run file; besides, ``package.module:Name`` of a function or of a class of tools."""
 
 NUM_THREADS = 16
-"""Of one function: most of them wait for another service."""
+"""The threads of one function: most calls wait for another service."""
 
 
 class FunctionTool:

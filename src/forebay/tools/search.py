@@ -29,9 +29,9 @@ Document = tuple[str, str]
 
 _WORD = re.compile(r"\w+")
 _MAX_WORDS = 32
-"""Of a query; what a model writes beyond is a text, not a query."""
+"""The words of a query at most; a longer one is a text, not a query."""
 _PASSAGE_WORDS = 48
-"""Of a snippet; SQLite gives at most 64."""
+"""The words of a snippet; SQLite gives at most 64."""
 
 
 class Search:

@@ -95,7 +95,7 @@ class TrainBatch:
     mini_batches: list[Pack] = field(default_factory=list)
     """The sequences of each optimizer step; empty until packed."""
     packs: list[list[list[Pack]]] = field(default_factory=list)
-    """By mini-batch, by rank, the micro-batches: passes are made over these."""
+    """The micro-batches, by mini-batch and rank: passes are made over these."""
     layout: Layout = "padded"
     penalties: tuple[float, float] | None = None
     """Weights of divergence and entropy in this step; None: the config's."""

@@ -90,7 +90,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, **metadata: st
 
 
 _NAMES = {torch.bool: "BOOL"} | {dtype: name for name, dtype in hf.DTYPE_MAP.items()}
-"""Of dtypes, in the header of a safetensors file."""
+"""The names of dtypes in the header of a safetensors file."""
 
 
 def save_json(values: Mapping[str, Any], path: Path) -> None:
@@ -140,7 +140,7 @@ class TrainerParts:
     model: nn.Module
     critic: Critic | None
     optimizers: Mapping[str, Optimizer]
-    """By the beginning of their names in a checkpoint: ``optimizer``, and that of a critic."""
+    """The optimizers by the beginning of their names in a checkpoint: ``optimizer``, and that of a critic."""
     starting_weights: str | None
     """`fingerprint` of the frozen weights that are not saved: below adapters, or the reference model."""
 

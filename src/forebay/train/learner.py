@@ -264,7 +264,7 @@ class Learner:
             yield from optimizer.moments()
 
     def places(self, *, weights: bool) -> Iterator[Place]:
-        """Where the moments, and the models' weights if asked, are: for `forebay.train.offload`."""
+        """The places of the moments, and of the models' weights if asked, for `forebay.train.offload`."""
         for kind, optimizer in self._optimizers.items():
             for name, tensor, put in optimizer.places():
                 yield f"{kind}|{name}", tensor, put

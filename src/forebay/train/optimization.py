@@ -179,7 +179,7 @@ class Optimizer:
         return (tensor for _, tensor, _ in self.places())
 
     def places(self) -> Iterator[Place]:
-        """Where these tensors are, for `forebay.train.offload`."""
+        """The places of these tensors, for `forebay.train.offload`."""
         for number, state in enumerate(self._adamw.state.values()):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):

@@ -22,7 +22,7 @@ def with_papers(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def origins(config: Any) -> Iterator[str]:
-    """For each key of the preset its value in a `TrainConfig`, and whether it is the preset's."""
+    """Each key of the preset with its value in a `TrainConfig`, and whether the preset set it."""
     for key, value in PRESETS.get(str(config.preset), {}).items():
         found = getattr(config, key)
         origin = f"preset {config.preset!r}"

@@ -103,11 +103,11 @@ class Stage(NamedTuple):
     track: str
     """The line of a trace that the stage is drawn in."""
     report: str
-    """In a stall report, with the activity's name."""
+    """The words in a stall report, with the activity's name."""
     side: str = ""
     """Which side of the run is busy meanwhile: "producer" or "trainer"; waiting is no work of either."""
     doing: str = ""
-    """In the live view, which shows the stages of the producer: "generating 380 rollouts"."""
+    """The words in the live view, which shows the stages of the producer: "generating 380 rollouts"."""
     what: str = ""
     """A rollout or a group."""
 

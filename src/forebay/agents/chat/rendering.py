@@ -159,7 +159,7 @@ def _stand_in(**assistant: Any) -> list[Message]:
 
 
 def _stand_ins(role: str) -> Iterator[list[Message]]:
-    """For a tool's answer an assistant that called a tool, in the dialects of different templates."""
+    """Messages before a tool's answer: an assistant that called a tool, in several dialects."""
     if role == "tool":
         for content in ("", None):
             for arguments in ({"x": MARKER}, f'{{"x": "{MARKER}"}}'):

@@ -59,7 +59,7 @@ class Rows:
     rows: Any
     """A sequence; row i is a mapping from column to value, or, from a function, whatever it returns."""
     place: Callable[[int], str]
-    """Where row i stands, for error messages."""
+    """The name of row i's place, for error messages."""
     in_memory: bool = False
     """The rows are Python objects already, so that looking at each of them is cheap."""
     no_shuffle: str = ""

@@ -150,7 +150,7 @@ def name_groups(groups: Iterable[Sequence[RolloutState]]) -> list[str | int | No
 
 
 def _arguments(names: Iterable[str], facts: Facts) -> dict[str, Any]:
-    """Those of these names that the event holds; one that was None is not in it."""
+    """The arguments of these names that the event holds; one that was None is not in it."""
     return {
         name: _DECODERS[name](facts[name]) if name in _DECODERS else facts[name]
         for name in names

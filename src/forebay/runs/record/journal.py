@@ -46,7 +46,7 @@ FOLDER, EVENTS, ROLLOUTS, RUN_FILE = "record", "events.jsonl", "rollouts.arrows"
 FLUSH_AFTER_S = 1.0
 """A kill costs at most so much. Longer pieces are cheaper: each has 5 KB of its own and takes 1 ms."""
 BACKLOG = 2048
-"""With more queued events a put waits: some seconds' worth, and bounded memory."""
+"""A put waits while more events are queued: the work of some seconds, in bounded memory."""
 _MOST_LINES = 4096
 _MOST_TOKENS = 500_000
 """Of one piece: what is written at once holds the interpreter for some 10 ms."""
@@ -227,7 +227,7 @@ class Segment(NamedTuple):
     resumed_from: int | None
     """The train step whose checkpoint it went on from; None for a new run."""
     until: int | None
-    """It counts up to its checkpoint of this train step; None: to its end."""
+    """Its events count up to its checkpoint of this train step; None: all of them count."""
 
 
 class Event(NamedTuple):
@@ -235,7 +235,7 @@ class Event(NamedTuple):
 
     facts: Facts
     group: StoredGroup | None
-    """Of a ``put``: the group as it was given."""
+    """The group of a ``put``, as it was given."""
 
 
 def read_history(run_folder: Path) -> list[Segment]:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 LIVE_FILE, NOTES_FILE = "live.json", "notes.jsonl"
 PERIOD_S = 1.0
 MAX_CPU_SHARE = 0.003
-"""Of one core: after an expensive look the next is put off."""
+"""The share of one core at most: after an expensive look the next is put off."""
 STALE_S = 15.0
 
 Values = dict[str, Any]
@@ -103,6 +103,6 @@ def live_values(status: RunStatus, manager: AgentLoopManager) -> Values:
 
 
 def books_of(ledger: Ledger) -> Values:
-    """Where the groups of each task are, by the ledger's own account."""
+    """The places of the groups of each task, by the ledger's own account."""
     books: Values = msgspec.to_builtins(ledger.balance(ledger.count_live()).by_task)
     return books

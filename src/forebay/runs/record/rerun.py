@@ -72,7 +72,7 @@ class Rerun:
         """Rows that the alarms have not been given; step 0 and an unfinished step have an evaluation only."""
         self._alarms: RunAlarms
         self.seed = 0
-        """Of the run; as of the first step."""
+        """The seed of the run, known from the first step on."""
         self.trainer: TrainController | None = None
         """As of the last step; None before the first, and where nothing is trained."""
         self._trains = trains

@@ -39,12 +39,12 @@ does not repeat it."""
 TRUNCATED_SHARE = 0.5
 """Most responses: what they would have been worth is not known, and short ones are what is rewarded."""
 FAILED_SHARE = 0.2
-"""Of the groups that ended: one in a hundred is a service that restarts, one in five is a defect."""
+"""The share of groups that failed: one in a hundred is a service that restarts, one in five a defect."""
 FAILING_STEPS, JUDGE_FAILED_SHARE = 3, 0.05
 """Of what a judge was given, on end: rollouts without a verdict are not trained on, and which those are is
 seldom chance."""
 ENTROPY_SHARE = 0.02
-"""Of the first steps' entropy. A model that has learned its task keeps some hundredths."""
+"""The share of the first steps' entropy. A model that has learned its task keeps some hundredths."""
 ENTROPY_NATS = 0.02
 """Besides: 98% of the tokens' probability on one choice. A low start is no collapse."""
 FIRST_STEPS = 5

@@ -47,7 +47,7 @@ _SHOWN_GROUPS = 2
 _MAX_MESSAGE = 240
 """Characters of a message of a sampled rollout; both ends stay, for the answer is usually at the end."""
 PROGRESS_EVERY_S = 10.0
-"""Between two lines of progress where there is no terminal: enough to see that it goes on."""
+"""The time between two lines of progress without a terminal: enough to see that it goes on."""
 _STEP_WIDTH, _ETA_WIDTH = 9, 7
 
 _EVAL_SHOWN = ("score", "accuracy", "length", "truncated", "return", "min_return")
@@ -123,7 +123,7 @@ class RunDisplay:
             self._live = LiveView(self._console, self._panel)
 
     def follow(self, status: RunStatus) -> None:
-        """From now on the live view shows what `status` says."""
+        """Show `status` in the live view from now on."""
         self._status = status
         if self._live is not None:
             self._live.look = status.count_buffer
@@ -215,7 +215,7 @@ class RunDisplay:
         self._print(Text(f"warning: {clean(text)}", "yellow"))
 
     def traceback(self, error: BaseException) -> None:
-        """Where `error` was raised."""
+        """Print where `error` was raised."""
         for line in "".join(traceback.format_exception(error)).splitlines():
             indent = len(line) - len(line.lstrip(" "))
             self._print(Text(" " * indent + clean(line), "dim"))

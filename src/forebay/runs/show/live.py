@@ -31,16 +31,16 @@ from forebay.watching.activity import STAGES
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 0.5
-"""Between two drawings: a person reads no faster."""
+"""The time between two drawings: a person reads no faster."""
 MAX_CPU_SHARE = 0.01
-"""Of one core, for counting and drawing: after an expensive one the next is put off."""
+"""The share of one core for counting and drawing: after an expensive drawing the next is put off."""
 MAX_TASKS = 8
 """Lines of tasks: a panel higher than a terminal would be cut off at its end, where a stall is told."""
 
 _LABEL_WIDTH = 9
-"""Of the first column: no label is longer."""
+"""The width of the first column: no label is longer."""
 _MAX_NAME_WIDTH = 24
-"""Of the first column where tasks have longer names."""
+"""The width of the first column where tasks have longer names."""
 _COLUMNS = {"ready": 9, "in flight": 9, "aborted": 7, "expired": 7}
 """The columns of the tasks, and their widths."""
 _COLUMN_STATUSES = (Status.COMPLETED, Status.ABORTED, Status.EXPIRED)

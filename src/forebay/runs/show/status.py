@@ -261,12 +261,12 @@ class Now:
 
 @dataclass(frozen=True, kw_only=True)
 class StepNow:
-    """Where the run stands, and what the trainer does."""
+    """The present step of the run, and the trainer's work in it."""
 
     step: int
     total: int
     done: float
-    """Of this step, 0 to 1, where that is known."""
+    """The share of this step that is done, 0 to 1, where that is known."""
     eta: str
     phase: str
     phase_s: float

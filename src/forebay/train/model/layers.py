@@ -22,11 +22,11 @@ from forebay.config import ConfigError
 COMPILER = "inductor"
 """torch's own, which writes Triton for a GPU and C++ for a CPU."""
 _MOST_PROGRAMS = 64
-"""Of one layer's code: with and without gradient, adapters, or a window of attention."""
+"""The most programs of one layer's code: with and without gradient, adapters, or a window of attention."""
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """In the order in which they are passed."""
+    """The layers in the order in which they are passed."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]

@@ -39,7 +39,7 @@ from forebay.train.parallel.sharding import is_sharded
 logger = logging.getLogger(__name__)
 
 NUM_TOKENS = 24
-"""Of a sequence: longer than the convolutions of known models, which see four."""
+"""The length of a sequence: more than the convolutions of known models see, which is four."""
 PROMPTS = (8, 6)
 """Tokens of the sequences' prompts: a shorter one is followed by pads, which a mask has to hide."""
 WINDOW = 4
@@ -109,7 +109,7 @@ def check_layout(
     first, other, second = np.random.default_rng(0).integers(0, vocabulary, (3, NUM_TOKENS))
 
     def logprobs(layout: Layout, *sequences: Any, context: Context | None = None) -> torch.Tensor:
-        """Those of the last of the sequences' trained tokens."""
+        """The log probabilities of the trained tokens of the last sequence."""
         prompts = PROMPTS[-len(sequences) :]
         batch = TrainBatch.from_examples(
             [(ids[:cut], ids[cut:]) for ids, cut in zip(sequences, prompts, strict=True)]

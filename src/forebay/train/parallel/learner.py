@@ -40,7 +40,7 @@ class ModelFolder:
 
     folder: Path
     dtype: Precision = "float32"
-    """Of the weights in memory; with LoRA of those below the adapters."""
+    """The precision of the weights in memory; with LoRA of those below the adapters."""
 
 
 class RankedLearner:

@@ -282,7 +282,7 @@ EXPECTED: dict[str, type[Exception]] = {
 class _Rank:
     process: BaseProcess
     channels: list[BlockingChannel]
-    """For calls, and for those `BESIDE` them."""
+    """One channel for calls, and one for those `BESIDE` them."""
 
     def close(self) -> None:
         for channel in self.channels:

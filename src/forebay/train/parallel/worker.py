@@ -38,7 +38,7 @@ from forebay.train.parallel.loading import load_sharded, make_context, make_mesh
 from forebay.types import FloatArray
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""For the slowest rank to come to a collective operation."""
+"""The time that the slowest rank gets to come to a collective operation."""
 
 
 class RankWorker:

@@ -430,7 +430,7 @@ def _within(
 
 
 HOLDER = "holder"
-"""In the table of facts about the store."""
+"""The name of its line in the table of facts about the store."""
 GROUPS_AT_ONCE = 32
 """Payloads of a save in memory beyond those that its writer holds: of long groups, of 5 MB each, 160 MB."""
 

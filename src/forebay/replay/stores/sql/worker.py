@@ -186,7 +186,7 @@ class _Shared:
     write: Callable[[list[Any]], Sequence[Any]]
     make: Callable[[], Any]
     answer: asyncio.Future[Any]
-    """Where the caller waits; it belongs to the caller's event loop."""
+    """The future that the caller waits for; it belongs to the caller's event loop."""
     job: Future[Any] = field(default_factory=Future)
     """The outcome, and whether the thread has begun: set by the thread, or cancelled by the caller."""
 

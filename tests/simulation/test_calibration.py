@@ -149,13 +149,24 @@ def test_requests_of_several_engines_are_spread_over_them():
             },
             4,
         ),
+        ({"engine": {"name": "vllm", "arguments": {"servers": 3}}}, 3),
+        (
+            {
+                "engine": {
+                    "name": "sglang",
+                    "arguments": {"urls": ["http://localhost:1", "http://localhost:2"]},
+                }
+            },
+            2,
+        ),
         ({"engine": {"arguments": {"max_batch": 2}}}, 1),
     ],
 )
 def test_a_run_with_several_engines_is_described_with_as_many(tmp_path, changes, engines):
     write_run(tmp_path)
     cluster, _ = calibrate(tmp_path, one_group(**changes))
-    assert (cluster.engines, cluster.slots) == (engines, 2)
+    slots = changes["engine"]["arguments"].get("max_batch", DEFAULT_MAX_BATCH)
+    assert (cluster.engines, cluster.slots) == (engines, slots)
     # Of two requests at a time, each is at an engine of its own if there are several.
     together = () if engines > 1 else ((2, pytest.approx(20)),)
     assert cluster.tokens_per_s == ((1, pytest.approx(10)), *together)

@@ -65,8 +65,8 @@ MAX_CODE_LINES = 38_000
 MAX_CONTRACTS = 26
 MAX_IMPORT_CIRCLES = 0
 MAX_FILES_IN_A_FOLDER = 16
-MAX_LATE_BEGINNINGS = 14
-MAX_WHAT_SENTENCES = 20
+MAX_LATE_BEGINNINGS = 12
+MAX_WHAT_SENTENCES = 8
 MAX_EMPTY_DOCSTRINGS = 5
 FORBIDDEN_WORDS = {"util", "utils", "misc", "common", "helper", "helpers"}
 """Words of a module name that say nothing about what is in it."""

@@ -159,7 +159,7 @@ class _Lines:
         self._lock = threading.Lock()
         self._columns: Columns = {}
         self._num_rows = 0
-        """Of the lines before `_end`, where the last whole line begins."""
+        """The number of lines before `_end`, where the last whole line begins."""
         self._end = 0
         self._inode = 0
         self._let_go: Callable[[], Any] = lambda: None

@@ -38,9 +38,9 @@ MAX_ROWS = 500
 MAX_COUNTED = 1000
 """Rollouts with a text; ten thousand or a million are as many to a reader."""
 MEMORY = "100MB"
-"""Of DuckDB, for all questions about all runs; what needs more goes through a temporary file."""
+"""The memory of DuckDB for all questions about all runs; a larger one goes through a temporary file."""
 NUM_THREADS = 4
-"""Of DuckDB: a run may need the other cores of the machine, and each thread takes memory."""
+"""The threads of DuckDB: a run may need the other cores, and each thread takes memory."""
 MAX_SPANS = 1500
 """Activities of one stage in a timeline; more cannot be told apart on a screen, and are counted instead."""
 NUM_BUCKETS = 400
@@ -309,7 +309,7 @@ class Database:
         self._opened: tuple[duckdb.DuckDBPyConnection, tempfile.TemporaryDirectory[str]] | None = None
 
     def cursor(self) -> duckdb.DuckDBPyConnection:
-        """For one question; its views are its own."""
+        """A cursor for one question, with views of its own."""
         with self._lock:
             if self._opened is None:
                 # Not before the first question: most runs of a list are never looked into.
@@ -342,7 +342,7 @@ ORDERS = {
     "stalest": "staleness DESC, time_s DESC",
 }
 _PLACE = "filename, file_row_number"
-"""Of a line: no other has the same."""
+"""The place of a line: no other has the same."""
 _READING = "union_by_name = true, filename = true, file_row_number = true, hive_partitioning = false"
 """A folder named ``task=math`` above a run is no column."""
 EQUALS = ("task", "outcome", "reason", "status", "finish_reason", "group_id")

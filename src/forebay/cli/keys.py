@@ -22,7 +22,7 @@ class Key(NamedTuple):
     """One key of a run file."""
 
     path: str
-    """As an override has it; ``tasks.0`` stands for any task."""
+    """The path as in an override; ``tasks.0`` stands for any task."""
     values: str
     """The values that it may have."""
     default: str

@@ -131,7 +131,7 @@ def _losses(ledger: Ledger) -> list[Text]:
 
 
 def balance_table(balance: Balance) -> Table:
-    """By task: generated = trained + dropped by reason + live; and the rollouts that left, if any did."""
+    """A row for each task: generated = trained + dropped by reason + live, and rollouts that left, if any."""
     reasons = sorted(balance.dropped)
     parts = balance.by_task | ({"all": balance} if len(balance.by_task) > 1 else {})
     lines = [

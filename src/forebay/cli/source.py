@@ -47,7 +47,7 @@ ALL_STATUSES = {"status": {"$in": [status.value for status in Status]}}
 """The query for live and ARCHIVED rows together."""
 
 GROUPS_AT_ONCE = 256
-"""Of a SQL store, whose payloads are decoded one by one: some megabytes for long rollouts."""
+"""The groups of a SQL store that are read at once: some megabytes for long rollouts."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class BufferSource:
     storage: StorageBackend
     location: str
     kind: str
-    """In a few words: a snapshot with its format and policy, or a SQL store."""
+    """The kind in a few words: a snapshot with its format and policy, or a SQL store."""
     num_bytes: int | None
     """On disk; None if that cannot be known."""
     num_evicted: Mapping[str, int]

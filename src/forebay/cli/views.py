@@ -34,7 +34,7 @@ MAX_HISTOGRAM_LINES = 20
 """More values than this share lines, so that the histogram stays on one screen."""
 BAR_WIDTH = 40
 MAX_RESULT_CHARACTERS = 2000
-"""Of a tool's result: a screen of it."""
+"""The part of a tool's result that is shown: a screen of it."""
 
 
 def plain(text: object, style: str = "") -> Text:
@@ -112,7 +112,7 @@ def histogram(values: Sequence[int]) -> Table:
 
 
 def ages_table(rows: Iterable[StorageItem], train_steps: Mapping[str, int | None]) -> Table:
-    """By task: the train step, the weights that made the live groups, how stale they are."""
+    """A row for each task: train step, the weights that made the live groups, how stale they are."""
     lines = []
     for task, members in _by_task(rows):
         staleness = [row.staleness for row in members]
@@ -125,7 +125,7 @@ def ages_table(rows: Iterable[StorageItem], train_steps: Mapping[str, int | None
 
 
 def sizes_table(rows: Iterable[StorageItem], digests: Mapping[int, Digest]) -> Table:
-    """By task: groups, rollouts and response tokens, ARCHIVED groups too."""
+    """A row for each task: groups, rollouts and response tokens, ARCHIVED groups too."""
     lines = []
     for task, members in _by_task(rows):
         found = [digests[row.uid] for row in members]

@@ -35,7 +35,7 @@ class RayArguments(StrictModel, strict=True):
     gpus_per_trainer: Share = 0
     """GPUs for the trainer; of a trainer on several ranks, for each rank."""
     address: str | None = None
-    """Of a running cluster ("auto": this machine's); None: ``RAY_ADDRESS``, else one is started."""
+    """Address of a running cluster ("auto": this machine's); None: ``RAY_ADDRESS``, else one is started."""
     placement_timeout_s: Positive = 60.0
     """Seconds to wait for room on the cluster."""
     max_restarts: int = Field(default=3, ge=0)

@@ -35,10 +35,10 @@ MAX_CALLS = 10_000
 """Clients that ask at the same time where the buffer is; an answer takes a millisecond."""
 
 LOCATE_LIMIT_S = 300.0
-"""For an answer to where the buffer is: a restart, and a store on disk that recovers, may take minutes."""
+"""The time for the buffer's address: a restart, and a store on disk that recovers, may take minutes."""
 
 CLOSE_LIMIT_S = 60.0
-"""For what runs to come to its end; then the actor is killed. A database loses nothing by that."""
+"""The time that running calls get; then the actor is killed. A database loses nothing by that."""
 
 Place = tuple[str, str]
 """An address and the token for it."""

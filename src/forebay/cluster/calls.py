@@ -26,7 +26,7 @@ ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 MAX_TURNS = 64
-"""Of the event loop for which an item waits for others: some milliseconds, while a call costs about one."""
+"""Turns of the event loop that an item waits for others: some milliseconds; a call costs about one."""
 
 
 class ActorLost(RuntimeError):

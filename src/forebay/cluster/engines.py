@@ -188,7 +188,7 @@ class EngineSpec(PartSpec):
     device: str
     """``cuda`` where the cluster gave it one."""
     serves_at_once: bool
-    """With the weights in the model folder: it will be given no others."""
+    """Whether it serves with the weights in the model folder: it will be given no others."""
 
 
 TOLD_LOAD_LIMIT_S = LOAD_LIMIT_S + 60.0

@@ -24,10 +24,10 @@ from forebay.extras import needed_by
 from forebay.runs.config import RunConfig
 
 NAMESPACE = "forebay"
-"""Of every named actor. Without one each program has its own, and finds no other's actors by name."""
+"""The namespace of named actors. Without one, a program finds no other program's actors by name."""
 
 LOOK_LIMIT_S = 5.0
-"""For a cluster's head to take a connection; Ray itself tries for minutes."""
+"""The time that a cluster's head gets to take a connection; Ray itself tries for minutes."""
 
 
 def import_ray() -> Any:
@@ -128,7 +128,7 @@ class PartSpec:
     config: RunConfig
     model_folder: Path
     search_path: tuple[str, ...]
-    """Where the run's own process finds its modules."""
+    """The folders in which the run's own process finds its modules."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +153,7 @@ def find_modules_in(paths: Sequence[str]) -> None:
 
 
 def on_this_node(ray: Any) -> Any:
-    """For an actor's ``scheduling_strategy``: nowhere but where this process is."""
+    """An actor's ``scheduling_strategy``: on this process's node and no other."""
     strategies = import_module("ray.util.scheduling_strategies")
     node = ray.get_runtime_context().get_node_id()
     return strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)

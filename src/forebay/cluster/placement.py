@@ -56,7 +56,7 @@ class Room:
         return "cuda" if self.gpus else "cpu"
 
     def options(self, group: Any) -> dict[str, Any]:
-        """Where an actor goes, as Ray's `options` take it; `group` is that of the run's first parts."""
+        """The place of an actor, as Ray's `options` take it; `group` is that of the run's first parts."""
         strategies = import_module("ray.util.scheduling_strategies")
         strategy = strategies.PlacementGroupSchedulingStrategy
         place = strategy(self.group or group, placement_group_bundle_index=self.bundle)
@@ -74,7 +74,7 @@ class Plan:
     bundles: tuple[Bundle, ...] = ()
     trainer: Room | None = None
     ranks: tuple[Room, ...] = ()
-    """Of the trainer, if it has several; then it has no GPU itself."""
+    """The rooms of the trainer's ranks, if it has several; then it has no GPU itself."""
     engines: tuple[Room, ...] = ()
     workers: tuple[Room, ...] = ()
 

@@ -88,7 +88,7 @@ class RankActor:
         self._worker: RankWorker
 
     def meeting(self) -> str:
-        """Where the ranks may meet on this machine, as ``torch.distributed`` reads it."""
+        """The address at which the ranks may meet on this machine, as ``torch.distributed`` reads it."""
         address = import_ray().util.get_node_ip_address()
         with socket.socket() as free:
             free.bind((address, 0))

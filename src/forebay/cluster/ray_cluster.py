@@ -47,7 +47,7 @@ from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 logger = logging.getLogger(__name__)
 
 MAX_CALLS = 10_000
-"""Under way at one actor at a time: every group and request that waits is one."""
+"""Calls under way at one actor at a time: every group and request that waits is a call."""
 
 
 class RayCluster:
@@ -418,7 +418,7 @@ class RayCluster:
 
 
 CLOSE_LIMIT_S = 30.0
-"""For engines to end what they started; their processes end anyway."""
+"""The time that engines get to end what they started; their processes end anyway."""
 
 
 def _silence_of(actors: Sequence[Any]) -> str:

@@ -32,17 +32,17 @@ from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 600.0
-"""For a process to come back: minutes are usual where a large model is loaded."""
+"""The time that a process gets to come back: minutes are usual where a large model is loaded."""
 
 TELL_LIMIT_S = ANSWER_LIMIT_S + 10.0
 """For a pause or a resume: more than the pool in an engine's process gives each of its engines, so that it
 can go on without one; less than the run gives its controller before it ends."""
 
 LOOK_EVERY_S = 30.0
-"""Between two questions whether a process answers: Ray notices one that ended, not one that is stopped."""
+"""The time between two questions to a process: Ray notices one that ended, not one that is stopped."""
 
 SILENCE_LIMIT_S = 120.0
-"""For that answer: more than the longest that a judge or an engine may block the process's event loop."""
+"""The time for that answer: longer than a judge or an engine may block the process's event loop."""
 
 
 class Supervised:
@@ -262,7 +262,7 @@ class Restarts:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        """By kind: "engine" for "engine 0"."""
+        """Counts by kind: "engine" for "engine 0"."""
         self._listener: Listener | None = None
         self._untold: list[tuple[str, str]] = []
 

@@ -198,7 +198,7 @@ class Report:
 
     pid: int | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
-    """By rollout or group that something is done to: what, for how long, how far."""
+    """For each rollout or group in work: what is done, for how long, how far."""
     num_tokens_made: int = 0
     num_retries: int = 0
     """Requests that went to another engine, or to the same again, because one was lost."""
@@ -208,7 +208,7 @@ MAX_LOST_WORKERS = 3
 """Workers that one group may lose before it fails: a group that brings down every worker must end."""
 
 LOOK_EVERY_S = 1.0
-"""Between two reports of the workers: for people, and for the stall watch, which looks once a minute."""
+"""The time between two reports of the workers, which people and the stall watch read."""
 
 
 class Workers:
@@ -223,7 +223,7 @@ class Workers:
         self.all = list(workers)
         """One that is gone for good may be replaced."""
         self._left: list[PlacedWorker] = []
-        """They get no more groups, or are gone."""
+        """Workers that get no more groups, or are gone."""
         self.on_retry: RetryListener | None = None
         """Told of each group that is generated again."""
         self.num_retries = 0
@@ -334,9 +334,9 @@ class PlacedWorker(Supervised):
 
     num_in_flight = 0
     num_tokens_made = 0
-    """Of all its processes, as of the last report; it never falls."""
+    """Tokens made by all its processes, as of the last report; it never falls."""
     num_retries = 0
-    """Of requests, because an engine was lost, as of the last report."""
+    """Retries of requests because an engine was lost, as of the last report."""
     report = Report()
 
     def use(self, actor: Any) -> None:
@@ -461,7 +461,7 @@ class ClusterController(EnginePool):
 
     @property
     def engines_up(self) -> dict[int, Engine]:
-        """Those that serve now, by their place in `engines`: none is starting again, or gone for good."""
+        """The engines that serve now, by their place in `engines`; others start again, or are gone for good."""
         return {n: engine for n, engine in enumerate(self._placed) if engine.is_up}  # type: ignore[misc]
 
     async def update_weights(self, weights: Any, model_step: int) -> None:

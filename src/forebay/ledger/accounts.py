@@ -44,7 +44,7 @@ from forebay.ledger.journal import RESTARTED, Journal, read_events
 
 STATE_VERSION = 3
 PLACE_VERSION = 2
-"""Of a state that is a place in the ledger's file."""
+"""The version of a state that is a place in the ledger's file."""
 REWOUND = "rewound"
 
 
@@ -305,7 +305,7 @@ class Balance:
     dropped: dict[str, int]
     """Groups dropped, by reason."""
     live: int
-    """As told by the caller: in the buffer, or in flight."""
+    """The number that the caller gave: in the buffer, or in flight."""
     repeated: int
     """Groups produced or trained again after a training, without having been requeued."""
     retried: int = 0

@@ -48,9 +48,9 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
     """Seconds of a request before its first token that do not depend on its input."""
     lengths: LengthConfig
     task_lengths: dict[str, LengthConfig] = Field(default_factory=dict)
-    """For tasks, by name, whose responses have other lengths."""
+    """The lengths of tasks, by name, whose responses have others."""
     judge_s: float = Field(default=0.0, ge=0)
-    """From the end of a group's last response to its reward."""
+    """Seconds from the end of a group's last response to its reward."""
     filtered_share: float = Field(default=0.0, ge=0, lt=1)
     """Groups that the run's filter rejects."""
     trainers: int = Field(default=1, ge=1)
@@ -61,7 +61,7 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
     train_tokens_per_s: float | None = Field(default=None, gt=0)
     """Response tokens that all trainers together train in a second, besides."""
     sync_s: float = Field(default=0.0, ge=0)
-    """To hand the weights to the engines."""
+    """Seconds to hand the weights to the engines."""
     failures_per_hour: float = Field(default=0.0, ge=0)
     """Of one engine, on average, at random: each takes down all that the engine has in flight."""
     restart_s: float = Field(default=0.0, ge=0)

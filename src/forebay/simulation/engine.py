@@ -161,7 +161,7 @@ class ModeledEngine(ScriptedEngine):
         self._progress_at_s = now_s
 
     def _set_timer(self) -> None:
-        """For the next end, once everything else of this instant is done: many may start or end in one."""
+        """Set the timer of the next end, after all else of this instant: many may start or end in one."""
         if not self._is_setting_timer:
             self._is_setting_timer = True
             asyncio.get_running_loop().call_soon(self._set_timer_now)

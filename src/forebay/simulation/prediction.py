@@ -34,7 +34,7 @@ from forebay.watching.trace import write_trace
 
 DEFAULT_STEPS = 50
 WARM_UP_SHARE = 0.2
-"""Of the steps: a run has its usual rhythm a few steps after the producer has its full lead."""
+"""The share of steps left out: a run has its rhythm a few steps after the producer has its full lead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class SimulationResult:
 
     steps: int
     step_s: float
-    """From the end of a step to the end of the next, on average."""
+    """Seconds from the end of a step to the end of the next, on average."""
     generation_s: float
     """The step's trained tokens over the engines' full-batch rate: T_gen."""
     training_s: float
@@ -228,7 +228,7 @@ async def _scale(run: Run, cluster: ClusterConfig) -> None:
 
 
 async def _kept_tokens(world: World) -> int:
-    """Those of live groups; the run has ended, so all of them are in the buffer."""
+    """The tokens of live groups; the run has ended, so all of them are in the buffer."""
     live = {"status": {"$in": [Status.COMPLETED.value, Status.ABORTED.value]}}
     rows = await world.run.manager.replay_buffer.storage.get(live)
     return sum(len(state.response_ids) for row in rows for state in row.item)

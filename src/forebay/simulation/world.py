@@ -205,7 +205,7 @@ class TimedJudge(Judge):
         super().__init__(timeout_s=None)
         self._seconds = seconds
         self.num_tokens = 0
-        """Of all that it has judged."""
+        """The tokens of all rollouts that it has judged."""
 
     async def score(self, state: RolloutState) -> float:
         """Return 0 or 1, by the name of the rollout, after the judge's seconds."""
@@ -222,7 +222,7 @@ class TimedManager(AgentLoopManager):
     checkpoint_s = 0.0
 
     async def cut(self, path: Path, **options: Any) -> Cut:
-        """As the base, so much later."""
+        """Make the cut of the base class, after `checkpoint_s` seconds."""
         await asyncio.sleep(self.checkpoint_s)
         return await super().cut(path, **options)
 

@@ -80,7 +80,7 @@ class RayTrainer:
         return packed
 
     def compute_logprobs(self, batch: TrainBatch) -> FloatArray:
-        """Log probabilities of a packed batch's response tokens, by the current weights; PartLost as of `fit`."""
+        """The log probabilities of response tokens, by the current weights; PartLost as of `fit`."""
         logprobs: FloatArray = self._call("call", "compute_logprobs", batch)
         return logprobs
 

@@ -461,7 +461,7 @@ class ClusterController(EnginePool):
 
     @property
     def engines_up(self) -> dict[int, Engine]:
-        """The engines that serve now, by their place in `engines`; others start again, or are gone for good."""
+        """The engines that serve now, by their place in `engines`; others start again, or are gone."""
         return {n: engine for n, engine in enumerate(self._placed) if engine.is_up}  # type: ignore[misc]
 
     async def update_weights(self, weights: Any, model_step: int) -> None:

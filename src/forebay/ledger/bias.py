@@ -76,7 +76,7 @@ class Comparison:
 
     @property
     def standard_error(self) -> float:
-        """The difference's error, with a variance for each side (Welch 1947); NaN if a side has fewer than two."""
+        """The error of `difference`, with a variance for each side (Welch 1947); NaN if one has below two."""
         if min(self.trained.count, self.dropped.count) < 2:
             return math.nan
         return math.sqrt(

@@ -12,6 +12,7 @@ hold the same payloads. A payload is free once no chunk, no partial chunk and no
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -38,7 +39,7 @@ class References:
     """
 
     def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
+        self._counts: Counter[str] = Counter()
         self._gone: dict[str, None] = {}
 
     def __len__(self) -> int:
@@ -53,10 +54,7 @@ class References:
 
     def hold(self, fragments: Iterable[Fragment]) -> None:
         """One holder more for each."""
-        counts = self._counts
-        for fragment in fragments:
-            fragment_id = fragment.fragment_id
-            counts[fragment_id] = counts.get(fragment_id, 0) + 1
+        self._counts.update([fragment.fragment_id for fragment in fragments])
 
     def let_go(self, fragments: Iterable[Fragment]) -> list[str]:
         """One holder less for each; the ids that nothing holds now."""

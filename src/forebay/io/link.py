@@ -342,16 +342,13 @@ class Session:
                 self.calls[message.number] = task
                 task.add_done_callback(lambda task: self._note_end(message.number, task))
             case messages.Cancel(number=number):
-                self.cancel(number)
+                # It may have been answered.
+                if number in self.calls and self.may_end(number):
+                    self.calls[number].cancel()
             case messages.Alive():
                 pass
             case _:
                 raise messages.FrameError(f"a {type(message).__name__} was not expected")
-
-    def cancel(self, number: int) -> None:
-        """The peer does not wait for this call any more, which may have been answered."""
-        if number in self.calls and self.may_end(number):
-            self.calls[number].cancel()
 
     async def _answer(self, call: messages.Call, buffers: list[Any] | None) -> None:
         try:

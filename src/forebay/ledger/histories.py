@@ -15,6 +15,7 @@ anew from the events. This module keeps no file of those, and no balance.
 from __future__ import annotations
 
 import base64
+import json
 import math
 import os
 import sqlite3
@@ -78,6 +79,7 @@ class Histories:
         weakref.finalize(self, self._settled.close)
         self._ask("PRAGMA journal_mode = OFF")
         self._ask("BEGIN")
+        # Names as JSON: 4 is not "4", a number has any size, and a text every character that a line holds.
         self._ask(f"CREATE TABLE settled (name PRIMARY KEY, {', '.join(_COLUMNS)}) WITHOUT ROWID")
         self._lock = threading.Lock()
         """A thread that plans an epoch reads beside the events."""
@@ -131,7 +133,7 @@ class Histories:
             row["place"] = _place_after(name, event.get("reason"), before)
             self.num_repeated += before == TRAINED and name in (PRODUCED, TRAINED)
             if row["place"] in _OPEN and before is not None and before not in _OPEN:
-                self._ask("DELETE FROM settled WHERE name = ?", _key(group_id))
+                self._ask("DELETE FROM settled WHERE name = ?", json.dumps(group_id))
             self._keep(group_id, row)
 
     def life(self, group_id: GroupId, task_name: str) -> GroupLife | None:
@@ -155,7 +157,7 @@ class Histories:
     def state(self) -> list[list[Any]]:
         """Each group's id and columns, as JSON values, in the order of first events."""
         with self._lock:
-            rows = [[_group_of(name), *row] for name, *row in self._ask("SELECT * FROM settled")]
+            rows = [[json.loads(name), *row] for name, *row in self._ask("SELECT * FROM settled")]
             rows += [[group_id, *row.values()] for group_id, row in self._open.items()]
         return sorted(rows, key=lambda row: (row[1 + list(_COLUMNS).index("first_s")], str(row[0])))
 
@@ -176,7 +178,7 @@ class Histories:
     def _find(self, group_id: GroupId) -> Row | None:
         if group_id in self._open:
             return self._open[group_id]
-        found = self._ask("SELECT * FROM settled WHERE name = ?", _key(group_id)).fetchone()
+        found = self._ask("SELECT * FROM settled WHERE name = ?", json.dumps(group_id)).fetchone()
         return None if found is None else dict(zip(_COLUMNS, found[1:], strict=True))
 
     def _keep(self, group_id: GroupId, row: Row) -> None:
@@ -185,7 +187,7 @@ class Histories:
         if row["place"] in _OPEN:
             self._open[group_id] = row
         else:
-            self._ask(_REPLACE, _key(group_id), *row.values())
+            self._ask(_REPLACE, json.dumps(group_id), *row.values())
             self._open.pop(group_id, None)
 
     def _count(self, row: Row, sign: int) -> None:
@@ -271,17 +273,6 @@ def _place_after(event: str, reason: str | None, before: str | None) -> str:
         # place: its outcome is told apart.
         return before or (ADMITTED if event == ADMITTED else LIVE)
     return LIVE
-
-
-def _key(group_id: GroupId) -> bytes:
-    """A name that tells 4 from "4", whatever the size of the number, and holds every text that JSON does."""
-    name = f"'{group_id}" if isinstance(group_id, str) else str(group_id)
-    return name.encode("utf-8", "surrogatepass")
-
-
-def _group_of(key: bytes) -> GroupId:
-    name = key.decode("utf-8", "surrogatepass")
-    return name[1:] if name[0] == "'" else int(name)
 
 
 def _old_rows(state: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:

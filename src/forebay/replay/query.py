@@ -53,10 +53,6 @@ MAX_DEPTH = 64
 """The deepest nesting of ``$and`` and ``$or`` that is taken: every database and Python can bear it."""
 
 
-class _Missing(Enum):
-    TAG = "a tag that the row does not have"
-
-
 @dataclass(frozen=True, slots=True)
 class Condition:
     """One comparison of one field.
@@ -203,8 +199,11 @@ def plain_value(value: Any) -> Any:
 def read_field(row: Any, field: str) -> Any:
     """The value that conditions on `field` compare; for a tag that `row` lacks one that equals nothing."""
     if field.startswith(TAG_PREFIX):
-        return row.tags.get(field[len(TAG_PREFIX) :], _Missing.TAG)
+        return row.tags.get(field[len(TAG_PREFIX) :], _NO_TAG)
     return plain_value(getattr(row, field))
+
+
+_NO_TAG = object()
 
 
 def holds(condition: Condition, value: Any) -> bool:
@@ -297,7 +296,7 @@ def _parse_field(field: Any, value: Any) -> Query:
     if not is_tag and field not in QUERY_FIELDS:
         raise ValueError(f"unknown field {show_value(field)}; known: {', '.join(QUERY_FIELDS)}, tags.<name>")
     if not isinstance(value, Mapping):
-        return Condition(field, "$eq", _scalar(_short(field), value))
+        return Condition(field, "$eq", _scalar(field[:100], value))
     parts = [part for op, operand in value.items() for part in _parse_operator(field, op, operand)]
     return parts[0] if len(parts) == 1 else All(tuple(parts))
 
@@ -306,7 +305,7 @@ def _parse_operator(field: str, op: Any, operand: Any) -> list[Condition]:
     if op not in (*_OPERATORS, *_MEMBERSHIP, "$between"):
         known = " ".join((*_OPERATORS, *_MEMBERSHIP, "$between"))
         raise ValueError(f"unknown operator {show_value(op)} for field {show_value(field)}; known: {known}")
-    where = f"{_short(field)} {op}"
+    where = f"{field[:100]} {op}"
     if op == "$between":
         if not isinstance(operand, list | tuple) or len(operand) != 2:
             raise ValueError(f"{where} takes two values [low, high], got {show_value(operand)}")
@@ -321,10 +320,6 @@ def _parse_operator(field: str, op: Any, operand: Any) -> list[Condition]:
     if not isinstance(operand, list):
         raise ValueError(f"{where} takes a list, got {show_value(operand)}")
     return [Condition(field, op, tuple(_scalar(where, item) for item in operand))]
-
-
-def _short(field: str) -> str:
-    return field if len(field) <= 100 else show_value(field)
 
 
 def _scalar(where: str, value: Any) -> Scalar:

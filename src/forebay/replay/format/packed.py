@@ -261,10 +261,7 @@ def unpack_group(head: Any, data: Any) -> list[RolloutState]:
     Raises:
         ValueError: they are not those of a group.
     """
-    with damage_named("a group"):
-        parsed = read_head(head)
-        check_head(parsed, len(data))
-        return read_states(parsed, data)
+    return list(hold_packed(head, data, keep_packed=False))
 
 
 def read_head(data: Any) -> Head:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, Protocol
 
 from forebay.replay.query import (
@@ -234,15 +234,11 @@ class StorageBackend(ABC):
             self.num_evicted[row.task_name] = self.num_evicted.get(row.task_name, 0) + 1
         return evicted
 
-    @property
+    # Made at the first look: a store need not call an `__init__` of this class.
+    @cached_property
     def num_evicted(self) -> dict[str, int]:
         """Rows that `evict` has removed so far, by task."""
-        found: dict[str, int] = self.__dict__.setdefault("_num_evicted", {})  # Works without an `__init__`.
-        return found
-
-    @num_evicted.setter
-    def num_evicted(self, counts: Mapping[str, int]) -> None:
-        self.__dict__["_num_evicted"] = dict(counts)
+        return {}
 
     @abstractmethod
     async def delete(self, uids: Iterable[int]) -> None:
@@ -266,7 +262,7 @@ class StorageBackend(ABC):
 
     async def get_train_step(self, task_name: str) -> int | None:
         """The latest train step set for the task."""
-        return self._steps_set().get(task_name)
+        return self._steps_set.get(task_name)
 
     async def set_train_step(self, task_name: str, train_step: int) -> None:
         """Rows of the task that have an `oldest_model_step` are from now on as stale as at `train_step`.
@@ -274,14 +270,14 @@ class StorageBackend(ABC):
         A step that is not later changes nothing. A store that only remembers it, as here, keeps the staleness
         its rows were given.
         """
-        self._steps_set()[task_name] = train_step
+        self._steps_set[task_name] = train_step
 
     async def let_train_steps_fall(self) -> None:  # noqa: B027
         """Take the next step set for each task, however old: the trainer went back to a checkpoint."""
 
+    @cached_property
     def _steps_set(self) -> dict[str, int]:
-        steps: dict[str, int] = self.__dict__.setdefault("_train_steps_set", {})
-        return steps
+        return {}
 
     @abstractmethod
     def __len__(self) -> int:

@@ -63,11 +63,19 @@ class StoredGroup(list[RolloutState]):
 
         A member without labels keeps the one it has, or gets 0 if `reset_unlabeled`.
         """
-        for state, step in zip(self, self.steps, strict=True):
-            if step is not None:
-                state.seq_staleness = calculate_seq_staleness(step, train_step)
-            elif reset_unlabeled:
-                state.seq_staleness = 0
+        aged = aged_staleness(self.steps, self.staleness, train_step, reset_unlabeled=reset_unlabeled)
+        for state, staleness in zip(self, aged, strict=True):
+            state.seq_staleness = staleness
+
+
+def aged_staleness(
+    steps: Sequence[int | None], before: Sequence[int], train_step: int, *, reset_unlabeled: bool
+) -> list[int]:
+    """The staleness of members with these oldest model steps; one without keeps its own, or gets 0."""
+    return [
+        calculate_seq_staleness(step, train_step) if step is not None else 0 if reset_unlabeled else own
+        for step, own in zip(steps, before, strict=True)
+    ]
 
 
 _CONTAINERS = frozenset({dict, list})

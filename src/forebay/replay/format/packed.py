@@ -41,8 +41,8 @@ from forebay.replay.format.encode import (
     pack_group,
 )
 from forebay.replay.format.values import Decoder, damage_named
-from forebay.replay.groups import StoredGroup, build_states, copy_containers, copy_group
-from forebay.types import ROLLOUT_FIELDS, RolloutState, Status, calculate_seq_staleness, get_group_status
+from forebay.replay.groups import StoredGroup, aged_staleness, build_states, copy_containers, copy_group
+from forebay.types import ROLLOUT_FIELDS, RolloutState, Status, get_group_status
 
 
 class PackedPayload(Sequence[RolloutState]):
@@ -96,16 +96,8 @@ class PackedPayload(Sequence[RolloutState]):
 
     def refresh(self, train_step: int, *, reset_unlabeled: bool = False) -> None:
         """Set every member's staleness as of `train_step`, without decoding the group."""
-        self.staleness = tuple(
-            [
-                calculate_seq_staleness(step, train_step)
-                if step is not None
-                else 0
-                if reset_unlabeled
-                else before
-                for step, before in zip(self.steps, self.staleness, strict=True)
-            ]
-        )
+        aged = aged_staleness(self.steps, self.staleness, train_step, reset_unlabeled=reset_unlabeled)
+        self.staleness = tuple(aged)
 
     def packed(self) -> PackedGroup:
         """The group as it goes to a client or into a database."""

@@ -162,22 +162,18 @@ class TakeArguments(msgspec.Struct, forbid_unknown_fields=True):
     tags: dict[str, TagValue] | None = None
 
 
+_NARROWER: dict[str, dict[str, Any]] = {
+    # Of an `Iterable` msgspec takes any items.
+    "count_statuses": {"task_names": list[str], "statuses": list[Status]},
+    "refresh_staleness": {"statuses": list[Status] | None},
+    # On the server's machine.
+    "save": {"path": str},
+    "resume": {"path": str},
+}
+"""By method: the types of arguments that are narrower here than in its annotations."""
 METHODS = {
-    method.__name__: Method.of(method, **other)
-    for method, other in (
-        (ReplayBuffer.count, {}),
-        (ReplayBuffer.is_ready, {}),
-        (ReplayBuffer.commit, {}),
-        (ReplayBuffer.restore, {}),
-        (ReplayBuffer.update_priorities, {}),
-        (ReplayBuffer.wait_for_change, {}),
-        # Of an `Iterable` msgspec takes any items.
-        (ReplayBuffer.count_statuses, {"task_names": list[str], "statuses": list[Status]}),
-        (ReplayBuffer.refresh_staleness, {"statuses": list[Status] | None}),
-        # On the server's machine.
-        (ReplayBuffer.save, {"path": str}),
-        (ReplayBuffer.resume, {"path": str}),
-    )
+    name: Method.of(getattr(ReplayBuffer, name), **_NARROWER.get(name, {}))
+    for name in ("count", "is_ready", "commit", "restore", "update_priorities", "wait_for_change", *_NARROWER)
 }
 """Methods of the buffer that are called as they are."""
 _Settled = msgspec.defstruct("Settled", [("key", bytes)], forbid_unknown_fields=True)

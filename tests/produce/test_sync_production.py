@@ -374,7 +374,7 @@ async def test_malformed_groups_fail_with_a_reason(answer):
     loop = ScriptedLoop()
     loop.generate_group = generate_group
     manager = make_manager({"t": loop})
-    with pytest.raises(ProductionError, match=r"RolloutState|logprobs has 1 entries"):
+    with pytest.raises(ProductionError, match=r"RolloutState|returned 0 rollouts|logprobs has 1 entries"):
         await manager.produce_batch(1, 1, 0)
 
 

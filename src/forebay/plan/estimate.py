@@ -339,9 +339,8 @@ def _times(
     if device.flop_per_s is None or device.bytes_per_s is None or config.train.dtype != "bfloat16":
         return None
     # Passes without gradient are a third of the work of one with.
-    extra = config.train.needs_old_logprobs * (config.train.correction != "ratio") + (
-        config.train.uses_reference
-    )
+    has_old = config.train.needs_old_logprobs and config.train.correction != "ratio"
+    extra = has_old + config.train.uses_reference
     flop_per_token = step.flop / step.tokens * (config.train.epochs + extra / 3)
     train_rate = device.flop_per_s * TRAIN_SHARE / flop_per_token * config.train.ranks
     gradients = step.gradient_bytes / (config.train.ranks // config.train.parallel.replicas)

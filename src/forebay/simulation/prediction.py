@@ -186,7 +186,7 @@ async def _simulate(
     skipped = max(1, int(len(steps) * WARM_UP_SHARE))
     start, end, usual = steps[skipped - 1], steps[-1], trained[skipped:]
     seconds = end.time_s - start.time_s
-    tokens_per_step = sum(step.num_tokens for step in usual) / len(usual)
+    tokens_per_step = sum(step.token_staleness.total() for step in usual) / len(usual)
     # On average: engines that join or leave count from then on.
     gained = sum(number * max(0.0, end.time_s - max(at_s, start.time_s)) for at_s, number in cluster.scale)
     described = cluster.model_copy(update={"engines": num_engines + gained / seconds})
@@ -214,7 +214,7 @@ async def _simulate(
         groups=balance.generated,
         dropped=balance.dropped,
         made_tokens=sum(engine.num_tokens for engine in world.engines) - tried,
-        trained_tokens=sum(step.num_tokens for step in trained),
+        trained_tokens=sum(step.token_staleness.total() for step in trained),
         kept_tokens=await _kept_tokens(world),
         engines=world.run.controller.counts(),
     )

@@ -256,9 +256,8 @@ class SimulationLoop(VirtualTimeLoop):
 
 
 class TrainedStep(NamedTuple):
-    """The content of one train step: how many tokens, and how many tokens and groups by staleness."""
+    """The content of one train step: how many tokens and groups, by staleness."""
 
-    num_tokens: int
     token_staleness: Counter[int]
     group_staleness: Counter[int]
 
@@ -280,12 +279,11 @@ class TimedTrainer:
         # This is train step `model_step` + 1, so the weights of now have staleness 0.
         made_by = np.concatenate([state.response_model_steps for state in states])
         step = TrainedStep(
-            num_tokens=len(made_by),
             token_staleness=Counter((self.model_step - made_by).tolist()),
             group_staleness=Counter(max(state.seq_staleness for state in group) for group in groups),
         )
         self.steps.append(step)
-        self._thread.charged_s += self._cluster.training_s(step.num_tokens)
+        self._thread.charged_s += self._cluster.training_s(len(made_by))
         self.model_step += 1
         return SimpleNamespace(metrics={})
 

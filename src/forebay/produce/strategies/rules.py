@@ -202,12 +202,8 @@ def check_form(returned: object, given: Sequence[RolloutState], lengths: Sequenc
         TypeError: it is not a list of rollouts.
         ValueError: other rollouts than the given ones, or token-level fields of different lengths.
     """
-    if (
-        not isinstance(returned, list)
-        or not returned
-        or not all(isinstance(s, RolloutState) for s in returned)
-    ):
-        raise TypeError(f"the agent loop must return a non-empty list of RolloutState, got {returned!r:.80}")
+    if not isinstance(returned, list) or not all(isinstance(state, RolloutState) for state in returned):
+        raise TypeError(f"the agent loop must return a list of RolloutState, got {returned!r:.80}")
     # Further trajectories may come and go; the rollouts that they were made with must be the given ones.
     firsts = [state for state in returned if TRAJECTORY_OF_KEY not in state.extra_fields]
     earlier = [

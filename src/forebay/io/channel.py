@@ -170,8 +170,7 @@ class Channel:
             if posted.buffers:
                 return
             self._queue.popleft()
-            if posted.sent is not None and not posted.sent.done():
-                posted.sent.set_result(None)
+            _set(posted.sent)
 
     def _stop_waiting(self) -> None:
         if self._stalling is not None:
@@ -183,8 +182,7 @@ class Channel:
         """Forget what waits to be sent: after half a message the rest would be taken for another one."""
         self._error = error
         for posted in self._queue:
-            if posted.sent is not None and not posted.sent.done():
-                posted.sent.set_result(None)
+            _set(posted.sent)
         self._queue.clear()
         self._num_queued = 0
         self._stop_waiting()
@@ -492,6 +490,6 @@ def _drop(parts: deque[Any], number: int) -> int:
     return number
 
 
-def _set(ready: asyncio.Future[None]) -> None:
-    if not ready.done():
+def _set(ready: asyncio.Future[None] | None) -> None:
+    if ready is not None and not ready.done():
         ready.set_result(None)

@@ -253,8 +253,6 @@ class ReplayBuffer:
             still_held = train_step is not None  # The store keeps what is ARCHIVED.
             groups: dict[str, list[Group]] = {
                 task: await self._take(size, task, group_status, view, still_held=still_held)
-                if size > 0
-                else []
                 for task, size in task_batch_sizes.items()
             }
             if any(groups.values()):
@@ -473,6 +471,8 @@ class ReplayBuffer:
         still_held: bool = False,
         present: Present[Presented] | None = None,
     ) -> list[Presented]:
+        if count <= 0:
+            return []
         query = StorageIndices(task_name, group_status, tags).get_key()
         groups = await self.policy.get(count, query, cast(StorageBackend, view))
         seen_step = await self.storage.get_train_step(task_name)

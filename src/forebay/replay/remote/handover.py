@@ -108,10 +108,8 @@ async def take_over(buffer: ReplayBuffer, arguments: TakeArguments, *, max_bytes
     groups: dict[str, list[PackedGroup]] = {}
     async with buffer._lock.alone(), buffer._taking(PARKED_STEP if parks else train_step) as view:
         for task, size in arguments.task_batch_sizes.items():
-            groups[task] = []
-            if size > 0:
-                taking = buffer._take(size, task, status, view, tags=arguments.tags, present=pack_out)
-                groups[task] = await taking
+            taking = buffer._take(size, task, status, view, tags=arguments.tags, present=pack_out)
+            groups[task] = await taking
             for packed in groups[task]:
                 if (num_bytes := sum(packed.size)) > max_bytes:
                     raise ValueError(

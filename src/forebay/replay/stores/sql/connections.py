@@ -103,9 +103,8 @@ _OWNER = sa.select(schema.meta.c.value).where(schema.meta.c.name == "owner").wit
 """Locked, so that a claim waits for the transaction, or is seen by it."""
 
 
-@lru_cache
-def _text_of(statement: sa.Select[Any]) -> str:
-    return str(statement)
+_text_of = lru_cache(str)
+"""The text of a statement; SQLAlchemy makes it anew each time."""
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from replay_factory import make_group, names
 
 from forebay.cluster.buffer import connect_buffer, start_buffer, stop_buffer
 from forebay.produce import AsyncProduceStrategyConfig
+from forebay.replay import ConnectionLost
 from forebay.types import Status
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -136,5 +137,6 @@ async def test_the_example_of_the_page(ray, tmp_path):
     exec(block, scope)
     groups, counts = await scope["run"](tmp_path, [make_group(name, num_tokens=2) for name in "ab"])
     assert (names(groups["math"]), counts) == (["a", "b"], {"math": 2})
-    with pytest.raises(ValueError, match="groups"):
+    # Ray may know its name for a moment longer than there is a process.
+    with pytest.raises((ValueError, ConnectionLost), match=r"groups|died"):
         await connect_buffer("groups")

@@ -186,17 +186,17 @@ async def test_a_caller_that_stops_listening_ends_the_work():
 def test_each_part_has_a_bundle_and_a_shared_gpu_has_two_parts():
     asked = RayArguments(num_engines=2, gpus_per_engine=1, gpus_per_trainer=2)
     apart = plan_parts(asked, cpus=0.5, shares_gpu=False)
-    assert apart.bundles == (
-        {"CPU": 0.5, "GPU": 2},
-        {"CPU": 0.5, "GPU": 1},
-        {"CPU": 0.5, "GPU": 1},
-        {"CPU": 0.5},
-    )
+    engine = {"CPU": 0.5, "GPU": 1}
+    trainer, worker = [{"CPU": 0.5, "GPU": 2}], [{"CPU": 0.5}]
+    assert apart.bundles == {"trainer": trainer, "engine": [engine, engine], "worker": worker}
     asked = RayArguments(num_engines=2, gpus_per_engine=1, gpus_per_trainer=1)
     shared = plan_parts(asked, cpus=0.5, shares_gpu=True)
-    assert shared.bundles == ({"CPU": 1.0, "GPU": 1}, {"CPU": 0.5, "GPU": 1}, {"CPU": 0.5})
+    assert shared.bundles == {"trainer": [{"CPU": 1.0, "GPU": 1}], "engine": [engine], "worker": worker}
     assert (shared.trainer.bundle, shared.trainer.gpus) == (0, 0.5)
-    assert [(room.bundle, room.gpus) for room in shared.engines] == [(0, 0.5), (1, 1)]
+    assert [(room.group, room.bundle, room.gpus) for room in shared.engines] == [
+        ("trainer", 0, 0.5),
+        ("engine", 0, 1),
+    ]
 
 
 def test_ranks_that_would_share_a_gpu_are_refused_at_the_start():
@@ -218,7 +218,7 @@ async def test_gpus_that_no_part_asks_for_are_warned_of(arguments, device, warne
     fake = SimpleNamespace(cluster_resources=lambda: {"CPU": 8.0, "GPU": 8.0})
     monkeypatch.setattr(ray_cluster, "import_ray", lambda: fake)
     monkeypatch.setattr(ray_cluster, "connect", lambda given, *, num_cpus: False)
-    monkeypatch.setattr(ray_cluster, "reserve", lambda *_, **__: object())
+    monkeypatch.setattr(ray_cluster, "reserve", lambda *_, **__: {})
     task = {"name": "sorting", "data": {"source": "sorting", "size": 8}, "judge": "exact_match"}
     table = {
         "name": "placed",
@@ -241,8 +241,8 @@ def test_without_a_trainer_every_other_part_keeps_its_room(num_engines, num_work
         plan_parts(asked, cpus=1, shares_gpu=shares_gpu, num_ranks=num_ranks) for num_ranks in (1, 0)
     )
     for before, after in zip(plan.engines + plan.workers, less.engines + less.workers, strict=True):
-        assert less.bundles[after.bundle] == plan.bundles[before.bundle]
-    assert plan.num_cpus - less.num_cpus == (0 if shares_gpu else 1)
+        assert less.bundles[after.group][after.bundle] == plan.bundles[before.group][before.bundle]
+    assert len(plan.every_bundle) - len(less.every_bundle) == (0 if shares_gpu else 1)
 
 
 def test_what_ray_says_of_an_end_is_told_in_few_words():

@@ -56,7 +56,6 @@ def spec_of(config, **changes):
             "config": config,
             "model_folder": resolve_model(config.model, seed=config.seed),
             "name": "engine 0",
-            "number": 0,
             "search_path": tuple(sys.path),
             "device": "cpu",
             "serves_at_once": False,

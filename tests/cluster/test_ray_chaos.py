@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from test_killed_separate_run import check_books
-from test_ray_run import BATCH_SIZE, GROUP_SIZE, SEPARATE, events, run_config, train_rows
+from test_ray_run import BATCH_SIZE, GROUP_SIZE, SEPARATE, events, pids_of, run_config, train_rows
 
 from forebay.ledger.journal import read_events
 from forebay.produce import Sampler
@@ -65,7 +65,7 @@ class Killer:
 
     async def _pids(self):
         """Of the parts that have a process just now."""
-        pids = await asyncio.to_thread(self.cluster.pids)
+        pids = await asyncio.to_thread(pids_of, self.cluster)
         return {part: pid for part, pid in pids.items() if is_ours(pid)}
 
 

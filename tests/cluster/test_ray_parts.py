@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from replay_factory import make_group
 from test_engine_actor import NOTHING, ask, frail_config, spec_of
-from test_ray_run import run_config
+from test_ray_run import pids_of, run_config
 
 from forebay.cluster import supervisor
 from forebay.cluster.buffer import connect_buffer, start_buffer, stop_buffer
@@ -109,8 +109,8 @@ async def test_an_actor_that_is_gone_is_replaced_at_once_and_parts_join_and_leav
         assert (await controller.scale("workers", "+1")) == "2 now, 1 of them up"
         assert (await controller.scale("engines", "+1")) == "2 now, 1 of them up"
         _, newcomer = controller.engines
-        await until(lambda: newcomer.is_up and all(cluster.pids().values()))
-        assert cluster.pids().keys() == {"engine 0", "engine 1", "worker 0", "worker 1"}
+        await until(lambda: newcomer.is_up and all(pids_of(cluster).values()))
+        assert pids_of(cluster).keys() == {"engine 0", "engine 1", "worker 0", "worker 1"}
         # The first is away: the newcomer has the work, wherever that is.
         first.watch()
         ray.kill(first.actor)
@@ -179,7 +179,7 @@ async def place_worker(ray, tmp_path, *, blocks):
         async def live(self, *, while_it_works=False):
             await asyncio.Event().wait()
 
-        async def generate(self, job):
+        async def generate(self, number):
             await asyncio.Event().wait()
 
         async def pause(self):
@@ -207,7 +207,7 @@ async def place_worker(ray, tmp_path, *, blocks):
 async def test_a_worker_that_does_not_answer_is_ended_and_started_again(ray, tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "TELL_LIMIT_S", 0.5)
     worker, told = await place_worker(ray, tmp_path, blocks=True)
-    pid, group = worker.pid, asyncio.ensure_future(worker.generate(SimpleNamespace(number=0)))
+    pid, group = worker.pid, asyncio.ensure_future(worker.generate(0))
     await worker.pause()
     with pytest.raises(ActorLost):
         await group
@@ -262,7 +262,7 @@ def main(folder):
                 cluster.start(resolve_model(config.model, seed=config.seed))
                 await cluster.controller().continue_generation()
                 found["tokens"] = (await generate(cluster)).response_ids.tolist()
-                found["pids"] = list(cluster.pids().values())
+                found["pids"] = list(pids_of(cluster).values())
         finally:
             await cluster.close()
         found["is_on"] = ray.is_initialized()

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -74,6 +75,24 @@ def test_two_ranks_in_actors_train_as_one_and_the_loss_of_one_is_told(ray):
         several.fit(make_groups())
     with pytest.raises(RankError, match="the ranks have ended"):
         several.fit(make_groups())
+
+
+class OnNode:
+    """Stands for a rank's actor on the machine of this id; as if each of its calls had ended."""
+
+    def __init__(self, node):
+        self.place = SimpleNamespace(remote=lambda: (node, f"there, {node}"))
+
+
+def test_ranks_of_one_machine_are_neighbors_by_number(monkeypatch):
+    started = []
+    monkeypatch.setattr(ray_ranks, "import_ray", lambda: SimpleNamespace(get=lambda answers: answers))
+    monkeypatch.setattr(RayRanks, "_ask", lambda self, method, arguments: started.extend(arguments))
+    actors = [OnNode(node) for node in ("b", "a", "b", "a")]
+    ranks = RayRanks(actors, "cpu", threads=1, search_path=())
+    assert ranks._actors == [actors[1], actors[3], actors[0], actors[2]]
+    # They meet on the first one's machine.
+    assert [(rank, meeting) for rank, _, meeting, *_ in started] == [(n, "there, a") for n in range(4)]
 
 
 def test_a_rank_that_fails_alone_is_told_with_its_trace_and_all_are_ended(ray):

@@ -161,8 +161,14 @@ def events(folder, kind):
     return [event for event in map(json.loads, lines) if event["event"] == kind]
 
 
+def pids_of(cluster):
+    """The process of every part, by its name."""
+    there = {part.name: part.pid for part in (*cluster._engines, *cluster._workers.all)}
+    return there | (cluster._trainer.pids if cluster._trainer is not None else {})
+
+
 def kill(run, part):
-    os.kill(run.cluster.pids()[part], signal.SIGKILL)
+    os.kill(pids_of(run.cluster)[part], signal.SIGKILL)
 
 
 def test_a_run_survives_the_end_of_each_of_its_parts(ray, tmp_path, monkeypatch):
@@ -241,15 +247,15 @@ def test_engines_and_workers_join_and_leave_a_run_that_works(ray, tmp_path, monk
         if run.train_step == 1:
             said.extend([await ask(run, "engines=+1"), await ask(run, "workers=+1")])
             async with asyncio.timeout(240):
-                while len(run.controller.engines_up) < 2 or not all(run.cluster.pids().values()):
+                while len(run.controller.engines_up) < 2 or not all(pids_of(run.cluster).values()):
                     await asyncio.sleep(0.05)
-            parts.extend(sorted(run.cluster.pids()))
+            parts.extend(sorted(pids_of(run.cluster)))
         if run.train_step == 3:
             # Beside the train steps, in which groups are on their way.
             leaving.extend(asyncio.ensure_future(ask(run, f"{part}=-1")) for part in ("engines", "workers"))
         if run.train_step == 5:
             said.extend([await task for task in leaving])
-            said.append(sorted(run.cluster.pids()))
+            said.append(sorted(pids_of(run.cluster)))
             said.extend(
                 [await refused(run, change) for change in ("engines=-1", "trainers=+1", "engines=+x")]
             )

@@ -242,7 +242,7 @@ def test_a_worker_that_leaves_is_paused_like_the_others_and_its_tokens_stay_coun
         def worker(number):
             paused = asyncio.Event()
 
-            async def generate(job):
+            async def generate(*job):
                 await paused.wait()
                 return [number]
 

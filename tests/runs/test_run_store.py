@@ -175,6 +175,16 @@ async def test_a_checkpoint_that_failed_is_told_once():
     await checkpoints.checkpoint_written(run)
 
 
+async def test_a_checkpoint_that_fails_as_its_run_is_closed_is_told():
+    async def fail():
+        raise PartLost("the trainer is lost")
+
+    told = []
+    run = SimpleNamespace(display=SimpleNamespace(warning=told.append))
+    await steps.end_saving(run, asyncio.create_task(fail()))
+    assert told == ["the checkpoint that was begun last is not there: the trainer is lost"]
+
+
 @pytest.mark.parametrize("url", [None, f"mysql://me:{SECRET}@host/name", SECRET])
 def test_a_run_without_the_url_of_its_database_says_which_variable_has_it(tmp_path, monkeypatch, url):
     monkeypatch.delenv(store.URL_VARIABLE, raising=False)

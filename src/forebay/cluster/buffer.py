@@ -25,14 +25,12 @@ from functools import partial
 from typing import Any
 
 from forebay.aio.time_limits import timeout
-from forebay.cluster.library import NAMESPACE, import_ray, on_this_node, why
+from forebay.cluster.library import MAX_CALLS, NAMESPACE, import_ray, on_node, why
 from forebay.io.address import Address
 from forebay.replay import ConnectionLost, RemoteReplayBuffer, serve
 from forebay.replay.remote.server import IN_MEMORY, ServeOptions, keep_freed_memory, open_buffer
 
 DEFAULT_NAME = "forebay_buffer"
-MAX_CALLS = 10_000
-"""Clients that ask at the same time where the buffer is; an answer takes a millisecond."""
 
 LOCATE_LIMIT_S = 300.0
 """The time for the buffer's address: a restart, and a store on disk that recovers, may take minutes."""
@@ -128,7 +126,7 @@ def start_buffer(
     options = ServeOptions(address="", **settings)
     placed: dict[str, Any] = {"num_cpus": 0} | dict(actor_options or {})
     if options.store != IN_MEMORY and "://" not in options.store:
-        placed.setdefault("scheduling_strategy", on_this_node(ray))
+        placed.setdefault("scheduling_strategy", on_node(ray.get_runtime_context().get_node_id()))
     placed |= {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": MAX_CALLS}
     # The same one after a restart. It also keeps out programs that reach the node and are not of the cluster.
     token = secrets.token_urlsafe(32)

@@ -116,6 +116,17 @@ class BatchedCalls(Generic[ItemT, ResultT]):
                     answer.set_result(result)
 
 
+def built(part: ResultT | None) -> ResultT:
+    """`part`, which `start` has built.
+
+    Raises:
+        NotBuilt: this process was started in place of one that has ended.
+    """
+    if part is None:
+        raise NotBuilt("nothing has been built in this process yet")
+    return part
+
+
 async def as_they_end(
     calls: Sequence[Coroutine[Any, Any, ResultT]],
 ) -> AsyncIterator[list[tuple[int, ResultT]]]:

@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forebay.cluster.calls import ActorLost, BatchedCalls, NotBuilt, as_they_end
+from forebay.cluster.calls import ActorLost, BatchedCalls, as_they_end, built
 from forebay.cluster.library import PartSpec, Published, find_modules_in, import_ray, why
 from forebay.cluster.supervisor import Supervised
 from forebay.config import Component
@@ -74,19 +74,9 @@ class EngineActor:
                     self._serving.set()
         return os.getpid()
 
-    def _built(self) -> EnginePool:
-        """The engines, as one.
-
-        Raises:
-            NotBuilt: this process was started in place of one that has ended.
-        """
-        if self._pool is None:
-            raise NotBuilt("the engine has not been built in this process")
-        return self._pool
-
     async def max_context_tokens(self) -> int:
         """The most tokens, prompt and response together, one request may reach."""
-        return self._built().max_context_tokens
+        return built(self._pool).max_context_tokens
 
     async def live(self, *, while_it_works: bool = False) -> str:
         """Never returns: a caller that waits for it learns of this process's end.
@@ -111,7 +101,7 @@ class EngineActor:
         if not self._serving.is_set():
             return Completion(finish_reason="error", error_msg="the engine has no weights yet", lost=True)
         try:
-            return await self._built().complete(request, caller=caller)
+            return await built(self._pool).complete(request, caller=caller)
         except ValueError as error:
             # As a value: raised, it would end the stream, and with it the requests that came along.
             return error
@@ -124,19 +114,19 @@ class EngineActor:
 
     async def pause(self) -> None:
         """End every request and take no new one."""
-        await self._built().pause_generation()
+        await built(self._pool).pause_generation()
 
     async def resume(self) -> None:
         """Take requests again."""
-        await self._built().continue_generation()
+        await built(self._pool).continue_generation()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; at an engine that is lost they have ended."""
-        await self._built().abort(request_ids)
+        await built(self._pool).abort(request_ids)
 
     async def num_made(self, caller: str) -> dict[str, int]:
         """How many tokens each running request of `caller` has by now."""
-        return self._built().progress(caller)
+        return built(self._pool).progress(caller)
 
     async def forget(self, caller: str) -> None:
         """End the requests of a caller whose process has ended."""
@@ -157,7 +147,7 @@ class EngineActor:
             warnings.filterwarnings("ignore", message=".*not writable.*")
             memory = torch.from_numpy(data)
         try:
-            await self._built().update_weights(views(layout, memory), model_step)
+            await built(self._pool).update_weights(views(layout, memory), model_step)
         except EngineLost as error:
             self._lose(error)
             raise
@@ -165,7 +155,7 @@ class EngineActor:
 
     async def health(self) -> EngineHealth:
         """All engines of this process together."""
-        health = await self._built().health()
+        health = await built(self._pool).health()
         return replace(health, ok=health.ok and self._serving.is_set())
 
     async def close(self) -> None:
@@ -184,7 +174,6 @@ class EngineActor:
 class EngineSpec(PartSpec):
     """All that an engine's process is told."""
 
-    number: int
     device: str
     """``cuda`` where the cluster gave it one."""
     serves_at_once: bool
@@ -209,6 +198,7 @@ class PlacedEngine(Supervised):
         await engine.load_weights(Published(ref, model_step=3), 3)
     """
 
+    kind = EngineActor
     max_context_tokens = 0
     """The most tokens, prompt and response together, one request may reach."""
     weights: Published | None = None
@@ -382,7 +372,7 @@ def _build(spec: EngineSpec) -> list[Engine]:
         config.model_copy(update={"engine": engine_on(spec.device, config.engine)}),
         spec.model_folder,
         load_tokenizer(spec.model_folder),
-        scratch=config.folder / "engines" / str(spec.number),
+        scratch=config.folder / "engines" / spec.name.removeprefix("engine "),
     )
 
 

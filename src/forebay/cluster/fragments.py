@@ -16,15 +16,13 @@ import asyncio
 from typing import Any
 
 from forebay.cluster.calls import result_of
-from forebay.cluster.library import NAMESPACE, import_ray, on_this_node
+from forebay.cluster.library import MAX_CALLS, NAMESPACE, import_ray, on_node
 from forebay.fragments import BufferClosed, ReplayBufferActor
 from forebay.fragments.remote import FragmentCalls
 from forebay.io.messages import SILENCE_LIMIT_S, check_limit
 from forebay.watching.stalls import StallError
 
 DEFAULT_NAME = "replay_buffer"
-MAX_CALLS = 10_000
-"""Under way at a time. A waiting fetch or a held-back writer is a call too: few would stand still."""
 
 
 def start_replay_buffer(*, name: str = DEFAULT_NAME, **settings: Any) -> ReplayBufferClient:
@@ -41,7 +39,7 @@ def start_replay_buffer(*, name: str = DEFAULT_NAME, **settings: Any) -> ReplayB
         max_concurrency=MAX_CALLS,
         num_cpus=0,
         # Where its folder is: made anew on another node it would find nothing.
-        scheduling_strategy=on_this_node(ray),
+        scheduling_strategy=on_node(ray.get_runtime_context().get_node_id()),
     )
     return ReplayBufferClient(actor.remote(**settings))
 

@@ -26,6 +26,9 @@ from forebay.runs.config import RunConfig
 NAMESPACE = "forebay"
 """The namespace of named actors. Without one, a program finds no other program's actors by name."""
 
+MAX_CALLS = 10_000
+"""Calls under way at one actor at a time: each group, request, waiting fetch and held-back writer."""
+
 LOOK_LIMIT_S = 5.0
 """The time that a cluster's head gets to take a connection; Ray itself tries for minutes."""
 
@@ -152,10 +155,9 @@ def find_modules_in(paths: Sequence[str]) -> None:
     sys.path += [path for path in paths if path not in sys.path]
 
 
-def on_this_node(ray: Any) -> Any:
-    """An actor's ``scheduling_strategy``: on this process's node and no other."""
+def on_node(node: str) -> Any:
+    """The ``scheduling_strategy`` of an actor or a task: on the node with this id and no other."""
     strategies = import_module("ray.util.scheduling_strategies")
-    node = ray.get_runtime_context().get_node_id()
     return strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
 

@@ -1,8 +1,8 @@
-"""Room on a cluster for the parts of a run: one placement group, and each part's place in it.
+"""Room on a cluster for the parts of a run: a placement group for each kind, and each part's place in it.
 
 ::
 
-    RayArguments --plan_parts--> bundles --> reserve: a placement group, whole or not at all
+    RayArguments --plan_parts--> bundles --> reserve: placement groups, all of them or none
                                                 | no room in time: ConfigError: what was asked, what there is
                                                 v
                                              Room.options: what Ray's `actor.options` takes
@@ -10,8 +10,10 @@
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -19,47 +21,55 @@ from forebay.cluster.arguments import RayArguments
 from forebay.config import ConfigError
 
 Bundle = dict[str, float]
+STRATEGIES = {"trainer": "PACK", "engine": "SPREAD", "worker": "SPREAD"}
+"""Ray's, by kind of part. Ranks are near each other, because they say much to each other; engines and workers
+are apart, so that a lost machine takes few of them along."""
 
 
-def reserve(ray: Any, bundles: Sequence[Bundle], *, timeout_s: float, may_grow: bool) -> Any:
-    """A placement group with all bundles, near each other; `may_grow`: nodes may join while it waits.
+def reserve(ray: Any, plan: Plan, *, timeout_s: float, may_grow: bool) -> dict[str, Any]:
+    """A placement group for the bundles of each kind of part; `may_grow`: nodes may join while it waits.
 
     Raises:
         ConfigError: there is no room within `timeout_s`, or there never will be.
     """
     # A cluster that was started for the run stays as it is: what does not fit now never will.
-    if not may_grow and (reason := _never_fits(ray, bundles)):
-        raise ConfigError(f"{reason}; {_what_there_is(ray, bundles)}")
-    groups = import_module("ray.util.placement_group")
-    group = groups.placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
-    if not group.wait(timeout_s):
-        # Left alone, it would take the room as soon as there is some.
-        groups.remove_placement_group(group)
-        reason = _never_fits(ray, bundles) or "other programs hold what is missing"
-        raise ConfigError(f"no room within {timeout_s:g} s: {reason}; {_what_there_is(ray, bundles)}")
-    return group
+    if may_grow or not (reason := _never_fits(ray, plan.every_bundle)):
+        module = import_module("ray.util.placement_group")
+        # All at once, so that a cluster that grows knows how much is missing.
+        groups = {
+            kind: module.placement_group(list(bundles), strategy=STRATEGIES[kind])
+            for kind, bundles in plan.bundles.items()
+        }
+        deadline_s = time.monotonic() + timeout_s
+        if all(group.wait(max(0.1, deadline_s - time.monotonic())) for group in groups.values()):
+            return groups
+        # Left alone, they would take the room as soon as there is some.
+        for group in groups.values():
+            module.remove_placement_group(group)
+        reason = _never_fits(ray, plan.every_bundle) or "other programs hold what is missing"
+        reason = f"no room within {timeout_s:g} s: {reason}"
+    raise ConfigError(f"{reason}; {_what_there_is(ray, plan.every_bundle)}")
 
 
 @dataclass(frozen=True)
 class Room:
     """A part's place: a bundle, and what of it the part takes."""
 
+    group: str
+    """The name of the placement group: the kind of part, or, for a part that joined a run, the group's id."""
     bundle: int
     cpus: float
     gpus: float
-    group: Any = None
-    """The placement group, of a part that joined a run; None: that of the run's first parts."""
 
     @property
     def device(self) -> str:
         """The device of a model in this room: ``cuda`` or ``cpu``."""
         return "cuda" if self.gpus else "cpu"
 
-    def options(self, group: Any) -> dict[str, Any]:
-        """The place of an actor, as Ray's `options` take it; `group` is that of the run's first parts."""
-        strategies = import_module("ray.util.scheduling_strategies")
-        strategy = strategies.PlacementGroupSchedulingStrategy
-        place = strategy(self.group or group, placement_group_bundle_index=self.bundle)
+    def options(self, groups: Mapping[str, Any]) -> dict[str, Any]:
+        """The place of an actor, as Ray's `options` take it; `groups` are all placement groups of the run."""
+        strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+        place = strategy(groups[self.group], placement_group_bundle_index=self.bundle)
         return {"num_cpus": self.cpus, "num_gpus": self.gpus, "scheduling_strategy": place}
 
 
@@ -68,10 +78,11 @@ class Plan:
     """The bundles of a run, and each part's place in them.
 
     >>> plan_parts(RayArguments(num_workers=2), cpus=0.5, shares_gpu=False).bundles
-    ({'CPU': 0.5}, {'CPU': 0.5}, {'CPU': 0.5}, {'CPU': 0.5})
+    {'trainer': [{'CPU': 0.5}], 'engine': [{'CPU': 0.5}], 'worker': [{'CPU': 0.5}, {'CPU': 0.5}]}
     """
 
-    bundles: tuple[Bundle, ...] = ()
+    bundles: Mapping[str, Sequence[Bundle]] = field(default_factory=dict)
+    """The bundles of each kind of part."""
     trainer: Room | None = None
     ranks: tuple[Room, ...] = ()
     """The rooms of the trainer's ranks, if it has several; then it has no GPU itself."""
@@ -79,9 +90,9 @@ class Plan:
     workers: tuple[Room, ...] = ()
 
     @property
-    def num_cpus(self) -> float:
-        """Logical CPUs in all."""
-        return sum(bundle["CPU"] for bundle in self.bundles)
+    def every_bundle(self) -> list[Bundle]:
+        """The bundles of all kinds."""
+        return [bundle for of_kind in self.bundles.values() for bundle in of_kind]
 
 
 def plan_parts(asked: RayArguments, *, cpus: float, shares_gpu: bool, num_ranks: int = 1) -> Plan:
@@ -91,24 +102,24 @@ def plan_parts(asked: RayArguments, *, cpus: float, shares_gpu: bool, num_ranks:
     that only generates has no rank and no trainer; its first engine has as much of a GPU as it would have
     beside one.
     """
-    bundles: list[Bundle] = []
+    bundles: defaultdict[str, list[Bundle]] = defaultdict(list)
 
-    def room(gpus: float) -> Room:
-        bundles.append({"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus})
-        return Room(len(bundles) - 1, cpus, gpus)
+    def room(kind: str, gpus: float) -> Room:
+        bundles[kind].append({"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus})
+        return Room(kind, len(bundles[kind]) - 1, cpus, gpus)
 
     trainer, ranks, engines = None, [], []
     if shares_gpu:
         # Half each: Ray counts shares of a device, and knows nothing of its memory.
-        bundles.append({"CPU": 2 * cpus, "GPU": asked.gpus_per_trainer})
-        trainer = Room(0, cpus, asked.gpus_per_trainer / 2)
+        bundles["trainer"].append({"CPU": 2 * cpus, "GPU": asked.gpus_per_trainer})
+        trainer = Room("trainer", 0, cpus, asked.gpus_per_trainer / 2)
         engines.append(trainer)
     elif num_ranks:
-        trainer = room(asked.gpus_per_trainer if num_ranks == 1 else 0)
-        ranks = [room(asked.gpus_per_trainer) for _ in range(num_ranks)] if num_ranks > 1 else []
-    engines += [room(asked.gpus_per_engine) for _ in range(asked.num_engines - len(engines))]
-    workers = [room(0) for _ in range(asked.num_workers)]
-    return Plan(tuple(bundles), trainer, tuple(ranks), tuple(engines), tuple(workers))
+        trainer = room("trainer", asked.gpus_per_trainer if num_ranks == 1 else 0)
+        ranks = [room("trainer", asked.gpus_per_trainer) for _ in range(num_ranks)] if num_ranks > 1 else []
+    engines += [room("engine", asked.gpus_per_engine) for _ in range(asked.num_engines - len(engines))]
+    workers = [room("worker", 0) for _ in range(asked.num_workers)]
+    return Plan(dict(bundles), trainer, tuple(ranks), tuple(engines), tuple(workers))
 
 
 def _never_fits(ray: Any, bundles: Sequence[Bundle]) -> str:

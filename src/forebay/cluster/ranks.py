@@ -43,8 +43,10 @@ class RayRanks(Ranks):
         self, actors: Sequence[Any], device: str, *, threads: int, search_path: tuple[str, ...]
     ) -> None:
         super().__init__(len(actors))
-        self._actors = actors
-        meeting = import_ray().get(actors[0].meeting.remote())
+        places = import_ray().get([actor.place.remote() for actor in actors])
+        # Neighbors by number are those that say most to each other (`tensor`, `context`): on one machine.
+        order = sorted(range(len(actors)), key=lambda number: places[number][0])
+        self._actors, meeting = [actors[number] for number in order], places[order[0]][1]
         arguments = (len(actors), meeting, device, threads, search_path)
         self.pids: list[int] = self._ask(START, [(rank, *arguments) for rank in range(len(actors))])
         """The process id of each rank's actor."""
@@ -87,12 +89,14 @@ class RankActor:
     def __init__(self) -> None:
         self._worker: RankWorker
 
-    def meeting(self) -> str:
-        """The address at which the ranks may meet on this machine, as ``torch.distributed`` reads it."""
-        address = import_ray().util.get_node_ip_address()
+    def place(self) -> tuple[str, str]:
+        """The id of its machine, and the address there where ranks may meet, as torch reads it."""
+        ray = import_ray()
+        address = ray.util.get_node_ip_address()
         with socket.socket() as free:
             free.bind((address, 0))
-            return f"tcp://{address}:{free.getsockname()[1]}"
+            meeting = f"tcp://{address}:{free.getsockname()[1]}"
+        return ray.get_runtime_context().get_node_id(), meeting
 
     def start(
         self, rank: int, num_ranks: int, meeting: str, device: str, threads: int, search_path: tuple[str, ...]

@@ -31,9 +31,10 @@ from typing import Any
 from forebay.cluster import workers
 from forebay.cluster.arguments import RayArguments
 from forebay.cluster.calls import blocking_actor
-from forebay.cluster.engines import EngineActor, EngineSpec, PlacedEngine
-from forebay.cluster.library import Given, connect, import_ray, why
-from forebay.cluster.placement import Bundle, Plan, Room, plan_parts, reserve
+from forebay.cluster.engines import EngineSpec, PlacedEngine
+from forebay.cluster.library import MAX_CALLS, Given, connect, import_ray, why
+from forebay.cluster.nodes import check_nodes
+from forebay.cluster.placement import STRATEGIES, Plan, Room, plan_parts, reserve
 from forebay.cluster.ranks import RankActor
 from forebay.cluster.supervisor import START_LIMIT_S, Restarts, Supervised, all_started
 from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
@@ -45,9 +46,6 @@ from forebay.watching.activity import Activities
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
 logger = logging.getLogger(__name__)
-
-MAX_CALLS = 10_000
-"""Calls under way at one actor at a time: every group and request that waits is a call."""
 
 
 class RayCluster:
@@ -88,15 +86,14 @@ class RayCluster:
         """Whether the first engine is on the trainer's GPU, with its weights alone while the trainer trains.
         Servers have one of their own."""
         self._plan = Plan()
-        self._trains = True
         self._restarts = Restarts()
         self._is_ours = False
         """Whether this process joined or started Ray here, and so leaves it here."""
-        self._groups: list[Any] = []
-        """Ray's placement groups: that of the run's first parts, and one for each part that joined."""
+        self._groups: dict[str, Any] = {}
+        """Ray's placement groups, by kind of part; that of a part that joined, by the group's id."""
         self._actors: list[Any] = []
-        self._trainer_actor: Any = None
-        self._ranks: list[Any] = []
+        self._trainer_actors: list[Any] = []
+        """The trainer's own actor, and those of its ranks."""
         self._trainer: RayTrainer | None = None
         self._engines: list[PlacedEngine] = []
         self._workers = workers.Workers([])
@@ -118,35 +115,32 @@ class RayCluster:
         Raises:
             ConfigError: there is no cluster, or no room for the parts on it.
         """
-        self._trains = trains
         if not self._groups:
-            settings, joins = self._settings, self._given is not None
             self._plan = plan_parts(
-                settings,
-                cpus=settings.cpus or (1.0 if joins else 0.25),
+                self._settings,
+                cpus=self._settings.cpus or (0.25 if self._given is None else 1.0),
                 shares_gpu=self._shares_gpu,
                 num_ranks=self._config.train.ranks if trains else 0,
             )
             # Ray only counts CPUs, so a small machine may be told to have as many as the parts ask for.
-            num_cpus = max(math.ceil(self._plan.num_cpus), os.cpu_count() or 1)
+            bundles = self._plan.every_bundle
+            num_cpus = max(math.ceil(sum(bundle["CPU"] for bundle in bundles)), os.cpu_count() or 1)
             self._is_ours = connect(self._given, num_cpus=num_cpus)
             try:
-                await self._reserve(self._plan.bundles)
+                self._groups = await self._reserve(self._plan)
                 has_gpus = import_ray().cluster_resources().get("GPU", 0)
             except BaseException:
                 self._end()
                 raise
-            if has_gpus and self._config.device != "cpu" and not any("GPU" in b for b in self._plan.bundles):
+            if has_gpus and self._config.device != "cpu" and not any("GPU" in bundle for bundle in bundles):
                 logger.warning(
                     "the cluster has GPUs, and no part of the run asks for one, so it computes on the CPU: "
                     "set gpus_per_trainer and gpus_per_engine in cluster.arguments"
                 )
 
-    async def _reserve(self, bundles: Sequence[Bundle]) -> Any:
+    async def _reserve(self, plan: Plan) -> dict[str, Any]:
         ray, timeout_s, may_grow = import_ray(), self._settings.placement_timeout_s, self._given is not None
-        group = await asyncio.to_thread(reserve, ray, bundles, timeout_s=timeout_s, may_grow=may_grow)
-        self._groups.append(group)
-        return group
+        return await asyncio.to_thread(reserve, ray, plan, timeout_s=timeout_s, may_grow=may_grow)
 
     def start(self, model_folder: Path) -> None:
         """Have every part running; what runs already stays.
@@ -154,23 +148,24 @@ class RayCluster:
         A trainer that was lost is replaced; engines and workers are, as soon as they are lost.
 
         Raises:
-            ConfigError: a part cannot be built.
+            ConfigError: a part cannot be built, or a machine does not see the run's folder or the model's.
             PartLost: one that was built before cannot be built again.
         """
         self._model_folder = model_folder.resolve()
         is_first = not self._engines
         if is_first:
+            check_nodes(self._config.folder, self._model_folder)
             for room in self._plan.engines:
                 self._add(self._engines, room)
             for room in self._plan.workers:
                 self._add(self._workers.all, room)
         # Begun before the others are waited for: it loads its model while they load theirs.
-        trainer = self._start_trainer() if self._trains else {}
+        trainer = self._start_trainer() if self._plan.trainer is not None else {}
         try:
             if is_first:
                 self._start_others(trainer)
             if trainer:
-                self._trainer = RayTrainer(self._trainer_actor, all_started(trainer)["trainer"])
+                self._trainer = RayTrainer(self._trainer_actors[0], all_started(trainer)["trainer"])
         except ConfigError as error:
             if is_first:
                 raise
@@ -195,46 +190,35 @@ class RayCluster:
     def _add(self, them: list[Any], room: Room) -> Any:
         """One more engine or worker, with its place, its actor, and what it needs of others."""
         kind = "engine" if them is self._engines else "worker"
-        number, shared = self._num_ever[kind], self._common()
+        shared = self._common() | {"name": f"{kind} {self._num_ever[kind]}"}
         self._num_ever[kind] += 1
-        shared["name"] = f"{kind} {number}"
         part: PlacedEngine | workers.PlacedWorker
         if them is self._engines:
-            spec = EngineSpec(**shared, number=number, device=room.device, serves_at_once=not self._trains)
+            spec = EngineSpec(**shared, device=room.device, serves_at_once=self._plan.trainer is None)
             part = PlacedEngine(spec, self._restarts.note)
         else:
             part = workers.PlacedWorker(workers.WorkerSpec(**shared), self._restarts.note)
             part.on_end = self._forget
         part.room, part.in_place = room, partial(self._in_place, part)
-        part.use(self._new_actor(part))
+        part.use(self._actor(part.kind, room))
         them.append(part)
         return part
-
-    def _new_actor(self, part: Supervised) -> Any:
-        return self._actor(
-            EngineActor if isinstance(part, PlacedEngine) else workers.RolloutWorker, part.room
-        )
 
     def _in_place(self, part: Supervised) -> None:
         """Another actor for a part whose own does not come back; workers use it as soon as it serves."""
         # Killed last, when the workers have been told of the new one.
         before = part.actor
-        part.use(self._new_actor(part))
+        part.use(self._actor(part.kind, part.room))
         self._have_workers_follow()
         self._kill(before)
 
     def _build(self, parts: Sequence[Supervised], also: Mapping[str, Any]) -> None:
-        """Have new actors build what their parts' specs say; all are ended if one cannot.
+        """Have new actors build what their parts' specs say.
 
         `also` has references that are waited for with them, so that the first failure of all shows at once.
         """
         starting = {part.name: part.actor.start.remote(part.spec) for part in parts}
-        try:
-            pids = all_started({**starting, **also})
-        except ConfigError:
-            for part in parts:
-                self._kill(part.actor)
-            raise
+        pids = all_started({**starting, **also})
         for part in parts:
             part.begin(part.actor, pids[part.name])
 
@@ -268,7 +252,7 @@ class RayCluster:
         else:
             actor_class = import_ray().remote(kind)
             limits = {"max_restarts": -1, "max_concurrency": MAX_CALLS}
-        self._actors.append(actor_class.options(**room.options(self._groups[0]), **limits).remote())
+        self._actors.append(actor_class.options(**room.options(self._groups), **limits).remote())
         return self._actors[-1]
 
     def _kill(self, actor: Any) -> None:
@@ -282,26 +266,25 @@ class RayCluster:
         That one goes back with the run, which has it resume from a checkpoint; before the first of these it
         has trained nothing.
         """
-        actors = [actor for actor in (self._trainer_actor, *self._ranks) if actor is not None]
         if self._trainer is not None:
-            reason = self._trainer.lost_because or _silence_of(actors)
+            reason = self._trainer.lost_because or _silence_of(self._trainer_actors)
             if not reason:
                 return {}
             self._lost_trainer_because = reason
-        for actor in actors:
+        for actor in self._trainer_actors:
             self._kill(actor)
         self._trainer = None
         room, rank_rooms = self._plan.trainer, self._plan.ranks
         assert room is not None, "planned without a trainer"
-        self._ranks = [self._actor(RankActor, rank_room) for rank_room in rank_rooms]
-        self._trainer_actor = self._actor(TrainerActor, room)
+        ranks = [self._actor(RankActor, rank_room) for rank_room in rank_rooms]
+        self._trainer_actors = [self._actor(TrainerActor, room), *ranks]
         spec = TrainerSpec(
             **self._common(),
             name="trainer",
             device=(rank_rooms[0] if rank_rooms else room).device,
-            ranks=tuple(self._ranks),
+            ranks=tuple(ranks),
         )
-        return {"trainer": self._trainer_actor.start.remote(spec)}
+        return {"trainer": self._trainer_actors[0].start.remote(spec)}
 
     async def scale(self, parts: str, change: str) -> str:
         """Have ``engines`` or ``workers`` join or leave; see `forebay.engines.members.scale`.
@@ -327,8 +310,9 @@ class RayCluster:
             counts = {"num_engines": int(is_engine), "num_workers": int(not is_engine)}
             asked, cpus = self._settings.model_copy(update=counts), self._plan.workers[0].cpus
             plan = plan_parts(asked, cpus=cpus, shares_gpu=False, num_ranks=0)
-            group = await self._reserve(plan.bundles)
-            free += [replace(room, group=group) for room in (*plan.engines, *plan.workers)]
+            (group,) = (await self._reserve(plan)).values()
+            self._groups[group_id := group.id.hex()] = group
+            free += [replace(room, group=group_id) for room in (*plan.engines, *plan.workers)]
         if not them:
             # The run was closed over the wait for room, which is given back.
             self._end()
@@ -354,12 +338,11 @@ class RayCluster:
             await answered(part.close(), f"{part.name} was asked to leave", CLOSE_LIMIT_S)
         part.is_up, part.pid = False, 0
         self._kill(part.actor)
-        if part.room.group is None:
-            # It stays a part of the first placement group.
+        if part.room.group in self._plan.bundles:
+            # It stays a part of the kind's first placement group.
             self._free[type(part)].append(part.room)
-        elif part.room.group in self._groups:
-            self._groups.remove(part.room.group)
-            import_module("ray.util.placement_group").remove_placement_group(part.room.group)
+        elif (group := self._groups.pop(part.room.group, None)) is not None:
+            import_module("ray.util.placement_group").remove_placement_group(group)
 
     def controller(self) -> workers.ClusterController:
         """The controller that pauses and continues the engines and gives them weights."""
@@ -376,18 +359,10 @@ class RayCluster:
 
     def counts(self) -> dict[str, float]:
         """Restarts by part, and groups and requests that were generated again, so far."""
-        kinds = ("trainer", "engine", "worker")
         return {
-            **{f"cluster/{kind}_restarts": float(self._restarts.counts[kind]) for kind in kinds},
+            **{f"cluster/{kind}_restarts": float(self._restarts.counts[kind]) for kind in STRATEGIES},
             "cluster/groups_retried": float(self._workers.num_retries),
             "cluster/requests_retried": float(self._workers.count_retries()),
-        }
-
-    def pids(self) -> dict[str, int]:
-        """The process of every part, by its name."""
-        return {
-            **(self._trainer.pids if self._trainer is not None else {}),
-            **{part.name: part.pid for part in (*self._engines, *self._workers.all)},
         }
 
     async def close(self) -> None:
@@ -406,7 +381,7 @@ class RayCluster:
     def _end(self) -> None:
         for actor in self._actors:
             import_ray().kill(actor)
-        for group in self._groups:
+        for group in self._groups.values():
             import_module("ray.util.placement_group").remove_placement_group(group)
         if self._is_ours:
             import_ray().shutdown()

@@ -58,6 +58,9 @@ class Supervised:
         part.watch()  # in the event loop
     """
 
+    kind: type[Any]
+    """The class of its actors."""
+
     def __init__(self, spec: Any, on_restart: Listener = lambda part, reason: None) -> None:
         """To `begin` with an actor; `on_restart` is told of each new process that is set up from then on."""
         self.spec = spec
@@ -311,10 +314,8 @@ def _said(name: str, ref: Any) -> Any:
     ray = import_ray()
     try:
         return ray.get(ref)
-    except ray.exceptions.RayTaskError as error:
-        cause = cause_of(error)
-        if isinstance(cause, ConfigError):
-            raise cause from None
-        raise ConfigError(f"cluster: {name} cannot be built: {why(error)}") from error
     except ray.exceptions.RayError as error:
-        raise ConfigError(f"cluster: {name} ended as it was started: {why(error)}") from error
+        if isinstance(cause := cause_of(error), ConfigError):
+            raise cause from None
+        how = "ended as it was started" if cause is error else "cannot be built"
+        raise ConfigError(f"cluster: {name} {how}: {why(error)}") from error

@@ -153,7 +153,8 @@ class TrainerActor:
 
     def __init__(self) -> None:
         self._trainer: Any = None
-        self._receiver = _Receiver()
+        self._memory = MemoryFile(0)
+        """The memory with the weights that were handed over last; it is used again."""
 
     def start(self, spec: TrainerSpec) -> tuple[int, ...]:
         """Build the trainer; the ids of its process and of its ranks'.
@@ -191,23 +192,9 @@ class TrainerActor:
 
     def weights(self) -> tuple[int, tuple[Layout, ByteArray]]:
         """The step of the weights, and the weights: two results, of which the caller fetches the first."""
-        asyncio.run(self._trainer.sync_weights(self._receiver))
-        return self._receiver.model_step, (self._receiver.layout, self._receiver.memory.data.numpy())
-
-
-class _Receiver:
-    """Takes the trainer's weights into one piece of memory, which is used again."""
-
-    takes_live_weights = True
-    model_step = 0
-    layout: Layout = ()
-
-    def __init__(self) -> None:
-        self.memory = MemoryFile(0)
-
-    async def update_weights(self, weights: LiveWeights, model_step: int) -> None:
-        self.layout, num_bytes = lay_out(weights.sizes())
-        if num_bytes != self.memory.num_bytes:
-            self.memory = MemoryFile(num_bytes)
-        weights.copy_to(self.layout, self.memory)
-        self.model_step = model_step
+        live: LiveWeights = self._trainer.live_weights()
+        layout, num_bytes = lay_out(live.sizes())
+        if num_bytes != self._memory.num_bytes:
+            self._memory = MemoryFile(num_bytes)
+        live.copy_to(layout, self._memory)
+        return self._trainer.model_step, (layout, self._memory.data.numpy())

@@ -7,7 +7,7 @@
                                           v
                                     counted, and told to the ledger; the third try is its last
 
-    RolloutWorker   generate(job) --> agent loop of the job's task --> RolloutController --> RayEngine
+    RolloutWorker   generate --> agent loop of the job's task --> RolloutController --> RayEngine
                                           | judge
                                           v
                                       judged group
@@ -31,7 +31,7 @@ from typing import Any
 
 from forebay.agents import AgentLoop
 from forebay.aio.changed import Changes
-from forebay.cluster.calls import ActorLost, CallFailed, NotBuilt, asked
+from forebay.cluster.calls import ActorLost, CallFailed, asked, built
 from forebay.cluster.engines import PlacedEngine, RayEngine
 from forebay.cluster.library import PartSpec, Published, find_modules_in, import_ray
 from forebay.cluster.supervisor import Supervised
@@ -63,7 +63,7 @@ class RolloutWorker:
         self._tokenizer: Any = None
         self._engines: dict[Any, RayEngine] = {}
         """Engines by Ray's handle of their actor."""
-        self._built: RolloutController | None = None
+        self._controller: RolloutController | None = None
         self._loops: dict[LoopName, AgentLoop] = {}
         self._jobs: dict[int, asyncio.Task[Any]] = {}
 
@@ -82,7 +82,7 @@ class RolloutWorker:
         Raises:
             ConfigError: an agent or a judge cannot be built here.
         """
-        if self._built is None:
+        if self._controller is None:
             find_modules_in(spec.search_path)
             await self.prepare(spec.model_folder)
         # Those that join before those that leave, so that there is always one to go to.
@@ -90,14 +90,14 @@ class RolloutWorker:
             if actor not in self._engines:
                 engine = RayEngine(actor, caller=spec.name, max_context_tokens=spec.max_context_tokens)
                 self._engines[actor] = engine
-                if self._built is not None:
-                    self._built.add(engine)
+                if self._controller is not None:
+                    self._controller.add(engine)
         left = [self._engines.pop(actor) for actor in set(self._engines).difference(spec.engines)]
-        if self._built is None:
+        if self._controller is None:
             self._build(spec)
         else:
             # Their requests go on at others, with their tokens.
-            await asyncio.gather(*map(self._built.remove, left))
+            await asyncio.gather(*map(self._controller.remove, left))
         return os.getpid()
 
     def _build(self, spec: WorkerSpec) -> None:
@@ -109,33 +109,28 @@ class RolloutWorker:
             for task in spec.config.tasks
             for held_out in (False, True)
         }
-        self._built = controller
-
-    def _ready(self) -> RolloutController:
-        """The controller of the agent loops; NotBuilt if this process is in place of one that has ended."""
-        if self._built is None:
-            raise NotBuilt("the agent loops have not been built in this process")
-        return self._built
+        self._controller = controller
 
     async def live(self, *, while_it_works: bool = False) -> None:
         """Never returns: a caller that waits for it learns of this process's end."""
         await asyncio.Event().wait()
 
-    async def generate(self, job: Job) -> list[RolloutState]:
-        """The group of a job, generated and judged.
+    async def generate(
+        self, number: int, loop: LoopName, states: list[RolloutState], is_partial: bool
+    ) -> list[RolloutState]:
+        """The group of `states`, generated and judged; `number` is that by which the job can be cancelled.
 
         Raises:
             NotBuilt: this process was started in place of one that has ended.
         """
-        self._ready()
+        built(self._controller)
         task = asyncio.current_task()
         assert task is not None
-        self._jobs[job.number] = task
+        self._jobs[number] = task
         try:
-            loop, is_partial = self._loops[job.loop], job.enable_partial_rollout
-            return await loop.generate_group(job.states, enable_partial_rollout=is_partial)
+            return await self._loops[loop].generate_group(states, enable_partial_rollout=is_partial)
         finally:
-            del self._jobs[job.number]
+            del self._jobs[number]
 
     async def cancel(self, number: int) -> None:
         """End a job, whose group is not waited for any more."""
@@ -144,14 +139,14 @@ class RolloutWorker:
 
     async def pause(self) -> None:
         """Have what is running end as ABORTED; the engines are paused by the run."""
-        self._ready()
+        built(self._controller)
         for loop in self._loops.values():
             await loop.pause()
 
     async def resume(self) -> None:
         """Generate again."""
         # The loops themselves go on with their next group (`AgentLoop.go_on`).
-        await self._ready().continue_generation()
+        await built(self._controller).continue_generation()
 
     async def close(self) -> None:
         """Free what agents and judges hold."""
@@ -160,7 +155,7 @@ class RolloutWorker:
 
     async def report(self) -> Report:
         """The work that is under way, and how far it is."""
-        controller = self._ready()
+        controller = built(self._controller)
         await asyncio.gather(*(engine.look() for engine in self._engines.values()))
         notes = {}
         for activity in self._activities.in_flight():
@@ -179,17 +174,6 @@ class WorkerSpec(PartSpec):
     """Ray's handles of `EngineActor`s; of equally busy ones the first gets a request."""
     max_context_tokens: int = 0
     """The most tokens, prompt and response together, that every engine takes."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A group to be generated and judged."""
-
-    number: int
-    """The number by which the job can be cancelled."""
-    loop: LoopName
-    states: list[RolloutState]
-    enable_partial_rollout: bool
 
 
 @dataclass(frozen=True)
@@ -256,9 +240,8 @@ class Workers:
             turn = self._last_tries if len(lost) == MAX_LOST_WORKERS - 1 else contextlib.nullcontext()
             async with turn:
                 worker = await self._least_busy()
-                job = Job(next(self._numbers), loop, states, enable_partial_rollout)
                 try:
-                    return await worker.generate(job)
+                    return await worker.generate(next(self._numbers), loop, states, enable_partial_rollout)
                 except ActorLost as error:
                     lost.append(f"{worker.name}: {error}")
             if len(lost) == MAX_LOST_WORKERS:
@@ -332,6 +315,7 @@ class Workers:
 class PlacedWorker(Supervised):
     """One rollout worker elsewhere."""
 
+    kind = RolloutWorker
     num_in_flight = 0
     num_tokens_made = 0
     """Tokens made by all its processes, as of the last report; it never falls."""
@@ -344,8 +328,8 @@ class PlacedWorker(Supervised):
         super().use(actor)
         self.report = Report()
 
-    async def generate(self, job: Job) -> list[RolloutState]:
-        """The judged group.
+    async def generate(self, number: int, *job: Any) -> list[RolloutState]:
+        """The judged group; arguments as of `RolloutWorker.generate`.
 
         Raises:
             ActorLost: its process ended first.
@@ -354,7 +338,7 @@ class PlacedWorker(Supervised):
         incarnation = self.incarnation
         self.num_in_flight += 1
         try:
-            group: list[RolloutState] = await asked(self.actor.generate.remote(job))
+            group: list[RolloutState] = await asked(self.actor.generate.remote(number, *job))
             return group
         except ActorLost as error:
             self.suspect(incarnation, error)
@@ -364,7 +348,7 @@ class PlacedWorker(Supervised):
             raise GroupFailed(str(error)) from error
         except asyncio.CancelledError:
             # Told and not waited for: this caller is cancelled itself.
-            self.actor.cancel.remote(job.number)
+            self.actor.cancel.remote(number)
             raise
         finally:
             self.num_in_flight -= 1

@@ -348,7 +348,8 @@ async def try_all(config: RunConfig, say: Callable[[str], None]) -> None:
     for task, part in zip(config.tasks, data, strict=True):
         held_out = f", {len(part.held_out)} held out" if part.held_out else ""
         say(f"data    {task.name}: {len(part.training)} prompts to train on{held_out}")
-    with tempfile.TemporaryDirectory(prefix="forebay-check-") as scratch:
+    # Beside the run's folder: parts on other machines see it there.
+    with tempfile.TemporaryDirectory(prefix=".forebay-check-", dir=config.output) as scratch:
         trial = config.model_copy(
             update={
                 "output": Path(scratch),

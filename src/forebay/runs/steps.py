@@ -221,6 +221,13 @@ async def close_rollouts(rollouts: Rollouts | Run) -> None:
         await rollouts.eval_controller.close()
 
 
+async def end_saving(run: Run, saving: asyncio.Task[None]) -> None:
+    """Wait for the end of a checkpoint that was begun; warn if it failed, often by what ends the run, too."""
+    await asyncio.wait([saving])
+    if not saving.cancelled() and (error := saving.exception()) is not None:
+        run.display.warning(f"the checkpoint that was begun last is not there: {error}")
+
+
 async def close(run: Run) -> None:
     """Free engines, sinks and the compute thread: all of them, also if one raises (a full disk, say)."""
     async with contextlib.AsyncExitStack() as stack:
@@ -242,8 +249,8 @@ async def close(run: Run) -> None:
             state = "finished" if run.train_step >= run.config.steps else "stopped"
             stack.callback(run.live_file.close, "failed" if run.has_failed else state)
         if run.saving is not None:
-            # Whether it succeeds or not: all that follows is needed for it.
-            stack.push_async_callback(asyncio.wait, [run.saving])
+            # All that follows is needed for it.
+            stack.push_async_callback(end_saving, run, run.saving)
         if run.evaluating is not None:
             run.evaluating.cancel()
             stack.push_async_callback(asyncio.wait, [run.evaluating])

@@ -388,13 +388,16 @@ class TrainController:
 
     async def sync_weights(self, rollout_controller: weight_sync.WeightReceiver) -> None:
         """Give the current weights, adapters merged, to what generates rollouts. Not during `train`."""
-        source = self._learner
-        dtype, step = self._engine_dtype, self.model_step
+        live, step = self.live_weights(), self.model_step
+        await weight_sync.sync_weights(self._learner, rollout_controller, step, dtype=live.dtype, live=live)
+
+    def live_weights(self) -> LiveWeights:
+        """The current weights, adapters merged, in the precision of the engines."""
+        source, dtype = self._learner, self._engine_dtype
         copy = source.copy_weights if isinstance(source, RankedLearner) else None
-        live = LiveWeights(
+        return LiveWeights(
             source.weights, dtype, self._turn, lambda: self.train_step, sizes=source.sizes, copy=copy
         )
-        await weight_sync.sync_weights(source, rollout_controller, step, dtype=dtype, live=live)
 
     def offload(self, *, weights: bool) -> None:
         """Move the moments, and the models if asked, to the host's memory; one rank only."""

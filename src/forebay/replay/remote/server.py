@@ -218,6 +218,9 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"unknown policy {self.policy!r}; known: {', '.join(POLICIES)}")
+        # Here too, and not only where it is served: a buffer on Ray is opened later, in another process.
+        if self.max_live is not None and self.limit is not None:
+            raise ValueError(f"not both max_live = {self.max_live} and limit = {self.limit}: leave one out")
 
 
 async def serve_buffer(options: ServeOptions, say: Callable[[str], None]) -> None:

@@ -10,14 +10,14 @@ from transformers import Lfm2Config, Lfm2ForCausalLM
 from forebay.config import ConfigError
 from forebay.models import load_tokenizer, resolve_model
 from forebay.models.config import ModelConfig
-from forebay.runs.build import find_teacher
+from forebay.runs.build import build_trainer, find_teacher
 from forebay.runs.config import RunConfig
-from forebay.train import TrainConfig, TrainController
+from forebay.train import TrainConfig, TrainController, controller, learner
 from forebay.train.batch import TrainBatch
 from forebay.train.measures import TokenRecords
 from forebay.train.model import forward
 from forebay.train.packing import Packer
-from forebay.train.parallel.learner import source_of
+from forebay.train.parallel.learner import ModelFolder, source_of
 from forebay.train.parallel.worker import RankWorker
 from forebay.types import SampleParams
 
@@ -157,15 +157,48 @@ def test_a_teacher_whose_states_leak_is_refused_in_a_layout_that_suits_the_stude
         TrainController(make_model(), packed, pad_token_id=0, ref_model=teacher)
 
 
+RUN = {
+    "name": "run", "steps": 1, "batch_size": 1, "rollouts_per_prompt": 2, "device": "cpu",
+    "model": {"source": "tiny", "tiny": {"hidden_size": 8, "num_layers": 1, "num_heads": 1}},
+    "tasks": [{
+        "name": "task", "data": {"source": "add_two_digits", "size": 4}, "judge": "exact_match",
+    }],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("cluster", [None, {"name": "ray", "arguments": {"gpus_per_engine": 1}}])
+@pytest.mark.parametrize("passes", ["bfloat16", "float32"])
+def test_frozen_weights_are_held_as_the_trainers_own_device_computes(cluster, passes, monkeypatch):
+    """The run's own process may see no GPU, and asks for none."""
+    own = resolve_model(ModelConfig.model_validate(RUN["model"]))
+    train = {"teacher": str(own), "lora_rank": 2}
+    run = RunConfig.model_validate(
+        {**RUN, "train": train, "cluster": cluster, "engine": {"dtype": "bfloat16"}}
+    )
+    for module in (controller, learner):
+        monkeypatch.setattr(module, "precision_on", lambda device, wanted: passes)
+    trainer = build_trainer(run, own, load_tokenizer(own), device="cpu")
+    frozen = [weight for weight in trainer.model.parameters() if not weight.requires_grad]
+    assert {weight.dtype for weight in frozen} == {getattr(torch, passes)}
+    assert {weight.dtype for weight in trainer.learner.ref_model.parameters()} == {getattr(torch, passes)}
+
+
+def test_a_rank_holds_the_teacher_as_it_computes(tmp_path):
+    own = resolve_model(ModelConfig.model_validate(RUN["model"]))
+    worker = RankWorker(0, 1, f"file://{tmp_path / 'meet'}")
+    try:
+        folders = {"model": ModelFolder(folder=own), "ref_model": ModelFolder(folder=own, dtype=None)}
+        sources = {name: source_of(model, tmp_path) for name, model in folders.items()}
+        config = TrainConfig(lr=1e-3, kl_coef=1.0, dtype="bfloat16")
+        worker.build(sources, config.model_dump(), {"pad_token_id": 0}, torch.get_rng_state())
+        assert next(worker.learner.ref_model.parameters()).dtype == torch.bfloat16
+        assert next(worker.learner.model.parameters()).dtype == torch.float32
+    finally:
+        worker.close()
+
+
 def test_a_teacher_with_another_vocabulary_is_refused():
-    config = {
-        "name": "run", "steps": 1, "batch_size": 1, "rollouts_per_prompt": 2, "device": "cpu",
-        "model": {"source": "tiny", "tiny": {"hidden_size": 8, "num_layers": 1, "num_heads": 1}},
-        "tasks": [{
-            "name": "task", "data": {"source": "add_two_digits", "size": 4}, "judge": "exact_match",
-        }],
-    }  # fmt: skip
-    sizes = config["model"]["tiny"]
+    config, sizes = RUN, RUN["model"]["tiny"]
     own, other = (
         resolve_model(ModelConfig.model_validate({"source": "tiny", "tiny": tiny}))
         for tiny in (sizes, {**sizes, "alphabet": "abc"})

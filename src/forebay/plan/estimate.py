@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from forebay.agents import prompt_tools
 from forebay.config import ConfigError, errors_about
-from forebay.models import attention, load_tokenizer, resolve_model
+from forebay.models import Precision, attention, load_tokenizer, resolve_model
 from forebay.models.config import TINY, ModelConfig
 from forebay.models.loading import model_config
 from forebay.plan.hardware import GIB, Device, this_machine
@@ -36,7 +36,7 @@ from forebay.plan.turns import (
 from forebay.produce.prompts.dataset import num_prompt_tokens
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import base_precision, num_engines
-from forebay.runs.rollouts import load_data, task_agent, with_alphabet, with_precisions
+from forebay.runs.rollouts import engine_precision, load_data, task_agent, with_alphabet, with_precisions
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
 from forebay.simulation.prediction import SimulationResult, simulate
 from forebay.train import TrainConfig
@@ -293,16 +293,17 @@ def _memory(
     """
     batch = _largest_batch(config, prompt_tokens, longest)
     train = config.train
+    passes: Precision = "bfloat16" if train.dtype == "bfloat16" else "float32"
     kernel = attention.planned_attention(
         train.attention,
         hugging_face,
         is_gpu=device.is_gpu,
-        precision="bfloat16" if train.dtype == "bfloat16" else "float32",
+        precision=passes,
         packed=train.layout == "packed",
     )
     what = f"a train step of a model of type {hugging_face.model_type!r} cannot be planned"
     with errors_about(what, ConfigError, RuntimeError, ValueError):
-        held = base_precision(config)
+        held = base_precision(config, engine_precision(config)) or passes
         source = train.teacher
         teacher = None if source is None else model_config(ModelConfig(source=source), seed=config.seed)
         step = step_memory(hugging_face, train, batch, attention=kernel, held=held, teacher=teacher)

@@ -32,7 +32,7 @@ from forebay.evaluate import Evaluator
 from forebay.io.safe_files import DamagedError, check, publish, unfinished, write_text
 from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
-from forebay.models import context_of, find_device, load_model, load_tokenizer, precision_on, resolve_model
+from forebay.models import context_of, find_device, load_model, load_tokenizer, resolve_model
 from forebay.models.loading import save_tokenizer
 from forebay.produce import Prompt
 from forebay.produce.prompts.conversations import Demonstrations
@@ -299,7 +299,8 @@ def build_trainer(
     Raises:
         ConfigError: the model or the training's settings do not fit.
     """
-    model: Any = ModelFolder(folder=model_folder, dtype=base_precision(rollout_parts.with_precisions(config)))
+    engine_dtype = rollout_parts.engine_precision(config)
+    model: Any = ModelFolder(folder=model_folder, dtype=base_precision(config, engine_dtype))
     if device is None and config.cluster is None:
         device = _trainer_device(config)
     with errors_about("[train] cannot be built", ValueError):
@@ -313,7 +314,7 @@ def build_trainer(
             ref_model=None if config.train.teacher is None else find_teacher(config, tokenizer),
             device=device,
             ranks=ranks,
-            engine_dtype=rollout_parts.engine_precision(config),
+            engine_dtype=engine_dtype,
         )
 
 
@@ -330,8 +331,7 @@ def find_teacher(config: RunConfig, tokenizer: Any) -> ModelFolder:
             f"train.teacher = {source!r} has another vocabulary than the model: a teacher reads the "
             f"student's own tokens, and text is not aligned between vocabularies; name a model of one family"
         )
-    device = find_device(config.device if config.cluster is None else "cpu")
-    return ModelFolder(folder=folder, dtype=precision_on(device, config.train.dtype))
+    return ModelFolder(folder=folder, dtype=None)
 
 
 def _trainer_device(config: RunConfig) -> str:

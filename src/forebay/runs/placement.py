@@ -207,13 +207,13 @@ def num_engines(config: RunConfig) -> int:
     return int(named * elsewhere.get("num_engines", 1))
 
 
-def base_precision(config: RunConfig) -> Precision:
-    """In which the trainer holds its weights: float32, but for those below adapters that are cast anyway.
+def base_precision(config: RunConfig, engine_dtype: Precision) -> Precision | None:
+    """In which the trainer holds its weights: float32; None: that of its passes, which its device decides.
 
-    They are where passes and engines compute in bfloat16; `config` says so (`with_precisions`).
+    So are those below adapters where engines compute in bfloat16: they are cast anyway.
     """
     adapted = config.train.lora_rank > 0 and config.train.ranks == 1
-    return "bfloat16" if adapted and config.train.dtype == config.engine.dtype == "bfloat16" else "float32"
+    return None if adapted and engine_dtype == "bfloat16" else "float32"
 
 
 def device_fact(config: RunConfig) -> str:

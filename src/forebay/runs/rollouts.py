@@ -234,11 +234,12 @@ def engine_precision(config: RunConfig) -> Precision:
 
 def with_precisions(config: RunConfig, *, auto: Precision | None = None) -> RunConfig:
     """`config` with the precisions that ``auto`` stands for: here, to train the same elsewhere, or `auto`."""
-    if config.cluster is not None:
+    if config.cluster is not None and auto is None:
         return config
     here = auto or precision_on(find_device(config.device), "auto")
     trainer = here if config.train.dtype == "auto" else config.train.dtype
-    engines = engine_precision(config) if auto is None or config.engine.dtype != "auto" else auto
+    is_asked = auto is not None and config.cluster is None and config.engine.dtype == "auto"
+    engines = here if is_asked else engine_precision(config)
     train = config.train.model_copy(update={"dtype": trainer})
     engine = config.engine.model_copy(update={"dtype": engines})
     return config.model_copy(update={"train": train, "engine": engine})

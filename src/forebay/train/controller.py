@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from forebay.models import load_model, save_tokenizer
+from forebay.models import load_model, precision_on, save_tokenizer
 from forebay.models.config import Precision
 from forebay.models.live_weights import LiveWeights
 from forebay.train import checkpoint, measures, presets, weight_sync
@@ -139,7 +139,8 @@ class TrainController:
         if ranks is None:
             for name, given in models.items():
                 if isinstance(given, ModelFolder):
-                    models[name] = load_model(given.folder, dtype=given.dtype)
+                    held = given.dtype or precision_on(torch.device(device or "cpu"), config.dtype)
+                    models[name] = load_model(given.folder, dtype=held)
             self._learner = Learner(**models, config=config, **settings, device=device)
         else:
             try:

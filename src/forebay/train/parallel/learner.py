@@ -39,8 +39,8 @@ class ModelFolder:
     """A causal language model in Hugging Face format, where every rank can read it; none is loaded here."""
 
     folder: Path
-    dtype: Precision = "float32"
-    """The precision of the weights in memory; with LoRA of those below the adapters."""
+    dtype: Precision | None = "float32"
+    """The precision of the weights in memory; None: that of the passes, wherever these are."""
 
 
 class RankedLearner:

@@ -53,8 +53,9 @@ def load_sharded(
     transformers makes the model without content, asks this for its slices, and then reads these alone from
     the files, whatever names the files have for them.
 
-    Passes are in `precision`; slices have the dtype of the source. Gradients are summed over ranks, and not
-    averaged, because token weights are already of the whole mini-batch.
+    Passes are in `precision`; slices have the dtype of the source, if it names one, else that of the passes.
+    Gradients are summed over ranks, and not averaged, because token weights are already of the whole
+    mini-batch.
 
     Raises:
         ConfigError: the model has no plan for tensor parallelism, or the plan does not fit it.
@@ -90,7 +91,7 @@ def load_sharded(
     with no_progress_bars():
         model = sharded_class.from_pretrained(
             source["folder"],
-            dtype=getattr(torch, source["dtype"]),
+            dtype=getattr(torch, source["dtype"] or precision),
             attn_implementation=source["attention"],
             local_files_only=True,
             distributed_config=DistributedConfig(),

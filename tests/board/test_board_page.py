@@ -318,7 +318,9 @@ def test_what_is_left_of_a_damaged_run_is_shown(address, open_page):
             assert text.strip(), (run, view)
             assert "undefined" not in text
             assert run == "damaged" or "earned something" not in text
-    assert "rollouts_" in see(page, "overview", "damaged")
+    for view in ("overview", "rollouts", "timeline"):
+        assert "damaged, and left out" in see(page, view, "damaged")
+    assert "damaged, and left out" not in see(page, "rollouts", "planted")
 
 
 def test_what_a_model_wrote_stays_text(address, open_page, tmp_path, runs):
@@ -567,6 +569,34 @@ def test_the_life_of_a_rollout_stands_there_in_words(address, open_page):
     assert said[3].startswith("trained at step 4")
 
 
+def test_an_answer_that_was_not_judged_earned_nothing_less(tmp_path, open_page):
+    group = make_group(41, size=3)
+    group[0].reward, group[1].reward = {}, {"score": 0.5}
+    leave(write_run(tmp_path / "partly"), [group], train_step=7)
+    with served(tmp_path) as address:
+        page = open_page(address)
+        # Of its two scores; 0.5 would be of all three.
+        see(page, "group", "partly", id="math/41")
+        page.get_by_text("the same prompt through training").click()
+        has(page, "Train step 7: mean score 0.75")
+        page.goto("about:blank")
+
+
+def test_tokens_are_read_with_the_arrow_keys(address, open_page):
+    page = open_page(address)
+    see(page, "rollout", "planted", id="math/8/1")
+    has(page, "The darker, the less likely")
+    page.locator(".tokens").focus()
+    for key, told in (
+        ("ArrowRight", "token 0 (5)"),
+        ("ArrowRight", "token 1 (6)"),
+        ("ArrowLeft", "token 0 (5)"),
+    ):
+        page.keyboard.press(key)
+        has(page, told)
+    assert page.locator(".token.at").count() == 1
+
+
 def test_the_life_of_an_evaluated_rollout_is_of_the_last_evaluation(tmp_path, open_page):
     run = write_run(tmp_path / "planted")
     now = time.time()
@@ -702,6 +732,8 @@ def test_a_run_in_environments_is_seen(tmp_path, open_page):
             assert "NaN" not in text
             assert page.locator("main .failure").count() == 0, text
             has(page, {"overview": "return", "flow": "fragments", "timeline": "training"}[view])
+            # Its workers act, and leave no spans.
+            assert "nothing was generated" not in text
         page.goto("about:blank")
 
 

@@ -106,7 +106,8 @@ function histogram(rows: Bin[], unit: string, title: string): HTMLElement {
     bar.append(svg("title", {}, `${row.outcome}, from ${number(low + row.bin * step)} ${unit}: ${number(row.rollouts)}`));
     return bar;
   });
-  const labels = [0, 6, 12, 18, 24].map((bin) => svg("text", { x: bin === 24 ? WIDTH : bin * width, y: HEIGHT + 22, class: "tick", "text-anchor": bin === 24 ? "end" : "start" }, `${number(low + bin * step, 2)}${bin === 24 ? "+" : ""}`));
+  // Where all are equal there is one value, and no scale.
+  const labels = (step < 1e-8 ? [0] : [0, 6, 12, 18, 24]).map((bin) => svg("text", { x: bin === 24 ? WIDTH : bin * width, y: HEIGHT + 22, class: "tick", "text-anchor": bin === 24 ? "end" : "start" }, `${number(low + bin * step, 2)}${bin === 24 ? "+" : ""}`));
   return h("figure", {}, svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT + 30}`, class: "histogram", role: "img", "aria-label": `Shares of trained and dropped rollouts. ${title}` }, ...bars, ...labels) as unknown as HTMLElement, h("figcaption", { class: "dim" }, ...outcomes.map((outcome) => h("span", { class: "key" }, h("i", { class: `swatch fill-${outcome}` }), `${outcome} (${number(totals.get(outcome))})`)), ` share of each, by ${unit}`));
 }
 

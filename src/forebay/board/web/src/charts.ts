@@ -248,6 +248,9 @@ export class Chart {
     const [bad, other] = [color("bad"), color("mark")];
     const drawn = new Set<string>();
     ctx.save();
+    // Many checkpoints would cross out the lines: until one zooms in they are ticks at the foot.
+    const ticks = new Set(["sync"]);
+    if (this.marks.filter((mark) => mark.kind === "checkpoint" && mark.x >= min && mark.x <= max).length > 30) ticks.add("checkpoint");
     for (const mark of this.marks) {
       if (mark.x < min || mark.x > max) continue;
       const x = Math.round(plot.valToPos(mark.x, "x", true)) + 0.5;
@@ -259,7 +262,7 @@ export class Chart {
       ctx.setLineDash(isBad ? [] : [2, 4]);
       ctx.beginPath();
       // Weights may be handed over at every step: those are short strokes at the bottom.
-      ctx.moveTo(x, mark.kind === "sync" ? bbox.top + bbox.height - 5 * devicePixelRatio : bbox.top);
+      ctx.moveTo(x, ticks.has(mark.kind) ? bbox.top + bbox.height - 5 * devicePixelRatio : bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
     }

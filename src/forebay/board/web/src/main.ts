@@ -31,6 +31,8 @@ let leave: () => void = () => undefined;
 let turn = 0;
 /** The reader asked for the search, and its view is on its way. */
 let isSearchAwaited = false;
+/** The run that the address names. */
+let looked: RunSummary | undefined;
 
 const header = h("header", { class: "top" });
 const main = h("main", { id: "main", tabindex: -1 });
@@ -44,11 +46,12 @@ show(
 );
 show(document.getElementById("app") as HTMLElement, h("a", { class: "skip", href: "#main", onclick: (event: Event) => (event.preventDefault(), main.focus()) }, "to the content"), header, main, help);
 
-/** What of the run cannot be seen any more, above every view: who looks for it should not look on. */
-function drawBanner(run: RunSummary | undefined): void {
+/** What of the run cannot be seen, above every view: a reader must not search for it in vain. */
+function drawBanner(run: RunSummary | undefined, problem: string): void {
   const removed = run?.removed;
-  banner.textContent = removed ? `The oldest ${number(removed.rollouts)} rollouts (up to train step ${removed.until_train_step})${removed.spans ? ` and ${number(removed.spans)} activities` : ""} were removed: history_gb is the limit.` : "";
-  banner.hidden = !removed;
+  const gone = removed ? `The oldest ${number(removed.rollouts)} rollouts (up to train step ${removed.until_train_step})${removed.spans ? ` and ${number(removed.spans)} activities` : ""} were removed: history_gb is the limit.` : "";
+  banner.textContent = [gone, problem].filter(Boolean).join(" ");
+  banner.hidden = !banner.textContent;
 }
 
 /** Shows what the address says; `isAgain`: only if there is more than before, and without a jump. */
@@ -63,7 +66,9 @@ async function draw(isAgain = false): Promise<void> {
     await drawView(mine, isAgain);
   } catch (error) {
     // A view that waits goes on waiting.
-    if (mine === turn && !isAgain) show(main, banner, failure(error));
+    if (mine !== turn || isAgain) return;
+    drawBanner(looked, "");
+    show(main, banner, failure(error));
   }
   if (mine !== turn) return;
   main.removeAttribute("aria-busy");
@@ -77,17 +82,20 @@ async function drawView(mine: number, isAgain: boolean): Promise<void> {
   const place = here();
   const run = place.run || runs[0]?.id || "";
   const view = VIEWS[place.view] ? place.view : "overview";
+  looked = runs.find((one) => one.id === run);
   if (!isAgain) drawHeader(runs, run, view);
   if (!run) return show(main, h("p", { class: "empty awaited" }, "There is no run here yet. Start one with forebay train, or name a folder: forebay board runs/"));
   document.title = `${run} - ${view} - Forebay`;
-  drawBanner(runs.find((one) => one.id === run));
   const root = h("div", { class: `view ${view}` });
   const done = await VIEWS[view](root, run, place.given, runs);
+  // Damage is found by reading, so it is asked for after the view's own questions. The overview says it itself.
+  const { facts } = view === "overview" || isReport ? { facts: null } : await ask("overview", { run, names: ["train_step"] }).catch(() => ({ facts: null }));
   if (mine !== turn || (isAgain && root.querySelector(".awaited"))) return done();
   leave();
   leave = done;
   const focused = document.activeElement?.id;
   if (isAgain) drawHeader(runs, run, view);
+  drawBanner(looked, facts?.problem ?? "");
   // Only now: the old view stays until the new one is there, so that nothing jumps.
   show(main, banner, root);
   window.dispatchEvent(new Event("resize"));
@@ -104,7 +112,7 @@ function drawHeader(runs: RunSummary[], run: string, view: string): void {
   } }, h("option", { value: "" }, "lay over ..."), ...runs.filter((one) => !chosen.has(one.id)).map((one) => h("option", { value: one.id }, one.id)));
   show(
     header,
-    h("strong", { class: "name" }, "forebay"),
+    h("h1", { class: "name" }, "forebay"),
     pick,
     view === "overview" && runs.length > 1 && !isReport ? overlay : null,
     h("nav", { "aria-label": "views" }, ...TABS.map((name) => h("a", { href: address(name, run), "aria-current": (PARENTS[view] ?? view) === name ? "page" : undefined }, name))),

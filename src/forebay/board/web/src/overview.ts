@@ -214,6 +214,8 @@ function drawFacts(root: HTMLElement, one: Overview): void {
   const left = facts.steps ? duration((facts.steps - facts.train_step) * stepSeconds) : "-";
   const item = (name: string, value: string, extra = "") => h("div", { class: "fact" }, h("dt", {}, name), h("dd", { class: extra, title: value }, value));
   const done = facts.state === "finished";
+  const times = metrics.unix_time_s ?? [];
+  const took = times.length > 1 ? (times[times.length - 1] as number) - (times[0] as number) : undefined;
   show(
     root,
     h(
@@ -223,9 +225,9 @@ function drawFacts(root: HTMLElement, one: Overview): void {
       item("train step", `${number(facts.train_step)} of ${number(facts.steps)}`),
       item(done ? "ended" : "time left", done ? new Date(1000 * (facts.unix_time_s ?? 0)).toLocaleString(undefined, { dateStyle: "short", timeStyle: "short" }) : facts.state === "running" ? left : "-"),
       item("weights that generate", live.model_step === undefined ? "-" : `step ${live.model_step}`),
-      item("trainer busy", percent(live.busy?.trainer)),
-      item("producer busy", percent(live.busy?.producer)),
-      item("now", facts.state === "running" ? String(live.phase ?? "-") : "-"),
+      ...(done
+        ? [item("took, from the first step's end", took === undefined ? "-" : duration(took))]
+        : [item("trainer busy", percent(live.busy?.trainer)), item("producer busy", percent(live.busy?.producer)), item("now", facts.state === "running" ? String(live.phase ?? "-") : "-")]),
     ),
     facts.problem ? h("p", { class: "failure" }, facts.problem) : null,
   );

@@ -221,12 +221,12 @@ function misjudged(row: Tried): HTMLElement | null {
   return isSame ? h("p", { class: "failure" }, "The answer is what was expected, and yet earned nothing: is the judge right?") : null;
 }
 
-const COLORINGS: [string, string][] = [
-  ["logprobs", "log-probability"],
-  ["mismatch", "engine against trainer"],
-  ["advantages", "advantage"],
-  ["model_steps", "model version"],
-  ["mask", "trained or not"],
+const COLORINGS: [value: string, text: string, meaning: string][] = [
+  ["logprobs", "log-probability", "The darker, the less likely the token was at the engine."],
+  ["mismatch", "engine against trainer", "Green: likelier at the trainer than at the engine; red: less likely."],
+  ["advantages", "advantage", "Green: the update makes the token likelier; red: less likely."],
+  ["model_steps", "model version", "The darker, the newer the weights that wrote the token."],
+  ["mask", "trained or not", "Blue: the model wrote the token, and it is trained; plain: it is not."],
 ];
 
 /** One rollout: its tokens in color, its conversation, its life. */
@@ -328,7 +328,19 @@ function drawTokens(root: HTMLElement, told: HTMLElement, row: Line, pieces: str
     told.textContent = `token ${at} (${row.token_ids[at]}): log-probability ${number(engine[at])} at the engine, ${number(trainer[at])} at the trainer; advantage ${number(row.advantages[at])}; weights of step ${row.model_steps[at]}; ${row.mask[at] ? "generated" : "from the environment"}`;
   };
   show(root, ...pieces.map((piece, at) => h("span", { class: `token ${level(values[at])}`, onmouseenter: () => say(at), onclick: () => say(at) }, piece || "\u00b7")));
-  told.textContent = known.length ? "Point at a token to see its numbers." : "Nothing is known of these tokens by this measure.";
+  let current = -1;
+  root.tabIndex = 0;
+  root.onkeydown = (event) => {
+    const step = event.key === "ArrowRight" ? 1 : event.key === "ArrowLeft" ? -1 : 0;
+    if (!step) return;
+    event.preventDefault();
+    root.children[current]?.classList.remove("at");
+    current = Math.max(0, Math.min(pieces.length - 1, current + step));
+    root.children[current].classList.add("at");
+    say(current);
+  };
+  const meaning = COLORINGS.find(([value]) => value === coloring)?.[2] ?? "";
+  told.textContent = known.length ? `${meaning} Point at a token, or go along with the arrow keys, to see its numbers.` : "Nothing is known of these tokens by this measure.";
 }
 
 function lifeTable(life: LifeEvent[], spans: Span[], judges: Judges): Child {
@@ -348,6 +360,7 @@ export async function group(root: HTMLElement, run: string, given: Record<string
   show(
     root,
     h("p", {}, h("a", { href: address("rollouts", run) }, "rollouts"), ` / group ${given.id}`),
+    h("div", { class: "line" }, copyButton("copy as JSON", () => JSON.stringify(members, null, 1)), h("a", { href: address("prompt", run, { hash: first.prompt_hash }) }, "the same prompt through training")),
     pictures(first),
     h("pre", { class: "text", tabindex: 0 }, first.prompt),
     first.truth ? h("p", { class: "dim" }, `expected: ${first.truth}`) : null,
@@ -395,7 +408,9 @@ export async function prompt(root: HTMLElement, run: string, given: Record<strin
     rows[0].truth ? h("p", { class: "dim" }, `expected: ${rows[0].truth}`) : null,
     ...steps.map((step) => {
       const of = rows.filter((row) => row.train_step === step);
-      const mean = of.reduce((sum, row) => sum + (row.score ?? 0), 0) / of.length;
+      // An answer that was not judged has no score, and is not one that earned nothing.
+      const scores = of.flatMap((row) => (row.score === null ? [] : [row.score]));
+      const mean = scores.length ? scores.reduce((sum, score) => sum + score, 0) / scores.length : null;
       return h("section", {}, h("h2", {}, `Train step ${step}: mean score ${number(mean)}`), h("div", { class: "members" }, ...of.map((row) => h("article", { class: "card" }, h("header", {}, h("a", { class: "item", href: address("rollout", run, { id: row.rollout_id }) }, String(row.rollout_id)), " ", outcomeBadge(row), h("span", { class: "dim" }, ` score ${number(row.score)}`)), h("pre", { class: "text", tabindex: 0 }, row.response)))));
     }),
   );

@@ -242,6 +242,8 @@ export function waitedFor(data: Timeline): string {
   const of = (stage: string) => length(common(waits, times(data, stage))) / waited;
   const going = Object.keys(AWAITED).map((stage): [string, number] => [stage, of(stage)]).sort((a, b) => b[1] - a[1]);
   const told = going.filter(([, part]) => part > 0.005);
+  // Also of a run in environments: its history has no spans of them.
+  if (!told.length && !data.busy.some((row) => row.stage in AWAITED)) return " What it waited for is not known: no rollout was generated or judged in this time, and steps in environments are not recorded one by one.";
   if (!told.length) return " While it waited for a batch, nothing was generated or judged.";
   const tools = of("tool");
   const inTools = told[0][0] === "generate" && tools > 0.5 ? ", and there for tools and environments" : "";

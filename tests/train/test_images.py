@@ -22,13 +22,14 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from forebay.agents import SingleTurnAgentLoop
+from forebay.agents import MultiTurnAgentLoop, SingleTurnAgentLoop
+from forebay.agents.environments import Environment, Memory, Reply
 from forebay.config import ConfigError, load_config
 from forebay.engines import RolloutController
 from forebay.engines.local.transformers import TransformersEngine
 from forebay.metrics import read_jsonl
 from forebay.models import load_model, load_tokenizer
-from forebay.models.images import IMAGES, Sight, load_processor
+from forebay.models.images import IMAGES, REPLY_IMAGES, Sight, images_of, load_processor, reply_images_of
 from forebay.models.tiny import character_tokenizer
 from forebay.runs.config import RunConfig
 from forebay.runs.launch import launch
@@ -38,10 +39,11 @@ from forebay.train.collate import collate
 from forebay.train.model.forward import response_logprobs
 from forebay.train.model.trial import check_layout
 from forebay.train.packing import Packer
-from forebay.types import RolloutState, SampleParams
+from forebay.types import EPISODE_KEY, RolloutState, SampleParams
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "shapes"
 SHAPES = runpy.run_path(str(RECIPE / "shapes.py"))
+PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
 PLACEHOLDERS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
 
 
@@ -78,7 +80,7 @@ def qwen(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         rope["mrope_interleaved"] = True
         wide = Qwen3VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=tower, **ids)
         Qwen3VLForConditionalGeneration(wide).save_pretrained(folder)
-    tokenizer.chat_template = SHAPES["CHAT_TEMPLATE"]
+    tokenizer.chat_template = SHAPES["CHAT_TEMPLATE"].replace("<image>", PLACEHOLDER)
     tokenizer.save_pretrained(folder)
     pixels = Qwen2VLImageProcessor(patch_size=7, merge_size=2, min_pixels=14 * 14, max_pixels=56 * 56)
 
@@ -92,7 +94,16 @@ def qwen(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             said += f"<|vision_start|>{'<|image_pad|>' * (int(grid.prod()) // 4)}<|vision_end|>"
         return [tokenizer.encode(said, add_special_tokens=False)]
 
-    processor = SimpleNamespace(image_processor=pixels, apply_chat_template=render)
+    class Processor(SimpleNamespace):
+        def __call__(self, images: list[Any], text: list[str], add_special_tokens: bool) -> Any:
+            grids = [pixels(images=[image], return_tensors="pt")["image_grid_thw"] for image in images]
+            before, *behind = text[0].split("<|image_pad|>")
+            for grid, part in zip(grids, behind, strict=True):
+                before += "<|image_pad|>" * (int(grid.prod()) // 4) + part
+            return {"input_ids": [tokenizer.encode(before, add_special_tokens=add_special_tokens)]}
+
+    placeholder = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    processor = Processor(image_processor=pixels, apply_chat_template=render, image_token_id=placeholder)
     monkeypatch.setattr(AutoProcessor, "from_pretrained", lambda folder, **_: processor)
 
 
@@ -182,6 +193,70 @@ def test_positions_of_images_in_time_height_and_width(kind, tmp_path, monkeypatc
         logits = model(ids, mm_token_type_ids=is_image, **seen).logits[0, len(state.prompt_ids) - 1 :]
     own = logits.log_softmax(-1).gather(1, torch.from_numpy(state.response_ids.astype(np.int64))[:, None])
     np.testing.assert_allclose(own[:, 0].numpy(), state.logprobs, atol=1e-5)
+
+
+class Shows(Environment):
+    """Replies to the first turn of the member with number N with N images, to others with text."""
+
+    def __init__(self, pictures: list[bytes], said: str) -> None:
+        self._pictures, self._said = pictures, said
+
+    async def reset(self, state: RolloutState) -> Memory:
+        return {"turns": 0}
+
+    async def step(self, state: RolloutState, memory: Memory, text: str) -> Reply:
+        memory["turns"] += 1
+        shown = self._pictures[: int(str(state.rollout_id)[-1])] if memory["turns"] == 1 else []
+        content = [{"type": "image", "image": picture} for picture in shown]
+        content.insert(len(shown) // 2, {"type": "text", "text": f" {self._said} "})
+        content.append({"type": "text", "text": f" {self._said} "})
+        return Reply([{"role": "user", "content": content}])
+
+
+def played(model: Any, tokenizer: Any, environment: Environment, *prompts: Any) -> list[list[RolloutState]]:
+    """Episodes of two turns, with a seed by which no untrained model writes a placeholder: these end it."""
+
+    async def play(groups: list[list[RolloutState]], seed: int) -> None:
+        controller = RolloutController(TransformersEngine(model, tokenizer), seed=seed)
+        params = SampleParams(max_tokens=20)
+        settings = {"environment": environment, "max_turns": 2, "max_turn_tokens": 3}
+        loop = MultiTurnAgentLoop(controller, None, tokenizer, sample_params=params, **settings)
+        await asyncio.gather(*(loop.generate_group(states) for states in groups))
+
+    for seed in range(50):
+        groups = [group(*prompt) for prompt in prompts]
+        asyncio.run(play(groups, seed))
+        states = [state for states in groups for state in states]
+        if all(state.extra_fields[EPISODE_KEY]["ended_by"] == "max_turns" for state in states):
+            return groups
+        ended = {state.extra_fields[EPISODE_KEY]["ended_by"] for state in states}
+        assert {state.error_msg for state in states} == {None}
+        assert ended <= {"max_turns", "placeholder"}
+    raise AssertionError("no seed")
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl"])
+def test_replies_with_images(kind, llava, tmp_path, monkeypatch):
+    folder = llava if kind == "llava" else tmp_path
+    if kind == "llava":
+        first, second = (row["image"] for row in SHAPES["questions"](size=2))
+        asked, said = "shape?", "red"
+    else:
+        qwen(kind, folder, monkeypatch)
+        first, second = picture(28, 28, (200, 10, 10)), picture(56, 28, (10, 200, 90))
+        asked, said = "what?", "and now"
+    model, tokenizer = load_model(folder), load_tokenizer(folder)
+    groups = played(model, tokenizer, Shows([first, second], said), ("a", asked, second), ("b", asked))
+    for states in groups:
+        assert [reply_images_of(state) for state in states] == [(), (first,), (first, second)]
+        assert [images_of(state) for state in states] == [(second,) if states is groups[0] else ()] * 3
+    distances = {layout: worst_difference(model, groups, layout) for layout in LAYOUTS}
+    assert max(distances.values()) < 1e-5, distances
+    # Not by chance: other pixels in the reply are seen.
+    for states in groups:
+        ((start, _),) = states[1].mm_info[REPLY_IMAGES]
+        states[1].mm_info |= {REPLY_IMAGES: [[start, picture(28, 28, (10, 10, 250))]]}
+    assert worst_difference(model, groups, "shared_prompt") > 1e-3
 
 
 def test_the_recipe_runs_and_its_model_goes_on(llava, tmp_path):

@@ -37,6 +37,8 @@ from forebay.agents.extra_fields import CONVERSATION_KEY, TURNS_KEY
 from forebay.aio.tasks import is_cancelled
 from forebay.aio.time_limits import time_limit, timeout
 from forebay.config import StrictModel, checked_by
+from forebay.models.image_files import take_images
+from forebay.models.images import REPLY_IMAGES, images_of, load_processor, reply_images_of
 from forebay.types import EPISODE_KEY, TURN_REWARDS_KEY, RolloutState, Status
 from forebay.watching.activity import TOOL
 
@@ -163,6 +165,8 @@ class MultiTurnAgentLoop(AgentLoop):
         """A new episode; what an earlier try left behind is forgotten."""
         for key in (EPISODE_KEY, TURNS_KEY, CONVERSATION_KEY):
             state.extra_fields.pop(key, None)
+        if state.mm_info is not None and REPLY_IMAGES in state.mm_info:
+            state.mm_info = {key: value for key, value in state.mm_info.items() if key != REPLY_IMAGES}
         memory = await self._call(self.environment.reset(state), state)
         self._prompts.render(state)
         if self._room(state) <= 0:
@@ -224,7 +228,7 @@ class MultiTurnAgentLoop(AgentLoop):
         if reply.reward is not None:
             record.rewards.append(float(reply.reward))
             record.rewarded_at.append(len(state.response_ids))
-        messages = [] if reply.done else reply.messages
+        messages, images = take_images({}, [] if reply.done else reply.messages, self._name)
         state.extra_fields[CONVERSATION_KEY].extend(messages)
         record.awaits_reply = False
         if reply.done or state.extra_fields[TURNS_KEY] >= self.arguments.max_turns:
@@ -235,10 +239,21 @@ class MultiTurnAgentLoop(AgentLoop):
                 f"{self._name} was neither done nor had anything to say after turn "
                 f"{state.extra_fields[TURNS_KEY]}; return Reply(text) or Reply(done=True)"
             )
-        ids = self._increments.render(turn_ids, messages, is_cut=record.is_cut)
+        if images or images_of(state) or reply_images_of(state):
+            processor = load_processor(self.tokenizer.name_or_path)
+            # Written by the model, so there is no image for it, and no engine can go on.
+            if processor.image_token_id in state.response_ids[state.response_mask != 0]:
+                self._end(state, record, "placeholder")
+                return
+        ids = self._increments.render(turn_ids, messages, is_cut=record.is_cut, images=tuple(images))
         if len(ids) >= self._room(state):
             self._end(state, record, "context")
             return
+        if images:
+            info, start = state.mm_info or {}, len(state.response_ids)
+            noted = [*info.get(REPLY_IMAGES, ()), *([start, image] for image in images)]
+            # A new one: the members of a group share that of their prompt.
+            state.mm_info = {**info, REPLY_IMAGES: noted}
         # With the step of the token before, a reply makes the rollout neither older nor younger.
         step = int(state.response_model_steps[-1]) if len(state.response_model_steps) else -1
         state.append(ids, logprobs=np.zeros(len(ids), np.float32), mask=0, model_step=step)
@@ -256,7 +271,8 @@ class MultiTurnAgentLoop(AgentLoop):
         while conversation and conversation[-1]["role"] != "assistant":
             conversation.pop()
         state.status = Status.COMPLETED
-        state.finish_reason = "stop" if by == "environment" and not record.is_cut else "length"
+        stops = by in ("environment", "placeholder") and not record.is_cut
+        state.finish_reason = "stop" if stops else "length"
         if self.judge is None and self.environment.gives_rewards:
             state.reward = {"score": float(sum(record.rewards))}
             pairs = zip(record.rewarded_at, record.rewards, strict=False)
@@ -289,7 +305,8 @@ class EpisodeRecord:
     rewarded_at: list[int] = field(default_factory=list)
     """How many response tokens there were at each of them."""
     ended_by: str | None = None
-    """``environment``, ``max_turns``, ``max_tokens`` or ``context``; None: not ended."""
+    """``environment``, ``max_turns``, ``max_tokens``, ``context``; ``placeholder``: the model wrote one of an
+    image; None: not ended."""
 
 
 class Interrupted(Exception):

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from forebay.engines.base import Completion, Engine, EngineLost, GenerateRequest, joined_experts, request_seed
 from forebay.engines.members import scale
 from forebay.engines.pool import LOAD_LIMIT_S, EnginePool
-from forebay.models.images import images_of
+from forebay.models.images import images_of, reply_images_of
 from forebay.types import RolloutState, SampleParams, fill_token_fields, status_from_finish_reason
 from forebay.watching.activity import Activity
 from forebay.watching.stalls import StallError, answered
@@ -201,7 +201,7 @@ class RolloutController(EnginePool):
             input_ids=state.tokens,
             params=params,
             max_tokens=budget,
-            images=images_of(state),
+            images=images_of(state) + reply_images_of(state),
             # The name is mixed into a user's seed too, or a group would be k equal rollouts.
             seed=request_seed(self._seed if params.seed is None else params.seed, name, state.num_tries, 0),
             session_id=None if state.session_id is None else str(state.session_id),

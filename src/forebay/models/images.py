@@ -5,7 +5,7 @@
     chat, images --render_prompt--> token ids, with as many placeholders as the images take    once a prompt
     images --Sight--> pixel_values, image_grid_thw, ..., positions   an engine's prefill, a trainer's pass
 
-A rollout keeps the bytes of the files, in ``mm_info["images"]``, and no pixels: a photo is some fifty times
+A rollout keeps the bytes of the files, in ``mm_info``, and no pixels: a photo is some fifty times
 smaller so, servers take files, and a processor makes the same pixels of the same bytes, bit by bit. Engine
 and trainer read a model's processor from the folder that the model was loaded from.
 """
@@ -26,7 +26,10 @@ from forebay.extras import needed_by
 from forebay.types import IntArray, Message
 
 IMAGES = "images"
-"""Key in ``mm_info``: the bytes of the files, in the order of their placeholders."""
+"""Key in ``mm_info``: the bytes of the prompt's files, in the order of their placeholders."""
+REPLY_IMAGES = "reply_images"
+"""Key in ``mm_info``: of each image in a reply the number of response tokens before the reply, and the bytes
+of the file."""
 
 Images = tuple[bytes, ...]
 
@@ -83,6 +86,12 @@ def images_of(rollout: Any) -> Images:
     return tuple((rollout.mm_info or {}).get(IMAGES, ()))
 
 
+def reply_images_of(rollout: Any) -> Images:
+    """Those of the replies within a rollout's response, in their order: not of one that was taken off."""
+    noted, end = (rollout.mm_info or {}).get(REPLY_IMAGES, ()), len(rollout.response_ids)
+    return tuple(image for start, image in noted if start < end)
+
+
 def holders_in(message: Sequence[Message]) -> Iterator[dict[str, Any]]:
     """The parts of a chat that stand for images, in their order."""
     for part in message:
@@ -116,7 +125,9 @@ def with_pictures(message: Sequence[Message], images: Images) -> list[Message]:
     chat = copy.deepcopy(list(message))
     holders = list(holders_in(chat))
     if len(holders) != len(images):
-        raise ValueError("images come with the prompts of the data, not with replies or an agent's chats")
+        raise ValueError(
+            "images come with the data's prompts and environments' replies, not with other chats"
+        )
     for holder, image in zip(holders, images, strict=True):
         holder["image"] = _picture(image)
     return chat

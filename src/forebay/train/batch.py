@@ -23,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.models.images import Images, images_of
+from forebay.models.images import Images, images_of, reply_images_of
 from forebay.types import (
     EPISODE_KEY,
     TRAJECTORY_OF_KEY,
@@ -91,7 +91,9 @@ class TrainBatch:
     """int8 or int16, T x layers x k: those that the engine sent each token to; -1 where that is unknown.
     None: it is for all."""
     images: list[Images] = field(default_factory=list)
-    """S: the bytes of the files of each prompt's images; empty where no prompt has any."""
+    """S: the bytes of the files of each prompt's images; empty where no sequence has any."""
+    reply_images: list[Images] = field(default_factory=list)
+    """S: the same of the images in each response, which environments replied with."""
     mini_batches: list[Pack] = field(default_factory=list)
     """The sequences of each optimizer step; empty until packed."""
     packs: list[list[list[Pack]]] = field(default_factory=list)
@@ -170,8 +172,10 @@ class TrainBatch:
             temperatures=np.array(temperatures, np.float32),
             token_rewards=np.concatenate(list(map(_token_rewards, states, masks, scores))),
             routed_experts=_routed_experts(states),
-            images=list(map(images_of, states)) if any(map(images_of, states)) else [],
         )
+        images, replied = list(map(images_of, states)), list(map(reply_images_of, states))
+        if any(images) or any(replied):
+            batch.images, batch.reply_images = images, replied
         if not isinstance(overlong, str):
             batch.metrics["train/overlong_penalty"] = float(penalties.mean())
         elif overlong == "filter":

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from forebay.models.images import Sight
+from forebay.models.images import Images, Sight
 from forebay.models.routing import OWN_CHOICE
 from forebay.train.batch import Pack, TrainBatch
 from forebay.train.parallel.context import Context, Share, even_columns
@@ -48,6 +48,8 @@ class SharedPrompts:
     """int64, B: the prompt of each row of the second pass."""
     position_ids: torch.Tensor | None
     """int64, for the cells of Q x P: as in `MicroBatch`."""
+    images: Mapping[str, torch.Tensor]
+    """As of `MicroBatch`: those of the prompts."""
     routed_experts: torch.Tensor | None
     """int8 or int16, Q P x layers x k, as of `MicroBatch`."""
 
@@ -66,7 +68,7 @@ class MicroBatch:
     """int64, B x L, 0 for a pad; None where every row counts 0, 1, 2, ...; 4 x B x L where images have
     positions of their own, in time, height and width (`forebay.models.images.Sight`), behind the count."""
     images: Mapping[str, torch.Tensor]
-    """Arguments of the pass that reads the prompts: pixels, as the model's processor names them."""
+    """Arguments of the pass: the pixels of the images in its tokens, as the model's processor names them."""
     positions: torch.Tensor
     """int64, N (or N - N1): the cell, counted through B x L, whose output predicts each trained token."""
     prompts: SharedPrompts | None
@@ -122,8 +124,12 @@ def collate(
     def place(value: Any) -> Any:
         return to_device(value, device) if isinstance(value, np.ndarray) else value
 
+    def pixels(rows: Pack, *kinds: list[Images]) -> dict[str, Any]:
+        shown = [images[row] for row in rows for images in kinds if images]
+        return {} if sight is None else sight.inputs(shown, device)
+
     numbers = _positions(batch, pack, sight if context is None else None)
-    counts, seen = numbers.ndim == 1, pack
+    counts, shown = numbers.ndim == 1, [batch.images, batch.reply_images]
     tokens, rows, offsets = _trained(batch, pack)
     starts, widths = batch.token_starts[pack], np.maximum(batch.lengths[pack] - 1, 0)
     prompts = share = attention_mask = None
@@ -146,12 +152,14 @@ def collate(
         order = np.argsort(~is_first, kind="stable")
         tokens, rows, offsets = tokens[order], rows[order], offsets[order]
         num_first = int(is_first.sum())
-        tokens_QP, prompt_rows, seen = _distinct_prompts(batch, pack)
+        tokens_QP, prompt_rows, members = _distinct_prompts(batch, pack)
+        shown = [batch.reply_images]
         prompts = SharedPrompts(
             input_ids=place(_ids(batch, tokens_QP, pad_token_id)),
             positions=place((prompt_rows[rows] * tokens_QP.shape[1] + offsets - 1)[:num_first]),
             rows=place(prompt_rows),
             position_ids=None if counts else place(numbers[:, tokens_QP]),
+            images=pixels(members, batch.images),
             routed_experts=place(_experts(batch, tokens_QP)),
         )
         tokens_BL, attention_mask = _responses(batch, pack, tokens_QP.shape[1])
@@ -165,12 +173,11 @@ def collate(
     if context is not None:
         columns, own, cells = context.split(tokens_BL.shape[1], cells)
         share, tokens_BL = Share(context, columns, place(own)), tokens_BL[:, columns]
-    shown = [batch.images[row] for row in seen if batch.images]
     temperatures = batch.temperatures[pack]
     return MicroBatch(
         input_ids=place(_ids(batch, tokens_BL, pad_token_id)),
         position_ids=position_ids,
-        images={} if sight is None else sight.inputs(shown, device),
+        images=pixels(pack, *shown),
         positions=place(cells),
         prompts=prompts,
         share=share,
@@ -223,9 +230,10 @@ def _positions(batch: TrainBatch, pack: Pack, sight: Sight | None) -> Ints:
     if sight is None or not sight.has_axes:
         return np.asarray(numbers_4T[0])
     for row in pack if batch.images else ():
-        start, end, stop = batch.token_starts[row] + [0, batch.prompt_lengths[row], batch.lengths[row]]
-        numbers_4T[1:, start:end], shift = sight.positions(batch.input_ids[start:end], batch.images[row])
-        numbers_4T[1:, end:stop] += shift
+        # Without the last token, which no pass reads: it may be a placeholder that the model wrote.
+        start, end = batch.token_starts[row] + [0, batch.lengths[row] - 1]
+        images = batch.images[row] + batch.reply_images[row]
+        numbers_4T[1:, start:end], _ = sight.positions(batch.input_ids[start:end], images)
     return numbers_4T
 
 

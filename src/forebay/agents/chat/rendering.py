@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from forebay.models.images import Images, images_of, load_processor, with_pictures
+from forebay.models.images import Images, holders_in, images_of, load_processor, with_pictures
 from forebay.types import IntArray, Message, RolloutState
 
 MARKER = "MARKED"
@@ -65,17 +65,25 @@ class IncrementRenderer:
         self._stand_ins = {role: self._find_stand_in(role) for role in dict.fromkeys(roles)}
 
     def render(
-        self, turn_ids: Sequence[int], replies: Sequence[Message], *, is_cut: bool = False
+        self,
+        turn_ids: Sequence[int],
+        replies: Sequence[Message],
+        *,
+        is_cut: bool = False,
+        images: Images = (),
     ) -> IntArray:
         """int32: what stands between the model's turn `turn_ids` and its next, with `replies` in it.
 
-        A turn that `is_cut` by a limit has no end, whatever its last token is.
+        A turn that `is_cut` by a limit has no end, whatever its last token is. The processor in the
+        tokenizer's folder writes as many placeholders as the `images` of the replies take.
 
         Raises:
-            ValueError: the template does not render these replies, or they have images.
+            ConfigError: that folder has no processor, or an image cannot be read.
+            ValueError: the template does not render these replies, or they have other images.
         """
-        harmless = [self._harmless(reply) for reply in with_pictures(replies, ())]
-        ids = self._encode(self._between(harmless))
+        harmless = [self._harmless(reply) for reply in with_pictures(replies, images)]
+        pictures = [holder["image"] for holder in holders_in(harmless)]
+        ids = self._encode(self._between(harmless), pictures)
         return np.asarray(ids[self._num_written(turn_ids, ids, is_cut) :], np.int32)
 
     def _num_written(self, turn_ids: Sequence[int], ids: Sequence[int], is_cut: bool) -> int:
@@ -146,8 +154,11 @@ class IncrementRenderer:
     def _text(self, messages: Sequence[Message], **options: Any) -> str:
         return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+    def _encode(self, text: str, pictures: Sequence[Any] = ()) -> list[int]:
+        if not pictures:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+        processor = load_processor(self._name)
+        return list(processor(images=pictures, text=[text], add_special_tokens=False)["input_ids"][0])
 
     @property
     def _name(self) -> str:

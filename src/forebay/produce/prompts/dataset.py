@@ -22,9 +22,9 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from forebay.agents.chat.rendering import ChatTokenizer, offered_tools, render_prompt
 from forebay.config import ArgumentPaths, ConfigError, StrictModel, did_you_mean, errors_about
+from forebay.models.image_files import take_images
 from forebay.models.images import IMAGES, images_of
 from forebay.produce.prompts.expressions import compile_column, compile_expression
-from forebay.produce.prompts.images import take_images
 from forebay.produce.prompts.sequences import LazySequence, shuffled
 from forebay.produce.prompts.sources import locate_source, open_source
 from forebay.types import Message

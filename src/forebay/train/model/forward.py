@@ -202,7 +202,7 @@ def run_passes(call: Callable[..., tuple[torch.Tensor, Any]], micro: MicroBatch)
             )
         return results if share is None else share.context.join(results, share.own, len(micro.targets))
     num_first = len(micro.prompts.positions)
-    seen = {"position_ids": micro.prompts.position_ids, **micro.images}
+    seen = {"position_ids": micro.prompts.position_ids, **micro.prompts.images}
     first, cache = call(slice(num_first), micro.prompts, use_cache=True, **seen)
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
@@ -223,6 +223,7 @@ def run_passes(call: Callable[..., tuple[torch.Tensor, Any]], micro: MicroBatch)
         past_key_values=cache,
         use_cache=True,
         **micro.borders,
+        **micro.images,
     )
     return torch.cat([first, rest])
 

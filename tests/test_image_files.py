@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from forebay.config import ConfigError
+from forebay.models.image_files import take_images
 from forebay.produce import DataConfig, load_prompts
 from forebay.produce.prompts.dataset import hold_out
-from forebay.produce.prompts.images import take_images
 
 PICTURE = Image.new("RGB", (3, 2), (1, 2, 3))
 PICTURE.save(_file := io.BytesIO(), "PNG")

@@ -124,12 +124,8 @@ def collate(
     def place(value: Any) -> Any:
         return to_device(value, device) if isinstance(value, np.ndarray) else value
 
-    def pixels(rows: Pack, *kinds: list[Images]) -> dict[str, Any]:
-        shown = [images[row] for row in rows for images in kinds if images]
-        return {} if sight is None else sight.inputs(shown, device)
-
     numbers = _positions(batch, pack, sight if context is None else None)
-    counts, shown = numbers.ndim == 1, [batch.images, batch.reply_images]
+    counts = numbers.ndim == 1
     tokens, rows, offsets = _trained(batch, pack)
     starts, widths = batch.token_starts[pack], np.maximum(batch.lengths[pack] - 1, 0)
     prompts = share = attention_mask = None
@@ -153,13 +149,12 @@ def collate(
         tokens, rows, offsets = tokens[order], rows[order], offsets[order]
         num_first = int(is_first.sum())
         tokens_QP, prompt_rows, members = _distinct_prompts(batch, pack)
-        shown = [batch.reply_images]
         prompts = SharedPrompts(
             input_ids=place(_ids(batch, tokens_QP, pad_token_id)),
             positions=place((prompt_rows[rows] * tokens_QP.shape[1] + offsets - 1)[:num_first]),
             rows=place(prompt_rows),
             position_ids=None if counts else place(numbers[:, tokens_QP]),
-            images=pixels(members, batch.images),
+            images=_pixels(sight, device, members, batch.images),
             routed_experts=place(_experts(batch, tokens_QP)),
         )
         tokens_BL, attention_mask = _responses(batch, pack, tokens_QP.shape[1])
@@ -177,7 +172,7 @@ def collate(
     return MicroBatch(
         input_ids=place(_ids(batch, tokens_BL, pad_token_id)),
         position_ids=position_ids,
-        images=pixels(pack, *shown),
+        images=_pixels(sight, device, pack, *([] if prompts else [batch.images]), batch.reply_images),
         positions=place(cells),
         prompts=prompts,
         share=share,
@@ -190,6 +185,12 @@ def collate(
         num_sequences=len(pack),
         token_index=tokens,
     )
+
+
+def _pixels(sight: Sight | None, device: torch.device, pack: Pack, *kinds: list[Images]) -> dict[str, Any]:
+    """The arguments of a pass for these kinds of images of each sequence, in the order of their tokens."""
+    shown = [images[row] for row in pack for images in kinds if images]
+    return {} if sight is None else sight.inputs(shown, device)
 
 
 def _trained(batch: TrainBatch, pack: Pack) -> tuple[Ints, Ints, Ints]:

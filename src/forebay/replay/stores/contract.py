@@ -383,9 +383,24 @@ def staleness_at(row: StorageItem, train_step: int | None) -> int:
 
 def copy_row(row: StorageItem, **changes: Any) -> StorageItem:
     """A copy of `row` with its own tags and with `changes`."""
-    # `dataclasses.replace` takes three times as long, which is a tenth of a put in memory.
-    values = {name: getattr(row, name) for name in StorageItem.__slots__}
-    return StorageItem(**(values | {"tags": dict(row.tags)} | changes))
+    # Written out: every row that enters or leaves a store passes here, and `dataclasses.replace` takes five
+    # times as long, which is a tenth of a put in memory.
+    copied = StorageItem(
+        row.item,
+        row.uid,
+        row.timestamp_id,
+        row.task_name,
+        row.status,
+        row.staleness,
+        dict(row.tags),
+        row.priority,
+        row.oldest_model_step,
+        row.train_step,
+        row.status_before,
+    )
+    for name, value in changes.items():
+        setattr(copied, name, value)
+    return copied
 
 
 def archive_row(row: StorageItem, train_step: int) -> StorageItem:

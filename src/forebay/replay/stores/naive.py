@@ -146,20 +146,10 @@ class RowBook:
 
     def _present(self, row: contract.StorageItem, *, rows_only: bool = False) -> contract.StorageItem:
         """A copy to hand out."""
-        # Written out, and not `replace`, because every row that leaves the store passes here.
-        return contract.StorageItem(
-            None if rows_only else row.item,
-            row.uid,
-            row.timestamp_id,
-            row.task_name,
-            row.status,
-            self._staleness(row),
-            dict(row.tags),
-            row.priority,
-            row.oldest_model_step,
-            row.train_step,
-            row.status_before,
-        )
+        shown = contract.copy_row(row)
+        shown.staleness = self._staleness(row)
+        shown.item = None if rows_only else row.item
+        return shown
 
 
 class NaiveStorage(RowBook, contract.StorageBackend):

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 from forebay.replay.query import (
@@ -383,21 +384,9 @@ def staleness_at(row: StorageItem, train_step: int | None) -> int:
 
 def copy_row(row: StorageItem, **changes: Any) -> StorageItem:
     """A copy of `row` with its own tags and with `changes`."""
-    # Written out: every row that enters or leaves a store passes here, and `dataclasses.replace` takes five
-    # times as long, which is a tenth of a put in memory.
-    copied = StorageItem(
-        row.item,
-        row.uid,
-        row.timestamp_id,
-        row.task_name,
-        row.status,
-        row.staleness,
-        dict(row.tags),
-        row.priority,
-        row.oldest_model_step,
-        row.train_step,
-        row.status_before,
-    )
+    # Every row that enters or leaves a store passes here, and `dataclasses.replace` takes five times as long.
+    copied = StorageItem(*_read_values(row))
+    copied.tags = dict(row.tags)
     for name, value in changes.items():
         setattr(copied, name, value)
     return copied
@@ -447,6 +436,7 @@ def _check_text(name: str, text: Any) -> None:
 
 _is_storable = lru_cache(maxsize=1024)(is_storable_text)
 """The same few names come with every row."""
+_read_values = attrgetter(*StorageItem.__slots__)
 
 
 def parse_order(order: str | None) -> tuple[str, bool]:

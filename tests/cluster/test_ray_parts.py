@@ -130,7 +130,7 @@ async def test_an_actor_that_is_gone_is_replaced_at_once_and_parts_join_and_leav
 def engines_that_differ(surroundings):
     """The token says which engine made it; only the first engine ever gets to the end."""
     number = int(surroundings.scratch.name)
-    latency_s = 10.0 if number else 0.001
+    latency_s = 4.0 if number else 0.001
     return [ScriptedEngine(lambda request: [7 + number] * request.max_tokens, token_latency_s=latency_s)]
 
 
@@ -176,8 +176,9 @@ async def place_worker(ray, tmp_path, *, blocks):
             self._marker = Path(spec.marker)
             return os.getpid()
 
-        async def live(self, *, while_it_works=False):
+        async def live(self):
             await asyncio.Event().wait()
+            yield
 
         async def generate(self, number):
             await asyncio.Event().wait()

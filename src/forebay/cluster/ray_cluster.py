@@ -36,6 +36,7 @@ from forebay.cluster.library import MAX_CALLS, Given, connect, import_ray, why
 from forebay.cluster.nodes import check_nodes
 from forebay.cluster.placement import STRATEGIES, Plan, Room, plan_parts, reserve
 from forebay.cluster.ranks import RankActor
+from forebay.cluster.rollout_worker import WorkerSpec
 from forebay.cluster.supervisor import START_LIMIT_S, Restarts, Supervised, all_started
 from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
 from forebay.config import ConfigError, parse_config
@@ -197,7 +198,7 @@ class RayCluster:
             spec = EngineSpec(**shared, device=room.device, serves_at_once=self._plan.trainer is None)
             part = PlacedEngine(spec, self._restarts.note)
         else:
-            part = workers.PlacedWorker(workers.WorkerSpec(**shared), self._restarts.note)
+            part = workers.PlacedWorker(WorkerSpec(**shared), self._restarts.note)
             part.on_end = self._forget
         part.room, part.in_place = room, partial(self._in_place, part)
         part.use(self._actor(part.kind, room))

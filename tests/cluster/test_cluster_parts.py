@@ -137,10 +137,11 @@ def test_how_far_items_are_is_told_as_long_as_it_changes_and_they_are_waited_for
         assert told == [
             *((item, pace_s) for item in (1000, 21, 22)),
             *[(1000, 2 * pace_s), (21, 7), (22, 7)],
-            *[(1000, 3 * pace_s), (1000, 4 * pace_s)],
+            # Nobody waits for the last one any more.
+            *[(1000, 3 * pace_s), (21, 7), (1000, 4 * pace_s), (21, 7)],
         ]
         given[0].cancel()
-        assert sizes == [3, 3, 1, 1, 1]
+        assert sizes == [3, 3, 3, 3, 1]
 
     virtual_time.run(main())
 
@@ -233,6 +234,9 @@ def test_each_part_has_a_bundle_and_a_shared_gpu_has_two_parts():
     engine = {"CPU": 0.5, "GPU": 1}
     trainer, worker = [{"CPU": 0.5, "GPU": 2}], [{"CPU": 0.5}]
     assert apart.bundles == {"trainer": trainer, "engine": [engine, engine], "worker": worker}
+    # For evaluations beside production one of two, else one more.
+    more = plan_parts(asked, cpus=0.5, shares_gpu=False, least=2)
+    assert (more.bundles["engine"], more.bundles["worker"]) == ([engine, engine], worker * 2)
     asked = RayArguments(num_engines=2, gpus_per_engine=1, gpus_per_trainer=1)
     shared = plan_parts(asked, cpus=0.5, shares_gpu=True)
     assert shared.bundles == {"trainer": [{"CPU": 1.0, "GPU": 1}], "engine": [engine], "worker": worker}

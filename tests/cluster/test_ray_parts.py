@@ -180,7 +180,7 @@ async def place_worker(ray, tmp_path, *, blocks):
             await asyncio.Event().wait()
             yield
 
-        async def generate(self, number):
+        async def generate(self, *job):
             await asyncio.Event().wait()
 
         async def pause(self):
@@ -208,7 +208,7 @@ async def place_worker(ray, tmp_path, *, blocks):
 async def test_a_worker_that_does_not_answer_is_ended_and_started_again(ray, tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "TELL_LIMIT_S", 0.5)
     worker, told = await place_worker(ray, tmp_path, blocks=True)
-    pid, group = worker.pid, asyncio.ensure_future(worker.generate(0))
+    pid, group = worker.pid, asyncio.ensure_future(worker.generate(0, ("sorting", False), [], False))
     await worker.pause()
     with pytest.raises(ActorLost):
         await group

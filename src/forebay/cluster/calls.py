@@ -146,7 +146,7 @@ async def as_they_end(
 ) -> AsyncIterator[list[tuple[int, ResultT]] | dict[int, int]]:
     """The actor's side: run `calls` together; their results, numbered, those that end together together.
 
-    If none has ended for a while, `how_far` those are that have got further. The first that raises ends the
+    If none has ended for a while, `how_far` they are, if that has changed. The first that raises ends the
     others.
     """
     told: dict[int, int] = {}
@@ -161,9 +161,8 @@ async def as_they_end(
                     together = [await ended.get()]
             except TimeoutError:
                 far = {number: how_far(number) for number in numbers.values()}
-                if further := {number: n for number, n in far.items() if n > told.get(number, 0)}:
-                    told |= further
-                    yield further
+                if far != told:
+                    yield (told := far)
                 continue
             # Not a wait: items that end in the same turn go along.
             await asyncio.sleep(0)

@@ -100,13 +100,9 @@ class EngineActor:
 
         Now and then the number of tokens of those that run, by number.
         """
-
-        def num_made(number: int) -> int:
-            return built(self._pool).num_made(requests[number].request_id)
-
-        calls = [self._generate(request, caller) for request in requests]
-        async for completions in as_they_end(calls, num_made):
-            yield completions
+        calls, pool = [self._generate(request, caller) for request in requests], built(self._pool)
+        async for some in as_they_end(calls, lambda number: pool.num_made(requests[number].request_id)):
+            yield some
 
     async def _generate(self, request: GenerateRequest, caller: str) -> Completion | ValueError:
         if not self._serving.is_set():

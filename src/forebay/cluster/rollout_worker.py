@@ -24,9 +24,9 @@ from forebay.cluster.engines import RayEngine
 from forebay.cluster.library import PartSpec, find_modules_in
 from forebay.cluster.supervisor import BEAT_EVERY_S
 from forebay.engines import RolloutController
+from forebay.produce.strategies.context import Group
 from forebay.produce.unfinished import copy_unfinished
 from forebay.runs.rollouts import build_task_loop
-from forebay.types import RolloutState
 from forebay.watching.activity import Activities, loop_time
 
 LoopName = tuple[str, bool]
@@ -120,9 +120,7 @@ class RolloutWorker:
             # Not a wait: what changes is told together.
             await asyncio.sleep(min(PUSH_EVERY_S, copied_s + self._copy_every_s - report.at_s))
 
-    async def generate(
-        self, number: int, loop: LoopName, states: list[RolloutState], is_partial: bool
-    ) -> list[RolloutState]:
+    async def generate(self, number: int, loop: LoopName, states: Group, is_partial: bool) -> Group:
         """The group of `states`, generated and judged; `number` is that by which the job can be cancelled.
 
         Raises:
@@ -179,7 +177,7 @@ class RolloutWorker:
         return copies
 
 
-Copies = dict[int, list[RolloutState]]
+Copies = dict[int, Group]
 """Unfinished groups, by the numbers of their jobs."""
 
 
@@ -188,7 +186,7 @@ class Job(NamedTuple):
 
     task: asyncio.Task[Any]
     loop: AgentLoop
-    states: list[RolloutState]
+    states: Group
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,9 @@ from forebay.cluster.rollout_worker import Copies, LoopName, Report, RolloutWork
 from forebay.cluster.supervisor import Supervised
 from forebay.engines import Engine
 from forebay.engines.pool import EnginePool
+from forebay.produce.strategies.context import Group
 from forebay.runs.placement import RetryListener
-from forebay.types import RolloutState, Status, reset_rollout_response
+from forebay.types import Status, reset_rollout_response
 from forebay.watching.activity import GENERATE, Activities, Activity, loop_time
 
 logger = logging.getLogger(__name__)
@@ -71,9 +72,7 @@ class Workers:
         """All, with those that are leaving: these are paused like the others; and those that have left."""
         return [*self.all, *self._left]
 
-    async def generate(
-        self, loop: LoopName, states: list[RolloutState], *, enable_partial_rollout: bool
-    ) -> list[RolloutState]:
+    async def generate(self, loop: LoopName, states: Group, *, enable_partial_rollout: bool) -> Group:
         """The group, generated and judged by some worker: other objects than those given.
 
         Raises:
@@ -110,8 +109,12 @@ class Workers:
     def note_of(self, name: str) -> str:
         """The last report on the rollout or group `name`, which may be seconds old; empty without one."""
         # The last report of a process that has ended tells of groups that others have by now.
-        notes = (worker.note_of(name) for worker in self.ever if worker.is_up)
-        return next(filter(None, notes), "")
+        for worker in self.ever:
+            if worker.is_up and name in worker.report.notes:
+                text, since_s = worker.report.notes[name]
+                age_s = worker.report.at_s - since_s + loop_time() - worker.heard_s
+                return f"{text} for {age_s:.0f} s"
+        return ""
 
     def count_tokens_made(self) -> int:
         """Tokens made so far, as of the last report; it never falls."""
@@ -155,16 +158,15 @@ class PlacedWorker(Supervised):
     num_retries = 0
     """Retries of requests because an engine was lost, as of the last report."""
     report = Report()
-    _heard_s = 0.0
+    heard_s = 0.0
+    """When that came, by the run's clock."""
 
     def use(self, actor: Any) -> None:
         """Send jobs to this actor, which has reported nothing yet."""
         super().use(actor)
         self.report, self._groups = Report(), Copies()
 
-    async def generate(
-        self, number: int, loop: LoopName, states: list[RolloutState], is_partial: bool
-    ) -> list[RolloutState]:
+    async def generate(self, number: int, loop: LoopName, states: Group, is_partial: bool) -> Group:
         """The judged group; arguments as of `RolloutWorker.generate`. `states` follow the pushed copies.
 
         Raises:
@@ -175,9 +177,7 @@ class PlacedWorker(Supervised):
         self.num_in_flight += 1
         self._groups[number] = states
         try:
-            group: list[RolloutState] = await asked(
-                self.actor.generate.remote(number, loop, states, is_partial)
-            )
+            group: Group = await asked(self.actor.generate.remote(number, loop, states, is_partial))
             return group
         except ActorLost as error:
             self.suspect(incarnation, error)
@@ -204,13 +204,7 @@ class PlacedWorker(Supervised):
         before = self.report if self.report.pid == said.pid else Report()
         self.num_tokens_made += said.num_tokens_made - before.num_tokens_made
         self.num_retries += said.num_retries - before.num_retries
-        self.report, self._heard_s = said, loop_time()
-
-    def note_of(self, name: str) -> str:
-        """The last report on the rollout or group `name`; empty without one."""
-        text, since_s = self.report.notes.get(name, ("", 0.0))
-        age_s = self.report.at_s - since_s + loop_time() - self._heard_s
-        return text and f"{text} for {age_s:.0f} s"
+        self.report, self.heard_s = said, loop_time()
 
 
 class GroupFailed(RuntimeError):
@@ -238,9 +232,7 @@ class RayAgentLoop:
         self._loop = loop
         self._activities = activities
 
-    async def generate_group(
-        self, states: list[RolloutState], *, enable_partial_rollout: bool = False
-    ) -> list[RolloutState]:
+    async def generate_group(self, states: Group, *, enable_partial_rollout: bool = False) -> Group:
         """The group, generated elsewhere; each rollout counts as generating until all are back.
 
         A group that could not be generated anywhere comes back FAILED, with the reason.
@@ -275,7 +267,7 @@ class RayAgentLoop:
         """Nothing: the workers are the cluster's, which may go on with another run."""
 
 
-def _unfinished(states: Sequence[RolloutState]) -> list[RolloutState]:
+def _unfinished(states: Group) -> Group:
     return [state for state in states if state.status is not Status.COMPLETED]
 
 

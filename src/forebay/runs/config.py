@@ -343,10 +343,10 @@ class RunConfig(RunFile):
                 f"record = true repeats what happened to groups in memory, and replay.store is "
                 f"{self.replay.store!r}: leave one of the two out"
             )
-        if self.evaluate.mode == "beside" and (self.produce.mode != "separate" or self.cluster is not None):
+        if self.evaluate.mode == "beside" and self.produce.mode != "separate":
             raise ConfigError(
-                "evaluate.mode = 'beside' needs production that goes on beside training, and engines of this "
-                "machine: set produce.mode = 'separate' and leave cluster out, or set evaluate.mode = 'pause'"
+                "evaluate.mode = 'beside' needs production that goes on beside training: set produce.mode = "
+                "'separate' or evaluate.mode = 'pause'"
             )
         # Which store a run has that names none depends on its folder: `check_partial_saves` looks again.
         is_lost = self.replay.store == "memory" or not self.produce.enable_partial_rollout

@@ -8,10 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.aio import virtual_time
 from forebay.cluster import buffer, ray_cluster
 from forebay.cluster.arguments import RayArguments
 from forebay.cluster.buffer import locate
-from forebay.cluster.calls import ActorLost, BatchedCalls, CallFailed, NotBuilt, as_they_end, asked
+from forebay.cluster.calls import (
+    PUSH_EVERY_S,
+    ActorLost,
+    BatchedCalls,
+    CallFailed,
+    NotBuilt,
+    as_they_end,
+    asked,
+)
 from forebay.cluster.engines import RayEngine
 from forebay.cluster.library import Given, why
 from forebay.cluster.placement import plan_parts
@@ -99,6 +108,42 @@ async def test_items_of_one_turn_go_together_and_come_back_as_they_end():
     doors[1].set()
     assert await asyncio.gather(*given) == [0, 10, 20]
     assert sizes == [3]
+
+
+def test_how_far_items_are_is_told_as_long_as_it_changes_and_they_are_waited_for():
+    async def main():
+        begun_s = asyncio.get_running_loop().time()
+        told, sizes = [], []
+
+        async def work(seconds):
+            await asyncio.sleep(seconds)
+            return seconds
+
+        def how_far(number):
+            # The second one stands still after seven seconds.
+            return int(min(asyncio.get_running_loop().time() - begun_s, 7 if number else 100))
+
+        async def stream(items):
+            async for some in as_they_end([work(item) for item in items], how_far):
+                sizes.append(len(some))
+                yield Answered(some)
+
+        calls = BatchedCalls(stream, lambda item, far: told.append((item, far)))
+        given = [asyncio.create_task(calls.ask(item)) for item in (1000, 21, 22)]
+        await asyncio.sleep(12)
+        given[2].cancel()
+        assert await given[1] == 21
+        pace_s = int(PUSH_EVERY_S)
+        assert told == [
+            *((item, pace_s) for item in (1000, 21, 22)),
+            *[(1000, 2 * pace_s), (21, 7), (22, 7)],
+            # Nobody waits for the last one any more.
+            *[(1000, 3 * pace_s), (21, 7), (1000, 4 * pace_s), (21, 7)],
+        ]
+        given[0].cancel()
+        assert sizes == [3, 3, 3, 3, 1]
+
+    virtual_time.run(main())
 
 
 async def test_items_are_sent_also_when_there_is_never_a_quiet_moment():
@@ -189,6 +234,9 @@ def test_each_part_has_a_bundle_and_a_shared_gpu_has_two_parts():
     engine = {"CPU": 0.5, "GPU": 1}
     trainer, worker = [{"CPU": 0.5, "GPU": 2}], [{"CPU": 0.5}]
     assert apart.bundles == {"trainer": trainer, "engine": [engine, engine], "worker": worker}
+    # For evaluations beside production one of two, else one more.
+    more = plan_parts(asked, cpus=0.5, shares_gpu=False, least=2)
+    assert (more.bundles["engine"], more.bundles["worker"]) == ([engine, engine], worker * 2)
     asked = RayArguments(num_engines=2, gpus_per_engine=1, gpus_per_trainer=1)
     shared = plan_parts(asked, cpus=0.5, shares_gpu=True)
     assert shared.bundles == {"trainer": [{"CPU": 1.0, "GPU": 1}], "engine": [engine], "worker": worker}

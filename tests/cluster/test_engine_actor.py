@@ -83,6 +83,14 @@ def frail_config(tmp_path):
     return run_config(tmp_path, engine={"name": f"{__name__}:frail_engines", "arguments": arguments})
 
 
+async def until_said(signs):
+    """The signs of life up to the first that says something."""
+    async for sign in signs:
+        yield sign
+        if sign:
+            return
+
+
 async def test_engines_that_are_given_up_lose_every_request_and_say_why(tmp_path):
     actor = EngineActor()
     with pytest.raises(NotBuilt):
@@ -92,7 +100,9 @@ async def test_engines_that_are_given_up_lose_every_request_and_say_why(tmp_path
     await actor.load_weights(NOTHING, 1)
     lost = await answers(actor, ask("a"), ask("b"))
     assert [(c.finish_reason, c.lost) for c in lost] == [("error", True)] * 2
-    assert "does not start any more" in await asyncio.wait_for(actor.live(while_it_works=True), 60)
+    async with asyncio.timeout(60):
+        signs = [sign async for sign in until_said(actor.live())]
+    assert "does not start any more" in signs[-1]
     # Nobody is to be sent here any more, and new weights do not change that.
     serving = asyncio.ensure_future(actor.serving())
     with pytest.raises(EngineLost):

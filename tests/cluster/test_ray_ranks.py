@@ -114,7 +114,7 @@ def is_there(pid):
 @pytest.fixture
 def _short_limits(monkeypatch):
     for module in (ray_trainer, ray_ranks):
-        monkeypatch.setattr(module, "LOOK_EVERY_S", 0.2)
+        monkeypatch.setattr(module, "BEAT_EVERY_S", 0.2)
         monkeypatch.setattr(module, "SILENCE_LIMIT_S", 1.0)
 
 

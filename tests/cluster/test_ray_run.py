@@ -7,6 +7,7 @@ import os
 import signal
 
 import pytest
+import test_evaluation
 
 from forebay.config import ConfigError, parse_config
 from forebay.ledger import Ledger
@@ -121,6 +122,41 @@ def test_a_run_on_ray_does_what_one_in_a_process_does(ray, tmp_path):
     tried = asyncio.run(launch_evaluation(saved_config(there.folder)))
     last = [row for row in read_jsonl(there.folder / "metrics.jsonl") if "eval/score" in row][-1]
     assert tried["eval/score"] == last["eval/score"]
+
+
+def test_evaluations_beside_production_hold_the_weights_of_their_step_also_if_their_parts_are_killed(
+    ray, tmp_path, monkeypatch
+):
+    paused = test_evaluation.train(tmp_path / "here", evaluate={"every": 2}, steps=4)
+    report = steps.report
+
+    def reported(run, train_step, batch, metrics):
+        report(run, train_step, batch, metrics)
+        if train_step in (1, 3):
+            cluster = run.cluster
+            parts = {1: cluster._eval_workers.all, 3: cluster._eval_engines}
+            os.kill(parts[train_step][0].pid, signal.SIGKILL)
+
+    monkeypatch.setattr(steps, "report", reported)
+    beside = {"every": 2, "mode": "beside"}
+    folder = test_evaluation.train(tmp_path / "there", evaluate=beside, steps=4, cluster="ray")
+    expected, found = test_evaluation.evaluations(paused), test_evaluation.evaluations(folder)
+    assert [row["train_step"] for row in found] == [0, 2, 4]
+    assert len({row["eval/score"] for row in found}) > 1
+    assert rounded(found) == rounded(expected)
+    rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "eval/score" in row]
+    assert [(row["train_step"], row["eval/model_step"]) for row in rows] == [(0, 0), (2, 2), (4, 4)]
+    stages = {span.stage for span in read_spans(folder)}
+    assert "evaluate_beside" in stages
+    assert "evaluate" not in stages
+    restarted = {event["part"] for event in events(folder, "restarted")}
+    # Production had the first of each.
+    assert restarted <= {"engine 1", "worker 1"}
+    assert "worker 1" in restarted
+
+
+def rounded(rows):
+    return [{name: round(value, 6) for name, value in row.items()} for row in rows]
 
 
 def test_a_run_on_ray_is_recorded_like_any_other(ray, tmp_path):
@@ -310,6 +346,9 @@ def test_servers_that_run_already_have_one_engine(tmp_path):
     cluster = {"name": "ray", "arguments": {"num_engines": 2}}
     with pytest.raises(ConfigError, match=r"names servers that run already.*set num_engines to 1"):
         make_cluster(run_config(tmp_path, engine=engine, cluster=cluster))
+    changes = {"evaluate": {"mode": "beside"}, "engine": engine, "cluster": "ray"}
+    with pytest.raises(ConfigError, match=r"one engine drives all.*evaluate\.mode to 'pause'"):
+        make_cluster(test_evaluation.config(tmp_path, **changes))
 
 
 def test_what_no_machine_has_is_an_error_at_once(ray, tmp_path):

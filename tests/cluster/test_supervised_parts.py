@@ -9,8 +9,9 @@ from forebay.aio import virtual_time
 from forebay.cluster import supervisor as supervising
 from forebay.cluster.engines import PlacedEngine
 from forebay.cluster.library import Published
+from forebay.cluster.rollout_worker import Report
 from forebay.cluster.supervisor import Supervised
-from forebay.cluster.workers import ClusterController, PlacedWorker, Report, Workers
+from forebay.cluster.workers import ClusterController, PlacedWorker, Workers
 from forebay.engines import EngineHealth, EngineLost
 from forebay.produce.background import tell
 
@@ -27,6 +28,38 @@ class Method:
         return self
 
 
+class Ref:
+    """Ray's reference of a result."""
+
+    def __init__(self, result):
+        self._result = result
+
+    def __await__(self):
+        yield from ()
+        return self._result
+
+
+class Signs:
+    """Ray's stream of what an actor says: a wait for its next item may be cancelled."""
+
+    def __init__(self, actor, end):
+        self._actor, self._end = actor, end
+
+    async def __anext__(self):
+        saying, is_first = asyncio.ensure_future(self._actor.said.get()), True
+        while is_first or self._actor.is_frozen:
+            is_first = False
+            await asyncio.wait(
+                [saying, self._end], timeout=supervising.BEAT_EVERY_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if self._end.done():
+                await self._end
+            if saying.done():
+                return Ref(saying.result())
+        saying.cancel()
+        return Ref(None)
+
+
 class Actor:
     """Ray's handle of an actor whose process `kill` ends, and that is then another process at once."""
 
@@ -35,7 +68,9 @@ class Actor:
         self.is_dead = False
         self._end = asyncio.get_running_loop().create_future()
         self.__ray_ready__ = Method(self._ready)
-        self.live = Method(lambda **_: asyncio.shield(self._end))
+        self.live = Method(lambda: Signs(self, self._end))
+        self.is_frozen = False
+        self.said = asyncio.Queue()
         for name, call in methods.items():
             setattr(self, name, Method(call))
 
@@ -54,7 +89,9 @@ class Actor:
 
 @pytest.fixture(autouse=True)
 def kill(monkeypatch):
-    ray = SimpleNamespace(exceptions=exceptions, kill=lambda actor, **how: actor.kill(**how))
+    ray = SimpleNamespace(
+        exceptions=exceptions, kill=lambda actor, **how: actor.kill(**how), cancel=lambda stream: None
+    )
     monkeypatch.setattr(supervising, "import_ray", lambda: ray)
 
 
@@ -90,7 +127,7 @@ def test_a_part_that_cannot_be_set_up_gets_another_process_and_then_another_with
         await asyncio.sleep(1)
         actor.kill(no_restart=False)
         await asyncio.sleep(1000)
-        pause_s = supervising.LOOK_EVERY_S
+        pause_s = supervising.BEAT_EVERY_S
         assert starts == [(2, 1), (4, 1), (5, 1 + pause_s), (6, 1 + 3 * pause_s), (7, 1 + 6 * pause_s)]
         assert (part.is_up, part.pid, part.incarnation) == (True, 7, 1)
         assert [part for part, _ in told] == ["engine 0"]
@@ -127,25 +164,23 @@ def test_an_actor_that_ray_makes_no_more_is_replaced_at_once_and_one_that_joins_
 def test_a_frozen_process_is_killed_and_replaced():
     async def main():
         actor, told = Actor(), []
-        frozen = asyncio.get_running_loop().create_future()
 
         async def set_up():
             return actor.pid
 
-        ready = actor.__ray_ready__
         kill = actor.kill
 
         def kill_and_thaw(**how):
-            actor.__ray_ready__ = ready
+            actor.is_frozen = False
             kill(**how)
 
         actor.kill = kill_and_thaw
         part = watched(actor, set_up, on_restart=lambda *what: told.append(what))
         await asyncio.sleep(3600)
         assert not told
-        actor.__ray_ready__ = Method(lambda: frozen)
-        await asyncio.sleep(supervising.LOOK_EVERY_S + supervising.SILENCE_LIMIT_S + 1)
-        assert told == [("engine 0", "engine 0 was asked for a sign of life: no answer within 120 s")]
+        actor.is_frozen = True
+        await asyncio.sleep(supervising.SILENCE_LIMIT_S + 1)
+        assert told == [("engine 0", "engine 0 was to give a sign of life: no answer within 120 s")]
         assert (part.is_up, part.pid) == (True, 2)
         await part.stop()
 
@@ -249,11 +284,10 @@ def test_a_worker_that_leaves_is_paused_like_the_others_and_its_tokens_stay_coun
             async def pause():
                 paused.set()
 
-            async def report():
-                return Report(1, {f"rollout {number}": "9 tokens"}, 100, 1)
-
             placed = PlacedWorker(SimpleNamespace(name=f"worker {number}"))
-            placed.begin(Actor(generate=generate, pause=pause, report=report), 1)
+            placed.begin(actor := Actor(generate=generate, pause=pause), 1)
+            notes = {f"rollout {number}": ("9 tokens, generate", 20.0)}
+            actor.said.put_nowait(Report(1, notes, 100, 1, 50.0))
             return placed
 
         first, second = them = worker(0), worker(1)
@@ -263,14 +297,14 @@ def test_a_worker_that_leaves_is_paused_like_the_others_and_its_tokens_stay_coun
             for _ in them
         ]
         await asyncio.sleep(1)
-        workers.count_tokens_made()
-        await asyncio.sleep(1)
         assert (workers.count_tokens_made(), workers.count_retries()) == (200, 2)
         leaving = asyncio.create_task(workers.leave(second))
         await asyncio.sleep(10)
         assert workers.all == [first]
         assert not leaving.done()
-        assert workers.note_of("rollout 1") == "9 tokens"
+        # Thirty seconds when it said so, by its own clock, and eleven since.
+        assert workers.note_of("rollout 1") == "9 tokens, generate for 41 s"
+        assert workers.note_of("rollout 2") == ""
         await workers.pause()
         await leaving
         assert await asyncio.gather(*running) == [[0], [1]]

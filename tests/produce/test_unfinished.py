@@ -24,7 +24,7 @@ KEPT = {"$or": [{"status": {"$ne": "archived"}}, {"status": "archived", "train_s
 """Live and consumed groups."""
 
 
-def make_world(storage=None):
+def make_world(storage=None, limit_s=AGE_S / 2):
     return World(
         strategy=STRATEGY,
         longest=900,
@@ -33,7 +33,7 @@ def make_world(storage=None):
         judge_s=3.0,
         buffer=AsyncReplayBufferConfig().build(storage),
         manager_options={"save_partial_every_s": AGE_S},
-        controller_options={"time_limit_s": AGE_S / 2, "goes_on": True},
+        controller_options={"time_limit_s": limit_s, "goes_on": True},
     ).build()
 
 
@@ -41,13 +41,13 @@ def generating(world):
     return world.manager.task_runners[0].produce_strategy.pending_groups()
 
 
-def tokens_of(world):
-    """Tokens by rollout of the groups that are being generated, those at the engine included."""
+def tokens_of(world, groups):
+    """Tokens by rollout of the `groups` that are being generated, those at the engine included."""
     at_engine = {
         name: world.engine.num_made(request.request_id)
         for name, request in world.controller._at_engine.items()
     }
-    states = [state for group in generating(world) for state in group]
+    states = [state for group in groups for state in group]
     return {
         state.rollout_id: len(state.response_ids) + at_engine.get(state.rollout_id, 0) for state in states
     }
@@ -81,6 +81,11 @@ async def produce(world, rng, look):
 @pytest.mark.parametrize("seed", range(3))
 def test_no_token_is_unsaved_for_longer_and_a_killed_run_goes_on_from_the_copies(seed, monkeypatch):
     monkeypatch.setattr(PromptLoop, "is_whole_at_awaits", True)
+    check_copies(seed, make_world, generating)
+
+
+def check_copies(seed, make_world, generating):
+    """Kill a run of such a world; `generating` gives the groups as they are where they are generated."""
     rng, most_lost, content = random.Random(seed), [], {}
 
     async def main():
@@ -90,7 +95,7 @@ def test_no_token_is_unsaved_for_longer_and_a_killed_run_goes_on_from_the_copies
         async def look():
             # Nothing waits in between: the store is in memory.
             rows, live = await storage.get(COPIES), await storage.get({}, rows_only=True)
-            made = tokens_of(world)
+            made = tokens_of(world, generating(world))
             saved = {state.rollout_id: state for row in rows for state in row.item}
             # Two for a moment, if a group was taken up again; the first is the older one.
             assert len({row.tags["group"] for row in rows}) * 2 >= len(rows)

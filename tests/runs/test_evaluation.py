@@ -278,7 +278,6 @@ def test_the_best_checkpoint_stays_and_is_named(tmp_path, monkeypatch, capsys):
     ("changes", "message"),
     [
         ({"produce": {}}, "needs production that goes on beside training"),
-        ({"cluster": "ray"}, "leave cluster out"),
         ({"tasks": [task(), {"name": "b", "judge": {"name": "exact_match"}}]}, "'tasks.1.data' is missing"),
     ],
 )

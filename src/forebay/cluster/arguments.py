@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field
 
 from forebay.config import ConfigError, StrictModel
 from forebay.runs.config import RunConfig
+from forebay.runs.placement import tries_beside
 
 
 def _is_share(value: float) -> float:
@@ -48,11 +49,12 @@ class RayArguments(StrictModel, strict=True):
         Raises:
             ConfigError: they do not.
         """
-        if self.num_engines > 1 and "urls" in config.engine.arguments:
+        if "urls" in config.engine.arguments and (self.num_engines > 1 or tries_beside(config)):
             # Several engines would each pause, load and count the same servers.
             raise ConfigError(
                 f"cluster.arguments.num_engines = {self.num_engines}, but engine.arguments.urls names "
-                f"servers that run already, of which one engine drives all: set num_engines to 1"
+                f"servers that run already, of which one engine drives all: set num_engines to 1, and "
+                f"evaluate.mode to 'pause'"
             )
         if config.train.ranks > 1 and 0 < self.gpus_per_trainer <= 0.5:
             # Each rank gets so much; NCCL would refuse only after every part has loaded its model.

@@ -4,8 +4,8 @@
 
     ask(item) --+                                 actor
     ask(item) --+--> one call, [item, item, ...] --> as_they_end([work, work, ...])
-          ^                                             | those that end together
-          '------ futures <---- stream of [(number, result), ...]
+          ^                                             | those that end together; how far others are
+          '------ futures <---- stream of [(number, result), ...] or {number: how far}
 
 A call of an actor costs about a millisecond at each end, however little it carries, and a train step has
 hundreds of requests: with a call for each, a step of the demo took twice as long.
@@ -19,14 +19,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from typing import Any, Generic, TypeVar
 
 from forebay.aio.tasks import settle
+from forebay.aio.time_limits import timeout
 from forebay.cluster.library import import_ray, why
 from forebay.watching.stalls import answered
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
-
-MAX_TURNS = 64
-"""Turns of the event loop that an item waits for others: some milliseconds; a call costs about one."""
 
 
 class ActorLost(RuntimeError):
@@ -61,7 +59,7 @@ class BatchedCalls(Generic[ItemT, ResultT]):
     """The caller's side; `stream` is the actor's method, which is given a list of items.
 
     A stream belongs to its call: if the actor's process ends, every item without an answer raises
-    `ActorLost`, and none is asked for again by itself.
+    `ActorLost`, and none is asked for again by itself. Meanwhile `note` is told how far items are.
 
     ::
 
@@ -69,8 +67,12 @@ class BatchedCalls(Generic[ItemT, ResultT]):
         completion = await calls.ask(request)
     """
 
-    def __init__(self, stream: Callable[[list[ItemT]], AsyncIterator[Any]]) -> None:
-        self._stream = stream
+    def __init__(
+        self,
+        stream: Callable[[list[ItemT]], AsyncIterator[Any]],
+        note: Callable[[ItemT, int], None] = lambda item, number: None,
+    ) -> None:
+        self._stream, self._note = stream, note
         self._waiting: list[tuple[ItemT, asyncio.Future[ResultT]]] = []
         self._sent: set[asyncio.Task[None]] = set()
 
@@ -109,11 +111,23 @@ class BatchedCalls(Generic[ItemT, ResultT]):
 
     async def _receive(self, batch: dict[int, tuple[ItemT, asyncio.Future[ResultT]]]) -> None:
         async for ref in self._stream([item for item, _ in batch.values()]):
-            for number, result in await ref:
+            if isinstance(some := await ref, dict):
+                for number, far in some.items():
+                    if not batch[number][1].done():
+                        self._note(batch[number][0], far)
+                continue
+            for number, result in some:
                 # Let go of here: the slowest may take hours.
                 _, answer = batch.pop(number)
                 if not answer.done():
                     answer.set_result(result)
+
+
+PUSH_EVERY_S = 5.0
+"""Between two reports of how far something is: people read them, and the stall watch, once a minute."""
+
+MAX_TURNS = 64
+"""Turns of the event loop that an item waits for others: some milliseconds; a call costs about one."""
 
 
 def built(part: ResultT | None) -> ResultT:
@@ -128,19 +142,28 @@ def built(part: ResultT | None) -> ResultT:
 
 
 async def as_they_end(
-    calls: Sequence[Coroutine[Any, Any, ResultT]],
-) -> AsyncIterator[list[tuple[int, ResultT]]]:
+    calls: Sequence[Coroutine[Any, Any, ResultT]], how_far: Callable[[int], int] = lambda number: 0
+) -> AsyncIterator[list[tuple[int, ResultT]] | dict[int, int]]:
     """The actor's side: run `calls` together; their results, numbered, those that end together together.
 
-    The first that raises ends the others.
+    If none has ended for a while, `how_far` they are, if that has changed. The first that raises ends the
+    others.
     """
+    told: dict[int, int] = {}
     ended: asyncio.Queue[asyncio.Task[ResultT]] = asyncio.Queue()
     numbers = {asyncio.create_task(call): number for number, call in enumerate(calls)}
     for task in numbers:
         task.add_done_callback(ended.put_nowait)
     try:
         while numbers:
-            together = [await ended.get()]
+            try:
+                async with timeout(PUSH_EVERY_S):
+                    together = [await ended.get()]
+            except TimeoutError:
+                far = {number: how_far(number) for number in numbers.values()}
+                if far != told:
+                    yield (told := far)
+                continue
             # Not a wait: items that end in the same turn go along.
             await asyncio.sleep(0)
             together += [ended.get_nowait() for _ in range(ended.qsize())]

@@ -11,13 +11,14 @@
 
     EngineActor: start --> engines built, not serving --load_weights--> serving --> a stream of completions
                               | a request now is answered "lost": it would get the first weights
-    live: ends if every engine is lost for good, as a server that does not come back; then the run ends this
-          process, and another one builds engines anew          serving: ends with the first weights
+    live: signs of life, and that every engine is lost for good, as a server that does not come back; then the
+          run ends this process, and another one builds engines anew      serving: ends with the first weights
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import warnings
@@ -25,9 +26,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from forebay.aio.time_limits import timeout
 from forebay.cluster.calls import ActorLost, BatchedCalls, as_they_end, built
 from forebay.cluster.library import PartSpec, Published, find_modules_in, import_ray, why
-from forebay.cluster.supervisor import Supervised
+from forebay.cluster.supervisor import BEAT_EVERY_S, Supervised
 from forebay.config import Component
 from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.pool import LOAD_LIMIT_S, EnginePool
@@ -78,13 +80,14 @@ class EngineActor:
         """The most tokens, prompt and response together, one request may reach."""
         return built(self._pool).max_context_tokens
 
-    async def live(self, *, while_it_works: bool = False) -> str:
-        """Never returns: a caller that waits for it learns of this process's end.
-
-        With `while_it_works` it returns why, once every engine is lost for good.
-        """
-        await (self._is_lost if while_it_works else asyncio.Event()).wait()
-        return self._lost_because
+    async def live(self) -> AsyncIterator[str]:
+        """A sign of life now and then; and, once every engine is lost for good, why. It never ends."""
+        while True:
+            yield self._lost_because
+            with contextlib.suppress(TimeoutError):
+                async with timeout(BEAT_EVERY_S):
+                    await self._is_lost.wait()
+                    self._is_lost.clear()
 
     async def serving(self) -> None:
         """Return once there are weights to generate with."""
@@ -92,10 +95,14 @@ class EngineActor:
 
     async def generate(
         self, requests: Sequence[GenerateRequest], caller: str
-    ) -> AsyncIterator[list[tuple[int, Completion | ValueError]]]:
-        """The completions of `requests`, numbered, as they end; a `ValueError` for one that can never run."""
-        async for completions in as_they_end([self._generate(request, caller) for request in requests]):
-            yield completions
+    ) -> AsyncIterator[list[tuple[int, Completion | ValueError]] | dict[int, int]]:
+        """The completions of `requests`, numbered, as they end; a `ValueError` for one that can never run.
+
+        Now and then the number of tokens of those that run, by number.
+        """
+        calls, pool = [self._generate(request, caller) for request in requests], built(self._pool)
+        async for some in as_they_end(calls, lambda number: pool.num_made(requests[number].request_id)):
+            yield some
 
     async def _generate(self, request: GenerateRequest, caller: str) -> Completion | ValueError:
         if not self._serving.is_set():
@@ -123,10 +130,6 @@ class EngineActor:
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; at an engine that is lost they have ended."""
         await built(self._pool).abort(request_ids)
-
-    async def num_made(self, caller: str) -> dict[str, int]:
-        """How many tokens each running request of `caller` has by now."""
-        return built(self._pool).progress(caller)
 
     async def forget(self, caller: str) -> None:
         """End the requests of a caller whose process has ended."""
@@ -249,6 +252,11 @@ class PlacedEngine(Supervised):
         step = self.model_step
         return EngineHealth(ok=False, num_running=0, num_waiting=0, model_step=step, detail="starting again")
 
+    def hear(self, said: str) -> None:
+        """Have a process whose engines are lost for good end."""
+        if said:
+            self.suspect(self.incarnation, EngineLost(said), has_to_end=True)
+
     def forget(self, caller: str) -> None:
         """End the requests of a caller whose process has ended; needs no answer."""
         if self.is_up:
@@ -285,11 +293,10 @@ class RayEngine:
         """The most tokens, prompt and response together, one request may reach."""
         self.model_step = 0
         """The step of the latest weights that tokens came from."""
-        self._caller = caller
         self._num_made: dict[str, int] = {}
         stream = actor.generate.options(num_returns="streaming").remote
         self._calls: BatchedCalls[GenerateRequest, Completion | ValueError] = BatchedCalls(
-            lambda requests: stream(requests, caller)
+            lambda requests: stream(requests, caller), self._note_made
         )
 
     async def bring_up(self) -> None:
@@ -332,15 +339,11 @@ class RayEngine:
         except import_ray().exceptions.RayError as error:
             raise EngineLost(why(error)) from error
 
-    async def look(self) -> None:
-        """Bring `num_made` up to date, as far as the engine answers."""
-        try:
-            self._num_made = await self.actor.num_made.remote(self._caller)
-        except import_ray().exceptions.RayError:
-            self._num_made = {}
+    def _note_made(self, request: GenerateRequest, num_tokens: int) -> None:
+        self._num_made[request.request_id] = num_tokens
 
     def num_made(self, request_id: str) -> int:
-        """How many tokens a running request had at the last `look`; else 0."""
+        """How many tokens a running request had when the engine last said so; else 0."""
         return self._num_made.get(request_id, 0)
 
     async def health(self) -> EngineHealth:

@@ -21,7 +21,7 @@ import torch
 
 from forebay.cluster.calls import beside, result_of, signs_of_life
 from forebay.cluster.library import cause_of, find_modules_in, import_ray, trace_of, why
-from forebay.cluster.supervisor import LOOK_EVERY_S, SILENCE_LIMIT_S, START_LIMIT_S
+from forebay.cluster.supervisor import BEAT_EVERY_S, SILENCE_LIMIT_S, START_LIMIT_S
 from forebay.train.parallel.ranks import BESIDE, START, FailedCall, RankError, Ranks, silence
 from forebay.train.parallel.worker import RankWorker
 from forebay.watching.stalls import StallError
@@ -68,7 +68,7 @@ class RayRanks(Ranks):
             call, limit_s = caller.remote(method, *arguments), SILENCE_LIMIT_S
         try:
             return asyncio.run(
-                result_of(call, signs_of_life(actor), method, every_s=LOOK_EVERY_S, limit_s=limit_s)
+                result_of(call, signs_of_life(actor), method, every_s=BEAT_EVERY_S, limit_s=limit_s)
             )
         except StallError:
             raise RankError(silence(number, limit_s, method)) from None

@@ -36,12 +36,13 @@ from forebay.cluster.library import MAX_CALLS, Given, connect, import_ray, why
 from forebay.cluster.nodes import check_nodes
 from forebay.cluster.placement import STRATEGIES, Plan, Room, plan_parts, reserve
 from forebay.cluster.ranks import RankActor
+from forebay.cluster.rollout_worker import WorkerSpec
 from forebay.cluster.supervisor import START_LIMIT_S, Restarts, Supervised, all_started
 from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
 from forebay.config import ConfigError, parse_config
 from forebay.engines.members import scale
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import SERVERS, Listener, PartLost, RetryListener
+from forebay.runs.placement import SERVERS, Listener, PartLost, RetryListener, tries_beside
 from forebay.watching.activity import Activities
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
@@ -97,6 +98,9 @@ class RayCluster:
         self._trainer: RayTrainer | None = None
         self._engines: list[PlacedEngine] = []
         self._workers = workers.Workers([])
+        self._eval_engines: list[PlacedEngine] = []
+        self._eval_workers = workers.Workers([])
+        """With the engine above, for evaluations beside production, if there are any."""
         self._lost_trainer_because = ""
         self._free: defaultdict[type, list[Room]] = defaultdict(list)
         """Rooms of parts that have left, by the parts' type."""
@@ -106,7 +110,7 @@ class RayCluster:
 
     def listen(self, on_retry: RetryListener | None = None, on_restart: Listener | None = None) -> None:
         """Tell these of groups generated again and of parts that came back."""
-        self._workers.on_retry = on_retry
+        self._workers.on_retry = self._eval_workers.on_retry = on_retry
         self._restarts.listen(on_restart)
 
     async def open(self, *, trains: bool = True) -> None:
@@ -118,6 +122,8 @@ class RayCluster:
         if not self._groups:
             self._plan = plan_parts(
                 self._settings,
+                # Those for evaluations are the last of several, else one more.
+                least=1 + (trains and tries_beside(self._config)),
                 cpus=self._settings.cpus or (0.25 if self._given is None else 1.0),
                 shares_gpu=self._shares_gpu,
                 num_ranks=self._config.train.ranks if trains else 0,
@@ -184,8 +190,12 @@ class RayCluster:
         contexts = all_started({e.name: e.actor.max_context_tokens.remote() for e in self._engines})
         for engine in self._engines:
             engine.max_context_tokens = contexts[engine.name]
+        every_worker = list(self._workers.all)
+        if self._plan.trainer is not None and tries_beside(self._config):
+            self._eval_engines.append(self._engines.pop())
+            self._eval_workers.all.append(self._workers.all.pop())
         self._have_workers_follow()
-        self._build(self._workers.all, {})
+        self._build(every_worker, {})
 
     def _add(self, them: list[Any], room: Room) -> Any:
         """One more engine or worker, with its place, its actor, and what it needs of others."""
@@ -197,7 +207,7 @@ class RayCluster:
             spec = EngineSpec(**shared, device=room.device, serves_at_once=self._plan.trainer is None)
             part = PlacedEngine(spec, self._restarts.note)
         else:
-            part = workers.PlacedWorker(workers.WorkerSpec(**shared), self._restarts.note)
+            part = workers.PlacedWorker(WorkerSpec(**shared), self._restarts.note)
             part.on_end = self._forget
         part.room, part.in_place = room, partial(self._in_place, part)
         part.use(self._actor(part.kind, room))
@@ -226,10 +236,12 @@ class RayCluster:
         """Have all workers use the engines of now; Ray's references of their answers."""
         answers = []
         context = min(engine.max_context_tokens for engine in self._engines)
-        for number, worker in enumerate(self._workers.ever):
+        using = [(self._engines, number, worker) for number, worker in enumerate(self._workers.ever)]
+        using += [(self._eval_engines, 0, worker) for worker in self._eval_workers.all]
+        for engines, number, worker in using:
             # Each begins with another engine.
-            first = number % len(self._engines)
-            actors = tuple(engine.actor for engine in [*self._engines[first:], *self._engines[:first]])
+            first = number % len(engines)
+            actors = tuple(engine.actor for engine in [*engines[first:], *engines[:first]])
             before = worker.spec
             worker.spec = replace(before, engines=actors, max_context_tokens=context)
             if worker.pid and worker.spec != before:
@@ -238,7 +250,7 @@ class RayCluster:
         return answers
 
     def _forget(self, worker_name: str) -> None:
-        for engine in self._engines:
+        for engine in (*self._engines, *self._eval_engines):
             engine.forget(worker_name)
 
     def _common(self) -> dict[str, Any]:
@@ -348,9 +360,15 @@ class RayCluster:
         """The controller that pauses and continues the engines and gives them weights."""
         return workers.ClusterController(self._engines, self._workers, self.scale)
 
+    def eval_controller(self) -> workers.ClusterController | None:
+        """The same for evaluations beside production; None: they pause it."""
+        engines = self._eval_engines
+        return workers.ClusterController(engines, self._eval_workers, self.scale) if engines else None
+
     def agent_loop(self, task_name: str, *, held_out: bool, activities: Activities) -> workers.RayAgentLoop:
         """The agent loop of a task, whose groups the workers generate and judge."""
-        return workers.RayAgentLoop(self._workers, (task_name, held_out), activities)
+        them = self._eval_workers if held_out and self._eval_engines else self._workers
+        return workers.RayAgentLoop(them, (task_name, held_out), activities)
 
     def trainer(self) -> RayTrainer:
         """The trainer: as its constructor made it, or for a run that resumes."""
@@ -359,16 +377,18 @@ class RayCluster:
 
     def counts(self) -> dict[str, float]:
         """Restarts by part, and groups and requests that were generated again, so far."""
+        both = self._workers, self._eval_workers
         return {
             **{f"cluster/{kind}_restarts": float(self._restarts.counts[kind]) for kind in STRATEGIES},
-            "cluster/groups_retried": float(self._workers.num_retries),
-            "cluster/requests_retried": float(self._workers.count_retries()),
+            "cluster/groups_retried": float(sum(them.num_retries for them in both)),
+            "cluster/requests_retried": float(sum(them.count_retries() for them in both)),
         }
 
     async def close(self) -> None:
         """End every actor, give the room back, and end Ray if it was started here."""
         try:
-            closing = [self._workers.close(), *(engine.close() for engine in self._engines)]
+            closing = [them.close() for them in (self._workers, self._eval_workers)]
+            closing += [engine.close() for engine in (*self._engines, *self._eval_engines)]
             ending = asyncio.gather(*closing, return_exceptions=True)
             errors = await answered(ending, "the cluster was asked to end", CLOSE_LIMIT_S)
             for error in filter(None, errors):
@@ -387,9 +407,9 @@ class RayCluster:
             import_ray().shutdown()
         self._is_ours = False
         # Emptied, not replaced, so that a part that is just joining notices.
-        gone = (self._actors, self._engines, self._workers.all, self._groups, self._free, self._num_ever)
-        for parts in gone:
-            parts.clear()
+        parts = (self._engines, self._workers.all, self._eval_engines, self._eval_workers.all)
+        for gone in (self._actors, self._groups, self._free, self._num_ever, *parts):
+            gone.clear()
 
 
 CLOSE_LIMIT_S = 30.0

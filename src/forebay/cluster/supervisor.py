@@ -8,14 +8,14 @@
                                               v       |
                                             another actor in its place, at once
 
-    consumes: ends of the process    waits for: `live`, a call that does not end as long as the process lives
-    woken by: Ray, or by a call that got no answer    produces: a process that is set up, and a count
+    consumes: ends of the process    waits for: `live`, a stream in which the process says what has changed
+    woken by: Ray, too long a silence, or a call that got no answer
+    produces: a process that is set up, and a count
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -38,11 +38,11 @@ TELL_LIMIT_S = ANSWER_LIMIT_S + 10.0
 """For a pause or a resume: more than the pool in an engine's process gives each of its engines, so that it
 can go on without one; less than the run gives its controller before it ends."""
 
-LOOK_EVERY_S = 30.0
-"""The time between two questions to a process: Ray notices one that ended, not one that is stopped."""
+BEAT_EVERY_S = 30.0
+"""The most time between two signs of life: Ray notices a process that ended, not one that is stopped."""
 
 SILENCE_LIMIT_S = 120.0
-"""The time for that answer: longer than a judge or an engine may block the process's event loop."""
+"""Without a sign of life: longer than a judge or an engine may block the process's event loop."""
 
 
 class Supervised:
@@ -95,6 +95,9 @@ class Supervised:
     def use(self, actor: Any) -> None:
         """Its calls are for this actor, which `watch` sets up if none was begun with."""
         self.actor = actor
+
+    def hear(self, said: Any) -> None:
+        """Take in an item of `live`."""
 
     async def _bring_up_to_date(self) -> None:
         """Tell a process that was started anything else that is wanted of it."""
@@ -183,7 +186,7 @@ class Supervised:
                 logger.error(what, self.name, cause, why(error))
                 self.in_place()
                 # At once the first time; a fault that stays is tried ever more rarely.
-                await asyncio.sleep(LOOK_EVERY_S * num_failed)
+                await asyncio.sleep(BEAT_EVERY_S * num_failed)
                 num_failed += 1
             self._suspicion.clear()
             self.on_change()
@@ -191,11 +194,7 @@ class Supervised:
     async def _end_of_process(self) -> str:
         """Return why, once it has ended, or is suspected to have."""
         living = asyncio.ensure_future(self._until_it_ends())
-        waiting = [
-            living,
-            asyncio.ensure_future(self._suspicion.wait()),
-            asyncio.ensure_future(self._note_silence()),
-        ]
+        waiting = [living, asyncio.ensure_future(self._suspicion.wait())]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if living.done():
@@ -212,27 +211,20 @@ class Supervised:
             await asyncio.gather(*waiting, return_exceptions=True)
 
     async def _until_it_ends(self) -> str:
+        stream = self.actor.live.options(num_returns="streaming").remote()
+        what = f"{self.name} was to give a sign of life"
         try:
-            reason: str = await self.actor.live.remote(while_it_works=True)
+            while True:
+                try:
+                    self.hear(await (await answered(anext(stream), what, SILENCE_LIMIT_S)))
+                except StallError as error:
+                    # It is ended, and the stream with it.
+                    self.suspect(self.incarnation, error, has_to_end=True)
         except import_ray().exceptions.RayError as error:
             return why(error)
-        # It lives, and cannot do its work any more: this ends it at once.
-        self.suspect(self.incarnation, RuntimeError(reason), has_to_end=True)
-        with contextlib.suppress(import_ray().exceptions.RayError):
-            await self.actor.live.remote()
-        return reason
-
-    async def _note_silence(self) -> None:
-        incarnation, what = self.incarnation, f"{self.name} was asked for a sign of life"
-        while True:
-            await asyncio.sleep(LOOK_EVERY_S)
-            try:
-                await answered(self.actor.__ray_ready__.remote(), what, SILENCE_LIMIT_S)
-            except StallError as error:
-                return self.suspect(incarnation, error, has_to_end=True)
-            except import_ray().exceptions.RayError:
-                # It has ended, or is out of reach: the call of `live` finds out which.
-                continue
+        finally:
+            # A process that lives would go on with it.
+            import_ray().cancel(stream)
 
     async def _revive(self) -> int:
         # Asked until Ray has made the process anew; it raises if Ray does so no more, as where the actor's

@@ -23,7 +23,7 @@ import torch
 from forebay.cluster.calls import beside, result_of, signs_of_life
 from forebay.cluster.library import PartSpec, Published, cause_of, find_modules_in, import_ray, why
 from forebay.cluster.ranks import RayRanks
-from forebay.cluster.supervisor import LOOK_EVERY_S, SILENCE_LIMIT_S
+from forebay.cluster.supervisor import BEAT_EVERY_S, SILENCE_LIMIT_S
 from forebay.io.shared import Layout, MemoryFile, lay_out
 from forebay.models import load_tokenizer
 from forebay.models.live_weights import LiveWeights
@@ -116,7 +116,7 @@ class RayTrainer:
         what = f"the trainer, called to {method}, was asked for a sign of life"
         alive = signs_of_life(self._actor)
         try:
-            return await result_of(ref, alive, what, every_s=LOOK_EVERY_S, limit_s=SILENCE_LIMIT_S)
+            return await result_of(ref, alive, what, every_s=BEAT_EVERY_S, limit_s=SILENCE_LIMIT_S)
         except (import_ray().exceptions.RayError, StallError) as error:
             raised = self._error(error)
             # An error about the batch or the settings needs no trace of the process that found it.

@@ -128,8 +128,8 @@ class ProduceConfig(StrictModel):
     """Hand weights over while rollouts run; they go on over the new weights instead of being interrupted."""
     save_partial_every_s: float | None = Field(default=None, gt=0)
     """Most seconds of an unfinished rollout that a kill loses: its tokens and turns are saved in the store,
-    SQLite or PostgreSQL, and go on after ``--resume``. Engines compute its context anew twice in that time.
-    None: it begins again."""
+    SQLite or PostgreSQL, and go on after ``--resume``. Engines compute its context anew twice in that time,
+    four times on Ray. None: it begins again."""
     stall_after_s: float = Field(default=900.0, gt=0)
     """Seconds without any progress after which the run ends with a report of what hangs."""
 
@@ -343,19 +343,18 @@ class RunConfig(RunFile):
                 f"record = true repeats what happened to groups in memory, and replay.store is "
                 f"{self.replay.store!r}: leave one of the two out"
             )
-        if self.evaluate.mode == "beside" and (self.produce.mode != "separate" or self.cluster is not None):
+        if self.evaluate.mode == "beside" and self.produce.mode != "separate":
             raise ConfigError(
-                "evaluate.mode = 'beside' needs production that goes on beside training, and engines of this "
-                "machine: set produce.mode = 'separate' and leave cluster out, or set evaluate.mode = 'pause'"
+                "evaluate.mode = 'beside' needs production that goes on beside training: set produce.mode = "
+                "'separate' or evaluate.mode = 'pause'"
             )
-        if self.produce.save_partial_every_s is not None:
-            # Which store a run has that names none depends on its folder: `check_partial_saves` looks again.
-            is_lost = self.replay.store == "memory" or not self.produce.enable_partial_rollout
-            if self.cluster is not None or is_lost:
-                raise ConfigError(
-                    "produce.save_partial_every_s saves rollouts of this process that can go on: leave it or "
-                    "cluster out, set replay.store = 'sqlite' and produce.enable_partial_rollout = true"
-                )
+        # Which store a run has that names none depends on its folder: `check_partial_saves` looks again.
+        is_lost = self.replay.store == "memory" or not self.produce.enable_partial_rollout
+        if self.produce.save_partial_every_s is not None and is_lost:
+            raise ConfigError(
+                "produce.save_partial_every_s saves rollouts that can go on: leave it out, or set "
+                "replay.store = 'sqlite' and produce.enable_partial_rollout = true"
+            )
         self.replay.reuse.check(train.correction, self.produce.staleness_rule, compares=train.compares)
         own_limits = [task.name for task in self.tasks if task.max_staleness is not None]
         if own_limits and not self.produce.is_async:

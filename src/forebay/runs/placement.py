@@ -70,6 +70,9 @@ class Cluster(Protocol):
     def controller(self) -> EnginePool:
         """Pauses and continues the engines and gives them weights."""
 
+    def eval_controller(self) -> EnginePool | None:
+        """The same for evaluations beside production, with engines of their own; None: they pause it."""
+
     def agent_loop(self, task_name: str, *, held_out: bool, activities: Activities) -> GroupGenerator:
         """Generates and judges the groups of a task: for training, or `held_out` ones."""
 
@@ -198,6 +201,11 @@ def takes_turns(config: RunConfig) -> bool:
         ConfigError: as for `shares_gpu`.
     """
     return config.produce.mode == "colocated" and shares_gpu(config)
+
+
+def tries_beside(config: RunConfig) -> bool:
+    """Whether a run that trains tries held-out prompts beside production."""
+    return config.evaluate.mode == "beside" and any(task.eval_data is not None for task in config.tasks)
 
 
 def num_engines(config: RunConfig) -> int:

@@ -48,7 +48,7 @@ from forebay.produce.prompts.orders import build_order
 from forebay.produce.strategies.context import GroupGenerator
 from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, StorageBackend, SyncReplayBufferConfig
 from forebay.runs.config import ASYNC_ONLY, FILTERS, RunConfig, TaskConfig
-from forebay.runs.placement import SERVERS, Cluster, shares_gpu, takes_turns
+from forebay.runs.placement import SERVERS, Cluster, shares_gpu, takes_turns, tries_beside
 from forebay.runs.store import keeps_consumed
 from forebay.train import TrainConfig
 from forebay.train.batch import why_untrainable
@@ -103,7 +103,7 @@ class Rollouts:
     eval_sets: list[EvalSet]
     manager: AgentLoopManager
     activities: Activities
-    eval_controller: RolloutController | None = None
+    eval_controller: EnginePool | None = None
     """The controller for evaluations beside production; None: production is paused for them."""
     eval_watch: StallWatch | None = None
     """Watches the engine of evaluations."""
@@ -291,30 +291,33 @@ def build_rollouts(
         ConfigError: the model cannot be run, or prompts and responses are longer than the settings allow.
     """
     tokenizer, activities, buffer = load_tokenizer(model_folder), Activities(), build_buffer(config, storage)
-    # Of their own: rollouts of an evaluation beside production are none of the producer's.
-    eval_controller, eval_activities = None, activities
+    eval_controller: EnginePool | None = None
     if cluster is not None:
         controller: EnginePool = cluster.controller()
+        eval_controller = cluster.eval_controller()
     else:
         lora_rank = config.train.lora_rank if trains else 0
         engines = build_run_engines(config, model_folder, tokenizer, lora_rank=lora_rank)
-        if trains and config.evaluate.mode == "beside" and any(part.held_out for part in data):
+        if trains and tries_beside(config):
             engines, apart = _apart(config, engines, model_folder, tokenizer, lora_rank)
-            eval_controller, eval_activities = RolloutController(apart, seed=config.seed), Activities()
+            eval_controller = trying = RolloutController(apart, seed=config.seed)
         # The other half passes until the tokens are copied (`copies_saved`).
         limit_s = (every_s := config.produce.save_partial_every_s) and every_s / 2
         controller = own = RolloutController(engines, seed=config.seed, time_limit_s=limit_s, goes_on=True)
+    # Of their own: rollouts of an evaluation beside production are none of the producer's.
+    eval_activities = activities if eval_controller is None else Activities()
 
     def agent_loop(task: TaskConfig, *, held_out: bool = False) -> GroupGenerator:
+        noting = eval_activities if held_out else activities
         if cluster is not None:
-            return cluster.agent_loop(task.name, held_out=held_out, activities=activities)
+            return cluster.agent_loop(task.name, held_out=held_out, activities=noting)
         return build_task_loop(
             config,
             task,
             held_out=held_out,
-            controller=(eval_controller or own) if held_out else own,
+            controller=trying if held_out and eval_controller is not None else own,
             tokenizer=tokenizer,
-            activities=eval_activities if held_out else activities,
+            activities=noting,
         )
 
     context = min(engine.max_context_tokens for engine in controller.engines)

@@ -101,7 +101,8 @@ class RolloutWorker:
         return os.getpid()
 
     def _build(self, spec: WorkerSpec) -> None:
-        controller = RolloutController(list(self._engines.values()), seed=spec.config.seed)
+        engines, seed = list(self._engines.values()), spec.config.seed
+        controller = RolloutController(engines, seed=seed, activities=self._activities)
         shared = {"controller": controller, "tokenizer": self._tokenizer, "activities": self._activities}
         # Prompts of both kinds may be under way at the same time, with other settings.
         self._loops = {

@@ -300,10 +300,13 @@ def build_rollouts(
         engines = build_run_engines(config, model_folder, tokenizer, lora_rank=lora_rank)
         if trains and config.evaluate.mode == "beside" and any(part.held_out for part in data):
             engines, apart = _apart(config, engines, model_folder, tokenizer, lora_rank)
-            eval_controller, eval_activities = RolloutController(apart, seed=config.seed), Activities()
+            eval_activities = Activities()
+            eval_controller = RolloutController(apart, seed=config.seed, activities=eval_activities)
         # The other half passes until the tokens are copied (`copies_saved`).
         limit_s = (every_s := config.produce.save_partial_every_s) and every_s / 2
-        controller = own = RolloutController(engines, seed=config.seed, time_limit_s=limit_s, goes_on=True)
+        controller = own = RolloutController(
+            engines, seed=config.seed, time_limit_s=limit_s, goes_on=True, activities=activities
+        )
 
     def agent_loop(task: TaskConfig, *, held_out: bool = False) -> GroupGenerator:
         if cluster is not None:

@@ -435,8 +435,8 @@ def test_a_rollout_whose_last_token_was_made_by_a_lost_engine_is_complete():
 def test_whoever_is_lost_whenever_no_rollout_is_lost_or_doubled(seed, monkeypatch):
     async def main() -> None:
         rng = random.Random(seed)
-        engines = [Fallible(start_s=rng.uniform(0, 3)) for _ in range(3)]
-        controller = RolloutController(engines, concurrency=12)
+        engines = [Fallible(start_s=rng.uniform(0, 3), max_running=4) for _ in range(3)]
+        controller = RolloutController(engines)
 
         async def produce(number: int) -> RolloutState:
             state = rollout(number, session_id=number % 5)

@@ -1,16 +1,22 @@
-"""Which engine gets a request: the cost of the choice, and engines that are far slower than the others."""
+"""Which engine gets a request and which request waits: the cost of the choice, room, order, slow engines."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import random
+from dataclasses import replace
+
+import pytest
 
 from forebay.aio import virtual_time
-from forebay.engines import GenerateRequest, RolloutController
+from forebay.engines import Completion, GenerateRequest, RolloutController, pool
+from forebay.engines.base import request_seed
+from forebay.engines.call import Call
 from forebay.engines.members import Members
 from forebay.testing import ScriptedEngine
-from forebay.types import RolloutState, SampleParams
+from forebay.types import RolloutState, SampleParams, Status
+from forebay.watching.activity import QUEUED, Activities
 
 
 def ten_tokens(request: GenerateRequest) -> list[int]:
@@ -130,3 +136,193 @@ def test_one_very_long_request_makes_no_straggler(caplog):
     with caplog.at_level(logging.WARNING, logger="forebay"):
         virtual_time.run(main())
     assert not caplog.records
+
+
+def count_on(request: GenerateRequest) -> list[int]:
+    """Each token is one more than the one before it; how many in all depends on the rollout."""
+    last, made = int(request.input_ids[-1]), request.num_earlier
+    length = 1 + request_seed(request.request_id.split(":")[0]) % 30
+    return list(range(last + 1, last + 1 + length - made))
+
+
+class Lossy(ScriptedEngine):
+    """It takes no more than it has room for; it can be lost, and comes back after some seconds."""
+
+    away = True
+
+    def __init__(self, start_s: float, **arguments) -> None:
+        super().__init__(count_on, token_latency_s=0.1, **arguments)
+        self.start_s, self.at_once, self.most = start_s, 0, self.max_running
+
+    async def bring_up(self) -> None:
+        await asyncio.sleep(self.start_s)
+        await super().resume()
+        self.away = False
+
+    async def lose(self) -> None:
+        if not self.away:
+            self.away = True
+            await super().pause()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        if self.away:
+            return Completion(finish_reason="error", error_msg="it is away", lost=True)
+        self.at_once += 1
+        assert self.at_once <= (self.most or 1_000), "more than it has room for"
+        try:
+            completion = await super().generate(request)
+        finally:
+            self.at_once -= 1
+        if self.away and completion.finish_reason == "abort":
+            return replace(completion, finish_reason="error", error_msg="it is away", lost=True)
+        return completion
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_engine_has_more_than_it_has_room_for_and_none_is_overtaken_starved_or_lost(seed, monkeypatch):
+    monkeypatch.setattr(pool, "MAX_RETRIES", 1_000)
+
+    async def main() -> None:
+        draw, loop = random.Random(seed), asyncio.get_running_loop()
+        engines = [Lossy(draw.uniform(0, 3), max_running=draw.choice([1, 2, 5])) for _ in range(3)]
+        activities = Activities()
+        controller = RolloutController(engines, activities=activities)
+        waiting: dict[bool, list[Call]] = {False: [], True: []}
+        enter = Members.enter
+
+        async def noted(members, call, ends):
+            is_new = not (call.request.num_earlier or call.parts)
+            waiting[is_new].append(call)
+            try:
+                if (entered := await enter(members, call, ends)) is not None:
+                    assert waiting[is_new][0] is call, "it has overtaken another"
+                    assert not (is_new and waiting[False]), "a continued one waits"
+                return entered
+            finally:
+                waiting[is_new].remove(call)
+
+        monkeypatch.setattr(Members, "enter", noted)
+
+        async def produce(number: int) -> RolloutState:
+            await asyncio.sleep(draw.uniform(0, 20))
+            state = rollout(number, 30)
+            state.session_id = number % 7
+            while state.status is not Status.COMPLETED:
+                assert state.status in (Status.INIT, Status.ABORTED), state.error_msg
+                await controller.generate_sample(state)
+                await asyncio.sleep(0.1)
+            return state
+
+        async def disturb() -> None:
+            for _ in range(25):
+                await asyncio.sleep(draw.uniform(0.5, 3.0))
+                match draw.randrange(4):
+                    case 0:
+                        await draw.choice(engines).lose()
+                    case 1:
+                        queued = [one for one in activities.in_flight() if one.stage == QUEUED]
+                        before_s = loop.time()
+                        await controller.pause_generation()
+                        assert loop.time() == before_s
+                        await virtual_turns(4 * len(queued) + 20)
+                        assert not [one for one in activities.in_flight() if one.stage == QUEUED]
+                        await asyncio.sleep(draw.uniform(0, 2))
+                        await controller.continue_generation()
+                    case 2:
+                        engines.append(Lossy(draw.uniform(0, 3), max_running=draw.choice([1, 3])))
+                        controller.add(engines[-1])
+                    case 3 if len(controller.engines_up) > 1:
+                        await controller.remove(next(iter(controller.engines_up.values())))
+
+        disturbing = asyncio.create_task(disturb())
+        async with asyncio.timeout(3600):
+            states = await asyncio.gather(*(produce(number) for number in range(80)))
+        for number, state in enumerate(states):
+            assert state.response_ids.tolist() == list(range(6, 7 + request_seed(str(number)) % 30))
+        await disturbing
+        await controller.close()
+
+    virtual_time.run(main())
+
+
+async def virtual_turns(count: int) -> None:
+    """Let what is ready run, at one moment of the clock."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_new_requests_go_in_order_of_arrival_behind_those_that_have_tokens():
+    order: list[str] = []
+
+    def script(request: GenerateRequest) -> list[int]:
+        order.append(request.request_id.split(":")[0])
+        return list(range(request.max_tokens))
+
+    async def main() -> None:
+        activities = Activities()
+        engine = ScriptedEngine(script, token_latency_s=0.1, max_running=2)
+        controller = RolloutController(engine, activities=activities)
+        half_done = rollout("half done")
+        half_done.append([1, 2, 3], logprobs=[-1.0] * 3)
+        states = [rollout(str(number)) for number in range(6)]
+        running = [asyncio.create_task(controller.generate_sample(state)) for state in [*states, half_done]]
+        await asyncio.sleep(0.05)
+        queued = [one for one in activities.in_flight() if one.stage == QUEUED]
+        assert [one.name for one in queued] == ["2", "3", "4", "5", "half done"]
+        assert controller.describe(queued[0]) == "queued, 0 tokens"
+        assert controller.describe(queued[-1]) == "queued, 3 tokens"
+        running[3].cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        assert order == ["0", "1", "half done", "2", "4", "5"]
+        assert not activities.in_flight()
+
+    virtual_time.run(main())
+
+
+def test_a_cache_has_room_for_as_many_as_it_holds_on_average():
+    async def main() -> None:
+        length, at_once = 100, []
+
+        def script(request: GenerateRequest) -> list[int]:
+            at_once.append(len(engine._running))
+            return list(range(length))
+
+        engine = ScriptedEngine(script, token_latency_s=0.1, max_running=64)
+        engine.cache_tokens = 500
+        controller = RolloutController(engine)
+
+        async def keep_busy(lane: int) -> None:
+            for number in range(10):
+                await controller.generate_sample(rollout(f"{lane}/{number}", 100))
+
+        await asyncio.gather(*(keep_busy(lane) for lane in range(40)))
+        # Half of 100 tokens on average: ten fit. The first came before any had ended.
+        assert max(at_once[:40]) == 40
+        assert max(at_once[40:]) == 10
+        # Another kind of request: what is past is forgotten.
+        length = 50
+        await asyncio.gather(*(keep_busy(lane) for lane in range(40)))
+        assert max(at_once[-100:]) in (19, 20)
+
+    virtual_time.run(main())
+
+
+def test_a_newcomer_takes_what_is_queued_at_once_and_a_lost_engine_s_queue_goes_elsewhere():
+    async def main() -> None:
+        first, second = (Lossy(0.0, max_running=4) for _ in range(2))
+        controller = RolloutController(first)
+        running = [asyncio.create_task(controller.generate_sample(rollout(i, 30))) for i in range(12)]
+        await asyncio.sleep(0.01)
+        assert (len(first.requests), len(second.requests)) == (4, 0)
+        controller.add(second)
+        await asyncio.sleep(0.01)
+        assert (len(first.requests), len(second.requests)) == (4, 4)
+        first.start_s = 1_000.0
+        await first.lose()
+        await asyncio.gather(*running)
+        # Four had never been anywhere, and those that were lost went before them.
+        assert len(first.requests) == 4
+        assert asyncio.get_running_loop().time() < 20.0
+        await controller.close()
+
+    virtual_time.run(main())

@@ -74,11 +74,9 @@ async def test_a_state_without_tokens_is_refused():
         await RolloutController(ScriptedEngine({})).generate_sample(rollout(()))
 
 
-def test_an_engine_and_a_place_are_needed():
+def test_an_engine_is_needed():
     with pytest.raises(ValueError, match="at least one engine"):
         RolloutController([])
-    with pytest.raises(ValueError, match="concurrency must be at least 1 or None, got 0"):
-        RolloutController(ScriptedEngine({}), concurrency=0)
 
 
 async def seeds(*states: RolloutState, seed: int = 0) -> list[int]:
@@ -118,9 +116,9 @@ async def test_rollouts_without_an_id_do_not_all_draw_alike():
     assert len(set(await seeds(*(rollout(rollout_id=None) for _ in range(4))))) == 4
 
 
-async def test_concurrency_limits_what_engines_see():
-    engine = ScriptedEngine(lambda request: [1], request_latency_s=math.inf)
-    controller = RolloutController(engine, concurrency=2)
+async def test_an_engine_sees_no_more_than_it_runs_at_once_and_a_pause_ends_the_others_too():
+    engine = ScriptedEngine(lambda request: [1], request_latency_s=math.inf, max_running=2)
+    controller = RolloutController(engine)
     tasks = [asyncio.create_task(controller.generate_sample(rollout(rollout_id=i))) for i in range(5)]
     while len(engine.requests) < 2:
         await asyncio.sleep(0)

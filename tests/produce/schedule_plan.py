@@ -86,7 +86,6 @@ class Plan:
     interval: int
     num_engines: int
     max_running: int | None
-    concurrency: int | None
     time_limit_s: float | None
     token_s: float
     latency: tuple[str, float]
@@ -160,8 +159,7 @@ def draw_plan(seed):
         steps=rng.randint(2, MAX_STEPS),
         interval=interval,
         num_engines=rng.choice([1, 1, 2]),
-        max_running=rng.choice([None, None, 1, 3, 8]),
-        concurrency=rng.choice([None, None, None, 2, 6]),
+        max_running=rng.choice([None, None, 1, 2, 3, 6, 8]),
         time_limit_s=rng.choice([None, None, None, 20.0]),
         token_s=rng.choice([0.0, 0.05, 0.3]),
         latency=(rng.choice(["constant", "log-normal"]), rng.choice([0.0, 0.5, 3.0])),

@@ -352,7 +352,7 @@ class ScheduleWorld:
         for engine in self.engines:
             engine.record = record
         self.controller = RolloutController(
-            self.engines, seed=plan.seed, concurrency=plan.concurrency, time_limit_s=plan.time_limit_s
+            self.engines, seed=plan.seed, activities=self.activities, time_limit_s=plan.time_limit_s
         )
         self.buffer = RecordedBuffer(
             FIFOReplayPolicy() if plan.fifo else StalenessReplayPolicy(),

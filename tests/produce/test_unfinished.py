@@ -44,8 +44,7 @@ def generating(world):
 def tokens_of(world, groups):
     """Tokens by rollout of the `groups` that are being generated, those at the engine included."""
     at_engine = {
-        name: world.engine.num_made(request.request_id)
-        for name, request in world.controller._at_engine.items()
+        name: world.engine.num_made(request.request_id) for name, request in world.controller._running.items()
     }
     states = [state for group in groups for state in group]
     return {

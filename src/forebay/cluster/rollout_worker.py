@@ -92,7 +92,11 @@ class RolloutWorker:
             # that is saved.
             limit_s = self._copy_every_s = every_s / 4
         controller = RolloutController(
-            list(self._engines.values()), seed=spec.config.seed, time_limit_s=limit_s, goes_on=True
+            list(self._engines.values()),
+            seed=spec.config.seed,
+            time_limit_s=limit_s,
+            goes_on=True,
+            activities=self._activities,
         )
         shared = {"controller": controller, "tokenizer": self._tokenizer, "activities": self._activities}
         # Prompts of both kinds may be under way at the same time, with other settings.

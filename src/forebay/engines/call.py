@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from typing import Any
 
 import numpy as np
 
 from forebay.engines.base import Completion, Engine, GenerateRequest, joined_experts
+
+Within = AbstractContextManager[Any]
+UNSEEN: Within = nullcontext()
 
 
 @dataclass(eq=False, slots=True)
@@ -16,6 +21,8 @@ class Call:
 
     request: GenerateRequest
     caller: str
+    queued: Within = UNSEEN
+    """What is open while it waits for an engine."""
     parts: list[Completion] = field(default_factory=list)
     engine: Engine | None = None
     num_counted: int = 0

@@ -2,8 +2,8 @@
 
 ::
 
-    generate_sample(state) -> place (concurrency) -> complete(request) -> state.append(ids, logprobs, steps)
-        tokens, budget left, seed                                         finish_reason, status, error_msg
+    generate_sample(state) -> complete(request): queued, at an engine -> state.append(ids, logprobs, steps)
+        tokens, budget left, seed                                    finish_reason, status, error_msg
 
 It does not chat, decode or judge: tokens in, tokens out. Which engine makes them, what happens where one is
 lost, pauses and weights are in `forebay.engines.pool`.
@@ -20,7 +20,7 @@ from forebay.engines.members import scale
 from forebay.engines.pool import LOAD_LIMIT_S, EnginePool
 from forebay.models.images import images_of, reply_images_of
 from forebay.types import RolloutState, SampleParams, fill_token_fields, status_from_finish_reason
-from forebay.watching.activity import Activity
+from forebay.watching.activity import QUEUED, Activities, Activity
 from forebay.watching.stalls import StallError, answered
 
 
@@ -47,31 +47,29 @@ class RolloutController(EnginePool):
         engines: Engine | Sequence[Engine],
         *,
         seed: int = 0,
-        concurrency: int | None = None,
         time_limit_s: float | None = None,
         goes_on: bool = False,
+        activities: Activities | None = None,
     ) -> None:
-        """`concurrency` limits the rollouts that engines see at once, over all engines; None: no limit.
+        """`activities` is where rollouts that wait for an engine are noted as queued.
 
         `time_limit_s` is what one request may run: a straggler ends ABORTED with its tokens, others go on. If
         it `goes_on`, another request follows at once, and so a rollout has its tokens after each limit; the
         engine computes its context anew each time.
 
         Raises:
-            ValueError: no engine, a concurrency below 1, or a time limit that is not positive.
+            ValueError: no engine, or a time limit that is not positive.
         """
         super().__init__(engines if isinstance(engines, Sequence) else [engines])
-        if concurrency is not None and concurrency < 1:
-            raise ValueError(f"concurrency must be at least 1 or None, got {concurrency}")
+        self._activities = activities or Activities()
         if time_limit_s is not None and time_limit_s <= 0:
             raise ValueError(f"time_limit_s must be positive or None, got {time_limit_s}")
         self._time_limit_s = time_limit_s
         self._goes_on = goes_on
         self._seed = seed
-        self._places = None if concurrency is None else asyncio.Semaphore(concurrency)
         self._num_unnamed = 0
-        self._at_engine: dict[str | int | None, GenerateRequest] = {}
-        """Running requests, by the rollout."""
+        self._running: dict[str | int | None, GenerateRequest] = {}
+        """Requests that are queued or at an engine, by the rollout."""
 
     async def generate_sample(self, state: RolloutState) -> RolloutState:
         """Continue ``state.tokens`` (the prompt, if empty) in place within the remaining budget; return it.
@@ -117,26 +115,28 @@ class RolloutController(EnginePool):
         context_used_up = len(state.response_ids) and len(state.tokens) >= self.max_context_tokens
         if budget <= 0 or context_used_up:
             return Completion(finish_reason="length")
-        async with self._places or contextlib.nullcontext():
-            request = self._request(state, budget, time_limit_s)
-            # Those without an id have a request id that is theirs alone.
-            name = request.request_id if state.rollout_id is None else state.rollout_id
-            self._at_engine[name] = request
-            try:
-                return await self.complete(request)
-            finally:
-                self._at_engine.pop(name, None)
+        request = self._request(state, budget, time_limit_s)
+        # Those without an id have a request id that is theirs alone.
+        name = request.request_id if state.rollout_id is None else state.rollout_id
+        self._running[name] = request
+        queued = self._activities.span(QUEUED, name, task=state.task_name, group=state.group_id)
+        try:
+            return await self.complete(request, queued=queued)
+        finally:
+            self._running.pop(name, None)
 
     generate = generate_sample
 
     def describe(self, activity: Activity) -> str:
-        """How far the rollout that `activity` is named after is ("412 tokens"); empty if it is at no engine.
+        """How far the rollout that `activity` is named after is ("queued, 412 tokens"); else empty.
 
         For `forebay.watching.stalls.StallWatch`.
         """
-        if (request := self._at_engine.get(activity.name)) is None:
+        if (request := self._running.get(activity.name)) is None:
             return ""
-        return f"{request.num_earlier + self.num_made(request.request_id)} tokens"
+        call = self._calls.get(request.request_id)
+        waits = "queued, " if call is not None and call.engine is None else ""
+        return f"{waits}{request.num_earlier + self.num_made(request.request_id)} tokens"
 
     async def scale(self, parts: str, change: str) -> str:
         """Have engines join or leave; see `forebay.engines.members.scale`.
@@ -167,6 +167,7 @@ class RolloutController(EnginePool):
     def add(self, engine: Engine) -> None:
         """Let `engine` join: it is brought up and gets the weights and the pause of the others."""
         self._members.add(engine)
+        self._note()
         # `_start` goes through all of them again, and finds the newcomer.
         self._are_started, self._context = False, None
         self._start()
@@ -174,7 +175,7 @@ class RolloutController(EnginePool):
     async def remove(self, engine: Engine) -> None:
         """Let one go, and close it once its requests are elsewhere."""
         member = self._members.remove(engine)
-        self._changes.note()
+        self._note()
         if member.bringing_up is not None:
             member.bringing_up.cancel()
 

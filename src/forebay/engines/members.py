@@ -2,11 +2,16 @@
 
 ::
 
-    up, begun, ended --> load of one engine --> heap --> the least busy
+    enter(call): queued, continued rollouts first, then in order of arrival --> the least busy that has room
+                                                                                          ^
+    up, begun, ended --> load of one engine --> heap -------------------------------------+
                   '----> tokens by request-second, of each engine --every so often--> median --> stragglers
 
-A choice costs the logarithm of the number of engines. A straggler makes less than a tenth of the median's
-tokens by second of a request: it is named once, and counts as that much busier, so that it gets fewer.
+A choice costs the logarithm of the number of engines. An engine has room for as many requests as it runs at
+once (``max_running``) and as its cache holds on average (``cache_tokens``); what it does not say is no limit.
+Prompts do not count there: the members of a group share theirs. A straggler makes less than a tenth of the
+median's tokens by second of a request: it is named once, and counts as that much busier, so that it gets
+fewer.
 """
 
 from __future__ import annotations
@@ -14,13 +19,16 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+import math
 import re
 import statistics
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from forebay.aio.gate import Gate
 from forebay.engines.base import Engine
+from forebay.engines.call import Call
 from forebay.watching.activity import loop_time
 
 logger = logging.getLogger(__name__)
@@ -38,10 +46,15 @@ _MOST_SLOWNESS = 100.0
 class Members:
     """All engines of a pool, by their numbers.
 
-    Invariant: `least_busy` is the first of those that are up with the smallest load.
+    Invariant: `least_busy` is the first of those that are up and have room with the smallest load.
     """
 
     def __init__(self) -> None:
+        self._held = self._ended_s = 0.0
+        """Of the requests that ended: tokens of their own that they held, times seconds; and seconds."""
+        self._engine_of_session: dict[str, int] = {}
+        self._continued, self._new = Gate(), Gate()
+        """Requests that wait for an engine: of rollouts that have tokens already, and of others."""
         self._by_number: dict[int, Member] = {}
         self._num_ever = 0
         self._loads: list[tuple[float, int]] = []
@@ -74,12 +87,13 @@ class Members:
         return self._by_number.pop(number)
 
     def get(self, number: int | None) -> Member | None:
-        """The engine with this number, if it is a member and takes requests."""
+        """The engine with this number, if it is a member, up and has room."""
         member = None if number is None else self._by_number.get(number)
-        return member if member is not None and member.is_up else None
+        has_room = member is not None and member.is_up and len(member.in_flight) < member.most
+        return member if has_room else None
 
     def least_busy(self) -> Member | None:
-        """The member with the least load; None if no engine is up."""
+        """The member with the least load; None if no engine that is up has room."""
         while self._loads:
             load, number = self._loads[0]
             member = self.get(number)
@@ -88,33 +102,84 @@ class Members:
             heapq.heappop(self._loads)
         return None
 
+    def choose(self, session_id: str | None) -> Member | None:
+        """The session's engine if it is up, has room and is no straggler, else `least_busy`."""
+        least_busy = self.least_busy()
+        if session_id is None or least_busy is None:
+            return least_busy
+        member = self.get(self._engine_of_session.pop(session_id, None))
+        if member is None or member.slowness > 1:
+            member = least_busy
+        self._engine_of_session[session_id] = member.number
+        if len(self._engine_of_session) > _MAX_SESSIONS:
+            # The first is the one unused for longest.
+            del self._engine_of_session[next(iter(self._engine_of_session))]
+        return member
+
     def note_load(self, member: Member) -> None:
         """Record that `member` came up or changed its load."""
+        member.most = getattr(member.engine, "max_running", None) or math.inf
+        if self._held and (tokens := getattr(member.engine, "cache_tokens", None)):
+            member.most = min(member.most, max(1.0, tokens * self._ended_s / self._held))
         # Every change of a load leaves an old entry behind, and `least_busy` drops only those at the top.
         if len(self._loads) > 4 * len(self._by_number) + 64:
             self._loads = [(other.load, other.number) for other in self if other.is_up]
             heapq.heapify(self._loads)
         heapq.heappush(self._loads, (member.load, member.number))
 
-    def begin(self, member: Member, request_id: str) -> tuple[str, float]:
+    async def enter(self, call: Call, ends: Callable[[], bool]) -> tuple[Member, Begun] | None:
+        """The engine for a call, which has begun there; None: it `ends`, or all engines are gone.
+
+        consumes: a place in line / waits for: an engine that is up and has room
+        woken by: the end of a request, `wake` / produces: one request more at that engine
+        """
+
+        # Those that have begun go first: what is half done grows stale, and holds up its group.
+        line = self._continued if call.parts or call.request.num_earlier else self._new
+
+        def is_decided() -> bool:
+            if line is self._new and len(self._continued):
+                return False
+            return ends() or self.least_busy() is not None or all(member.gone for member in self)
+
+        try:
+            if len(line) or not is_decided():
+                with call.queued:
+                    await line.wait(is_decided)
+            member = None if ends() else self.choose(call.request.session_id)
+            return None if member is None else (member, self.begin(member, call.request.request_id))
+        finally:
+            # There may be room for the next as well; and an end is for all.
+            self.wake()
+
+    def wake(self) -> None:
+        """Look at the first in line; to be called when an engine may have got room, or none will."""
+        (self._continued if len(self._continued) else self._new).wake()
+
+    def begin(self, member: Member, request_id: str) -> Begun:
         """Count a request as in flight; pass the result to `end`."""
         member.in_flight.append(begun := (request_id, loop_time()))
         self.note_load(member)
         return begun
 
-    def end(self, member: Member, begun: tuple[str, float], num_tokens: int) -> None:
-        """Count the request `begun` as ended on `member`, with `num_tokens` tokens made."""
+    def end(self, member: Member, begun: Begun, num_tokens: int, num_earlier: int = 0) -> None:
+        """Count the request `begun` as ended, with `num_tokens` tokens made and `num_earlier` before."""
         member.num_ended += 1
         member.num_tokens += num_tokens
         member.in_flight.remove(begun)
-        member.ended_s += loop_time() - begun[1]
+        member.ended_s += (seconds := loop_time() - begun[1])
+        self._ended_s += seconds
+        self._held += seconds * (num_earlier + num_tokens / 2)
         self.note_load(member)
         self._num_ended += 1
         if self._num_ended >= _LOOK_EVERY * len(self):
             self._num_ended = 0
             self._judge()
+        self.wake()
 
     def _judge(self) -> None:
+        # Lengths change in the course of a run: what is past counts less and less.
+        self._held, self._ended_s = self._held / 2, self._ended_s / 2
         up, now_s = [member for member in self if member.is_up], loop_time()
         usual_s = sum(member.ended_s for member in up) / max(1, sum(member.num_ended for member in up))
         for member in up:
@@ -150,6 +215,11 @@ class Members:
                 logger.warning("%s is no straggler any more", member)
 
 
+_MAX_SESSIONS = 65_536
+"""Sessions whose engine is remembered; more than run at once, so only finished ones are forgotten."""
+
+Begun = tuple[str, float]
+"""A request's id, which need not differ from others', and the moment in which it began."""
 Join = Callable[[str], Awaitable[None]]
 Leave = Callable[[Any], Awaitable[None]]
 
@@ -192,8 +262,9 @@ class Member:
     is_remote: bool
     is_up: bool
     paused: bool = False
-    in_flight: list[tuple[str, float]] = field(default_factory=list)
-    """The id of each of its requests, which need not differ, and the moment in which it began."""
+    in_flight: list[Begun] = field(default_factory=list)
+    most: float = math.inf
+    """How many of them it has room for."""
     bringing_up: asyncio.Task[None] | None = None
     loading: asyncio.Future[tuple[BaseException | None]] | None = None
     """The load of weights that came while it was brought up; the result has the error, or None."""

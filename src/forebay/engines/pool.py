@@ -2,7 +2,9 @@
 
 ::
 
-    complete(request) --> [an engine that is up: the session's, else the least busy]
+    complete(request) --> queued: continued rollouts first, then in order of arrival
+                              |
+                          [an engine that is up and has room: the session's, else the least busy]
                               |                              |
                           completion                    lost, with the tokens so far
                                                              |
@@ -25,7 +27,7 @@ from typing import Any, TypeVar, cast
 
 from forebay.aio.changed import Changes
 from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
-from forebay.engines.call import Call
+from forebay.engines.call import UNSEEN, Call, Within
 from forebay.engines.members import Member, Members
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdapterConfig, Weights
@@ -50,7 +52,8 @@ _BRING_UP_TRIES = 3
 class EnginePool:
     """Engines that stand in for each other: requests are completed by some, weights and pauses are for all.
 
-    Invariants: a request is at one engine at a time; tokens that a lost engine made are kept, and the
+    Invariants: a request is at one engine at a time, and no engine has more than it has room for (`Members`);
+    what waits is overtaken by continued rollouts alone; tokens that a lost engine made are kept, and the
     next engine gets them as input; an engine gets requests only with the latest weights; every wait ends, at
     the latest with the limits of ``bring_up``. Engines without ``bring_up`` are always up.
 
@@ -67,7 +70,6 @@ class EnginePool:
         if not engines:
             raise ValueError("a rollout controller needs at least one engine, got none")
         self.engines = tuple(engines)
-        self._engine_of_session: dict[str, int] = {}
         self._calls: dict[str, Call] = {}
         self._num_tokens_made = 0
         self._given_step: int | None = None
@@ -116,20 +118,29 @@ class EnginePool:
             self._context = min(member.engine.max_context_tokens for member in self._members)
         return self._context
 
+    @property
+    def max_running(self) -> int | None:
+        """Requests that all engines together run at once; None: one of them does not say."""
+        each: list[Any] = [getattr(member.engine, "max_running", None) for member in self._members]
+        return None if None in each else sum(each)
+
     def num_made(self, request_id: str) -> int:
         """How many tokens a running request has by now, over all engines it was at; else 0."""
         return self._calls[request_id].num_made() if request_id in self._calls else 0
 
-    async def complete(self, request: GenerateRequest, *, caller: str = "") -> Completion:
+    async def complete(
+        self, request: GenerateRequest, *, caller: str = "", queued: Within = UNSEEN
+    ) -> Completion:
         """Continue ``request.input_ids`` on some engine, and on another where that one is lost.
 
-        `caller` is the process that asks, where several do: see `progress`.
+        `caller` is the process that asks, where several do: see `progress`. It waits for an engine within
+        `queued`, perhaps several times.
 
         Raises:
             EngineLost: no engine is left, and none will come back.
             ValueError: the engine refuses the request.
         """
-        call = self._calls[request.request_id] = Call(request, caller)
+        call = self._calls[request.request_id] = Call(request, caller, queued)
         try:
             completion = call.joined(await self._last_part(call))
         finally:
@@ -143,17 +154,21 @@ class EnginePool:
         """The last part of the call's completion; the parts of lost engines are with the call."""
         lost: list[str] = []
         while True:
-            member = await self._choose(call.request.session_id)
-            if member is None:
+            self._start()
+            if (entered := await self._members.enter(call, lambda: self._paused or self._closed)) is None:
+                if not (self._paused or self._closed):
+                    # None is left, which it raises.
+                    await self._change()
                 return Completion(finish_reason="abort")
-            begun = self._members.begin(member, call.request.request_id)
-            call.engine, num_tokens = member.engine, 0
+            member, begun = entered
+            rest, num_tokens = call.rest(), 0
+            call.engine = member.engine
             try:
-                completion = await member.engine.generate(call.rest())
+                completion = await member.engine.generate(rest)
                 num_tokens = len(completion.response_ids)
             finally:
                 call.engine = None
-                self._members.end(member, begun, num_tokens)
+                self._members.end(member, begun, num_tokens, rest.num_earlier)
                 # The lane of an only engine would be that of the rollouts again.
                 if len(self._members) > 1:
                     rollout = call.request.request_id.rsplit(":", 2)[0]
@@ -161,7 +176,7 @@ class EnginePool:
                         Span(begun[1], loop_time(), f"engine {member.number}", rollout, "", "", "")
                     )
                 if has_left := member not in self._members:
-                    self._changes.note()
+                    self._note()
             if completion.lost:
                 why = completion.error_msg or "lost"
                 self._lose(member, why)
@@ -204,7 +219,7 @@ class EnginePool:
             StallError: an engine of this process did not answer within a minute; the others are paused.
         """
         self._paused = True
-        self._changes.note()
+        self._note()
         await self._ask_all("pause", self._follow_pause)
 
     async def continue_generation(self) -> None:
@@ -230,7 +245,7 @@ class EnginePool:
             EngineLost: no engine is left.
         """
         self._paused = self._asleep = True
-        self._changes.note()
+        self._note()
         # One that is just starting takes memory whatever it is told meanwhile.
         while any(member.is_starting for member in self._members):
             await self._change()
@@ -248,7 +263,7 @@ class EnginePool:
 
     def _wake(self) -> None:
         self._asleep = False
-        self._changes.note()
+        self._note()
 
     async def update_weights(self, weights: Weights, model_step: int) -> None:
         """Give every engine the weights after train step `model_step`; return once one at least has them.
@@ -341,7 +356,7 @@ class EnginePool:
     async def close(self) -> None:
         """End everything and free the engines; one that does not answer is left as it is."""
         self._closed = True
-        self._changes.note()
+        self._note()
         tasks = [member.bringing_up for member in self._members if member.bringing_up is not None]
         for task in tasks:
             task.cancel()
@@ -356,26 +371,9 @@ class EnginePool:
 
     # Which engine gets a request
 
-    async def _choose(self, session_id: str | None) -> Member | None:
-        """The session's engine if it is up and no straggler, else the least busy one (the first of equals).
-
-        None: there is none, and a pause or the end keeps it from waiting for one.
-        """
-        self._start()
-        while (least_busy := self._members.least_busy()) is None:
-            if self._paused or self._closed:
-                return None
-            await self._change()
-        if session_id is None:
-            return least_busy
-        member = self._members.get(self._engine_of_session.pop(session_id, None))
-        if member is None or member.slowness > 1:
-            member = least_busy
-        self._engine_of_session[session_id] = member.number
-        if len(self._engine_of_session) > _MAX_SESSIONS:
-            # The first is the one unused for longest.
-            del self._engine_of_session[next(iter(self._engine_of_session))]
-        return member
+    def _note(self) -> None:
+        self._changes.note()
+        self._members.wake()
 
     async def scale(self, parts: str, change: str) -> str:
         """Have engines or other ``parts`` join or leave, as ``+2`` or ``-1``; ValueError, as here, if not."""
@@ -404,7 +402,7 @@ class EnginePool:
             for num_left in reversed(range(_BRING_UP_TRIES)):
                 # After a try that failed, too: `sleep` waits for engines that start, and this for its end.
                 member.is_starting = False
-                self._changes.note()
+                self._note()
                 while self._asleep:
                     await self._changes.wait(self._changes.version)
                 member.is_starting = True
@@ -431,7 +429,7 @@ class EnginePool:
         finally:
             member.bringing_up, member.is_starting, self._context = None, False, None
             self._are_started &= member.is_up or member.gone
-            self._changes.note()
+            self._note()
 
     async def _rest_as_others_do(self, member: Member) -> None:
         """Pause one that came up, if the others are; meanwhile a pause may begin or end, or weights come."""
@@ -494,7 +492,3 @@ class EnginePool:
         if failed is not None:
             raise failed
         return good
-
-
-_MAX_SESSIONS = 65_536
-"""Sessions whose engine is remembered; more than run at once, so only finished ones are forgotten."""

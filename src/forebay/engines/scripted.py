@@ -85,7 +85,8 @@ class ScriptedEngine:
         self._script = script
         self._request_latency_s = request_latency_s
         self._token_latency_s = token_latency_s
-        self._max_running = math.inf if max_running is None else max_running
+        self.max_running = max_running
+        """The requests that run at once; None: all."""
         self.max_context_tokens = max_context_tokens
         """The most tokens, prompt and response together, one request may reach."""
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -164,7 +165,7 @@ class ScriptedEngine:
         await self.pause()
 
     def _fill_places(self) -> None:
-        while self._waiting and len(self._running) < self._max_running:
+        while self._waiting and len(self._running) < (self.max_running or math.inf):
             entry = next(iter(self._waiting))
             del self._waiting[entry]
             self._running[entry] = None

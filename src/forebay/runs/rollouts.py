@@ -292,20 +292,25 @@ def build_rollouts(
     """
     tokenizer, activities, buffer = load_tokenizer(model_folder), Activities(), build_buffer(config, storage)
     eval_controller: EnginePool | None = None
+    eval_activities = activities
     if cluster is not None:
         controller: EnginePool = cluster.controller()
         eval_controller = cluster.eval_controller()
+        if eval_controller is not None:
+            eval_activities = Activities()
     else:
         lora_rank = config.train.lora_rank if trains else 0
         engines = build_run_engines(config, model_folder, tokenizer, lora_rank=lora_rank)
         if trains and tries_beside(config):
             engines, apart = _apart(config, engines, model_folder, tokenizer, lora_rank)
-            eval_controller = trying = RolloutController(apart, seed=config.seed)
+            # Of their own: rollouts of an evaluation beside production are none of the producer's.
+            eval_activities = Activities()
+            eval_controller = trying = RolloutController(apart, seed=config.seed, activities=eval_activities)
         # The other half passes until the tokens are copied (`copies_saved`).
         limit_s = (every_s := config.produce.save_partial_every_s) and every_s / 2
-        controller = own = RolloutController(engines, seed=config.seed, time_limit_s=limit_s, goes_on=True)
-    # Of their own: rollouts of an evaluation beside production are none of the producer's.
-    eval_activities = activities if eval_controller is None else Activities()
+        controller = own = RolloutController(
+            engines, seed=config.seed, time_limit_s=limit_s, goes_on=True, activities=activities
+        )
 
     def agent_loop(task: TaskConfig, *, held_out: bool = False) -> GroupGenerator:
         noting = eval_activities if held_out else activities

@@ -27,6 +27,8 @@ import numpy as np
 
 GENERATE = "generate"
 """A rollout is generated: engine, agent and tools together; named by its rollout id."""
+QUEUED = "queued"
+"""A rollout waits for an engine that has room; within `GENERATE`, as `TOOL` is."""
 TOOL = "tool"
 """A rollout waits for a tool or an environment."""
 JUDGE = "judge"
@@ -120,6 +122,7 @@ STAGES: Mapping[str, Stage] = {
     EVALUATE: Stage("evaluation", "evaluation {name}", "trainer"),
     EVALUATE_BESIDE: Stage("evaluation", "evaluation {name} beside production"),
     GENERATE: Stage("rollouts", "rollout {name} generating", "producer", "generating", "rollout"),
+    QUEUED: Stage("queue", "rollout {name} queued", "", "queued:", "rollout"),
     TOOL: Stage("tools", "rollout {name} waiting for a tool", "producer", "at a tool:", "rollout"),
     JUDGE: Stage("judging", "group {name} being judged", "producer", "judging", "group"),
     PUT: Stage("storing", "group {name} being stored", "", "storing", "group"),

@@ -69,6 +69,8 @@ class FakeServer:
         self.num_failing_resets = 0
         self.context = CONTEXT
         self.knows_control = True
+        self.capacity: tuple[int, int] | None = None
+        """The requests that it runs at once and the tokens of its cache, if it tells."""
         self.load_error: str | None = None
         self.knows_lora = True
         self.lora_calls = 0
@@ -432,6 +434,12 @@ class FakeVLLM(FakeServer):
                 self.step_of_weights = int(next(iter(self.received.values())).flatten()[0])
         elif path == "/weight_info":
             return {"weight_version": self.version}
+        elif path == "/server_info" and self.capacity:
+            assert query == {"config_format": "json"}
+            parts = {"max_num_seqs": self.capacity[0] // 2}, {"data_parallel_size": 2}
+            cache = {"num_gpu_blocks": self.capacity[1] // 16, "block_size": 16}
+            config = dict(zip(("scheduler_config", "parallel_config"), parts, strict=True))
+            return {"vllm_config": {**config, "cache_config": cache}}
         else:
             return None
         return {}
@@ -506,7 +514,11 @@ class FakeSGLang(FakeServer):
         elif path == "/get_model_info":
             return {"weight_version": self.version}
         elif path == "/get_server_info":
-            return {"internal_states": []}
+            if self.capacity is None:
+                return {"internal_states": [{"memory_usage": {}}]}
+            requests, tokens = (each // 2 for each in self.capacity)
+            rank = {"effective_max_running_requests_per_dp": requests}
+            return {"internal_states": [{**rank, "memory_usage": {"token_capacity": tokens}}] * 2}
         elif path == "/release_memory_occupation":
             assert set(body["tags"]) == {"weights", "kv_cache"}
             self._sleep(keep_weights=True)

@@ -469,3 +469,13 @@ async def test_a_stop_text_that_began_before_the_call_is_found(vllm, connect, as
     # What stood in the prompt is not the rollout's own.
     other = await engine.generate(ask(prompt + made, max_tokens=5, earlier=0, stop=("END",)))
     assert len(other.response_ids) == 5
+
+
+async def test_the_server_says_how_many_requests_it_runs_and_what_its_cache_holds(server, connect):
+    engine = connect(server)
+    await engine.bring_up()
+    assert (engine.max_running, engine.cache_tokens) == (None, None)
+    # One that comes back may have been started in another way.
+    server.capacity = (64, 3200)
+    await engine.bring_up()
+    assert (engine.max_running, engine.cache_tokens) == (64, 3200)

@@ -100,7 +100,8 @@ class TransformersEngine:
             raise ValueError(
                 f"max_batch and prefill_tokens must be at least 1, got {max_batch} and {prefill_tokens}"
             )
-        self._max_batch = max_batch
+        self.max_running = max_batch
+        """The requests that decode together."""
         self._device = device or str(next(model.parameters()).device)
         self._model = model.eval().to(self._device)
         self._has_tokenizer = tokenizer is not None
@@ -157,7 +158,7 @@ class TransformersEngine:
         if self._driver is None:
             self._driver = asyncio.create_task(self._drive())
         # A full batch has no place for it, so the worker need not stop stepping.
-        elif len(self._running) < self._max_batch:
+        elif len(self._running) < self.max_running:
             self._news.set()
         try:
             # Shielded: the row leaves the batch before its future is done, also when the caller is cancelled.
@@ -197,6 +198,11 @@ class TransformersEngine:
             RuntimeError: the engine is closed.
         """
         await self._update(weights, model_step)
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that its key/value cache may hold now."""
+        return self._batch.budget.tokens
 
     @property
     def takes_adapters(self) -> bool:
@@ -276,7 +282,7 @@ class TransformersEngine:
             # A driver that was cancelled has left rows behind, whose callers have their answer.
             await self._in_thread(self._batch.clear)
             while self._waiting or self._running:
-                if len(self._running) < self._max_batch:
+                if len(self._running) < self.max_running:
                     # All callers that are about to submit do so: then batches do not depend on timing.
                     await settle(lambda: self._num_arrivals, at_most=_MAX_TURNS)
                 admitted = self._admit()
@@ -300,7 +306,7 @@ class TransformersEngine:
 
     def _admit(self) -> list[_Call]:
         """Take from those that wait as many as there is room for; those that can never run end here."""
-        waiting = list(islice(self._waiting, max(0, self._max_batch - len(self._running))))
+        waiting = list(islice(self._waiting, max(0, self.max_running - len(self._running))))
         admitted, impossible = self._batch.select(waiting)
         most = self._batch.budget.most_tokens
         for call in impossible:

@@ -34,7 +34,8 @@ def main() -> None:
         **given, tokenizer=load_tokenizer(recipe.model_folder), scratch=recipe.model_folder
     )
     pool = EnginePool(build_engines(recipe.engine, surroundings))
-    facts = {name: getattr(pool, name) for name in ("max_context_tokens", "model_step", "takes_adapters")}
+    names = ("max_context_tokens", "max_running", "model_step", "takes_adapters")
+    facts = {name: getattr(pool, name) for name in names}
     BlockingChannel(sock).send(Note(encode_value(facts)))
 
     async def serve() -> None:

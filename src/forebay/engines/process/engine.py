@@ -87,6 +87,8 @@ class ProcessEngine:
         """The step of the weights that make the next token."""
         self.max_context_tokens = 0
         """The most tokens, prompt and response together, one request may reach."""
+        self.max_running: int | None = None
+        """The requests that the child's engine runs at once; None: it does not say."""
         self.takes_adapters = False
         """Whether the child's engine does."""
         self._recipe, self._hand_over, self._log = recipe, hand_over, log
@@ -105,7 +107,7 @@ class ProcessEngine:
         """
         facts = self._child.wait_until_ready(START_LIMIT_S)
         self.max_context_tokens, self.model_step = facts["max_context_tokens"], facts["model_step"]
-        self.takes_adapters = facts["takes_adapters"]
+        self.max_running, self.takes_adapters = facts["max_running"], facts["takes_adapters"]
 
     @property
     def pid(self) -> int:

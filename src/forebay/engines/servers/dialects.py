@@ -77,6 +77,8 @@ class Dialect:
     """The models that it serves, and how many tokens of each."""
     version = Call("GET", "/weight_info")
     """Answered with the ``weight_version`` that the server was last told."""
+    info = Call("GET", "/server_info", params={"config_format": "json"}, may_refuse=True)
+    """Answered with all settings of the server, for `capacity`."""
     pause: tuple[Call, ...] = (Call("POST", "/pause", params={"mode": "abort"}),)
     """End all requests as aborted, and run none until `release`."""
     hold: tuple[Call, ...] = (Call("POST", "/pause", params={"mode": "keep"}),)
@@ -205,6 +207,14 @@ class Dialect:
         )
         return piece, len(ids)
 
+    def capacity(self, info: Mapping[str, Any]) -> tuple[int, int]:
+        """The requests that it runs at once, and the tokens that its cache holds; LookupError: unknown."""
+        config = info["vllm_config"]
+        cache, num_ranks = config["cache_config"], config["parallel_config"]["data_parallel_size"]
+        # The blocks are those of all ranks, the requests those of one.
+        num_requests = config["scheduler_config"]["max_num_seqs"] * num_ranks
+        return num_requests, cache["num_gpu_blocks"] * cache["block_size"]
+
     def load(self, folder: str, version: str) -> tuple[Call, ...]:
         """Take over the weights in `folder` while paused, and forget what the old ones computed."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
@@ -313,6 +323,7 @@ class SGLang(Dialect):
     generate_path = "/generate"
     # "/health" makes a token, unless it is told not to, and so fails while the server is paused.
     health = version = Call("GET", "/get_model_info")
+    info = Call("GET", "/get_server_info", may_refuse=True)
     ready = Call("GET", "/health")
     alive = Call("GET", "/get_server_info")
     pause = (Call("POST", "/pause_generation", {"mode": "abort"}),)
@@ -389,6 +400,12 @@ class SGLang(Dialect):
             versions=_versions(meta) if ended else (),
         )
         return piece, num_new
+
+    def capacity(self, info: Mapping[str, Any]) -> tuple[int, int]:
+        """Summed over its ranks, each of which tells its state."""
+        ranks = info["internal_states"]
+        num_requests = sum(rank["effective_max_running_requests_per_dp"] for rank in ranks)
+        return num_requests, sum(rank["memory_usage"]["token_capacity"] for rank in ranks)
 
     def load(self, folder: str, version: str) -> tuple[Call, ...]:
         """Read the weights in `folder`, and flush the cache."""

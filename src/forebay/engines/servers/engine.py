@@ -43,7 +43,7 @@ from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateR
 from forebay.engines.local.stopping import StopTexts
 from forebay.engines.servers.dialects import CACHE, WEIGHTS, BadAnswer, Dialect
 from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
-from forebay.engines.servers.link import Busy, Refused, ServerFailed, ServerLink, Watch
+from forebay.engines.servers.link import NO_LIMITS, Busy, Refused, ServerFailed, ServerLink, Watch
 from forebay.engines.servers.stream import Stream
 from forebay.engines.servers.weights import ServerWeights
 from forebay.engines.weights.files import WeightFiles, WrittenWeights
@@ -79,13 +79,13 @@ class HTTPEngine:
     ) -> None:
         """`server` is an address or a server to start; `model` is what it calls the model.
 
-        `files` is shared by all engines of a run. `start_limit_s` is how long a server that others start
-        may be away, and how long one may take to be ready for use. `api_key` goes with every request.
-        `lora_rank` is the highest rank of adapters that the server was started for; 0: none. `bucket_device`,
-        for a server that was started for it, is where it finds live weights; None: it loads files.
+        `files` is shared by all engines of a run. `start_limit_s` is how long a server that others start may
+        be away, and how long one may take to be ready. `api_key` goes with every request. `lora_rank` is the
+        highest rank of adapters that it was started for; it finds live weights on `bucket_device`, else none.
         """
         self.max_context_tokens = max_context_tokens
         """The most tokens, prompt and response together, one request may reach."""
+        self.max_running, self.cache_tokens = NO_LIMITS
         self._server = server if isinstance(server, LocalServer) else None
         self._dialect = dialect or Dialect()
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
@@ -470,6 +470,7 @@ class HTTPEngine:
             if self._server is None or self._state is State.NEW:
                 await self._link.check_context(self._model, self.max_context_tokens)
                 await self._link.probe(self._model, self._weights.label)
+            self.max_running, self.cache_tokens = await self._link.capacity()
             self._enter(State.UP)
 
 

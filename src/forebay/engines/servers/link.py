@@ -169,6 +169,13 @@ class ServerLink:
                 f"many"
             )
 
+    async def capacity(self) -> tuple[int | None, int | None]:
+        """The requests that it runs at once, and the tokens that its cache holds, or `NO_LIMITS`."""
+        # That it cannot be asked is no fault: a server without an answer is sent all requests.
+        with contextlib.suppress(EngineLost, Refused, LookupError, TypeError):
+            return self.dialect.capacity(await self.do([self.dialect.info]))
+        return NO_LIMITS
+
     async def probe(self, model: str, version: str) -> None:
         """Have one token made, which every server can do, and check its log probability.
 
@@ -241,6 +248,9 @@ class ServerLink:
 
 _ASK_EVERY_S = 1.0
 """Seconds between two questions whether a server is back that others start."""
+
+NO_LIMITS: tuple[int | None, int | None] = (None, None)
+"""The capacity of a server that does not say it."""
 
 _CERTAIN = -1e-3
 """Log probability of a certain token, but for rounding."""

@@ -8,10 +8,10 @@ const ROW = 14;
 const TRACKS = ["train", "checkpoint", "wait_batch", "sync", "evaluate", "queued", "generate", "tool", "judge", "put"];
 const NAMES: Record<string, string> = {
   train: "training", checkpoint: "checkpoints", wait_batch: "waiting for a batch", sync: "handing weights over", evaluate: "evaluation",
-  queued: "groups queued", generate: "rollouts generated", tool: "tools and environments", judge: "groups judged", put: "groups stored",
+  queued: "rollouts queued", generate: "rollouts generated", tool: "tools and environments", judge: "groups judged", put: "groups stored",
 };
 /** What the trainer may wait for, in words. */
-const AWAITED: Record<string, string> = { generate: "rollouts to be generated", judge: "groups to be judged", put: "groups to be stored", queued: "groups to have their turn" };
+const AWAITED: Record<string, string> = { generate: "rollouts to be generated", judge: "groups to be judged", put: "groups to be stored", queued: "engines to have room" };
 const MAX_LANES = 24;
 const CROWD = 90;
 const STEPS_S = [0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 86400];

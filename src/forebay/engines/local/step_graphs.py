@@ -13,13 +13,14 @@ before moving the cache or the weights.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
 import torch
+
+from forebay.models.devices import ONE_RECORDING
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,3 @@ def cuda_recorder(device: torch.device) -> Record:
         return replay
 
     return record
-
-
-ONE_RECORDING = threading.Lock()
-"""Held while an engine of this process records: torch can then neither begin another nor empty its cache."""

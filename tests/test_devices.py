@@ -11,7 +11,7 @@ from forebay.config import ConfigError, parse_config
 from forebay.models import find_device, precision_on, spread_devices
 from forebay.runs.build import _trainer_device
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import device_fact, idle_gpus
+from forebay.runs.placement import device_fact, idle_gpus, yields_memory
 from forebay.runs.rollouts import engine_precision
 
 
@@ -27,15 +27,17 @@ def visible_gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
     return count
 
 
+TASK = {"name": "sorting", "data": {"source": "sorting", "size": 50}, "judge": "exact_match"}
+
+
 def config(**changes: Any) -> RunConfig:
-    task = {"name": "sorting", "data": {"source": "sorting", "size": 50}, "judge": "exact_match"}
     table = {
         "name": "placed",
         "steps": 1,
         "batch_size": 2,
         "rollouts_per_prompt": 2,
         "model": {"source": "tiny"},
-        "tasks": [task],
+        "tasks": [TASK],
     }
     return parse_config(RunConfig, table | changes, source="test")
 
@@ -95,11 +97,37 @@ def test_idle_gpus_are_told_with_the_keys_that_use_them(gpus: int) -> None:
     split = config(train={"ranks": 2}, engine={"name": "process", "arguments": {"engines": 2}})
     assert idle_gpus(split) is None
     crowded = config(device="cuda:1", engine={"name": "process", "arguments": {"engines": 3}})
-    assert (idle_gpus(crowded) or "").startswith("2 of 4 GPUs are idle")
+    assert (idle_gpus(crowded) or "").startswith("3 of 4 GPUs are idle")
     # Servers and Ray share out GPUs by themselves.
     servers = {"name": "vllm", "arguments": {"urls": ["http://127.0.0.1:8000"]}}
     assert idle_gpus(config(engine=servers)) is None
     assert idle_gpus(config(cluster="ray")) is None
+
+
+@pytest.mark.parametrize("gpus", [4], indirect=True)
+def test_memory_is_given_back_where_an_engine_in_another_process_has_the_gpu_next(gpus: int) -> None:
+    def processes(engines: int, **changes: Any) -> bool:
+        engine = {"name": "process", "arguments": {"engines": engines}}
+        return yields_memory(config(engine=engine, **changes))
+
+    assert not yields_memory(config())
+    assert not yields_memory(config(produce={"mode": "separate"}))
+    # Three engines have GPUs of their own, a fourth is on the trainer's.
+    assert (processes(3), processes(4)) == (False, True)
+    assert (processes(2, train={"ranks": 2}), processes(3, train={"ranks": 2})) == (False, True)
+    assert processes(1, device="cuda:1")
+    judge = {
+        "name": "composed",
+        "arguments": {"parts": [{"name": "reward_model", "arguments": {"model": "m"}}]},
+    }
+    assert yields_memory(config(tasks=[TASK | {"judge": judge}]))
+    assert yields_memory(config(engine="forebay.engines.build:_processes"))
+    for shares in (False, True):
+        server = {"name": "vllm", "arguments": {"servers": 1, "shares_gpu": shares}}
+        assert yields_memory(config(engine=server)) is shares
+    for mode, share, expected in [("separate", 1, False), ("separate", 0.5, True), ("colocated", 1, True)]:
+        cluster = {"name": "ray", "arguments": {"gpus_per_trainer": share, "gpus_per_engine": share}}
+        assert yields_memory(config(cluster=cluster, produce={"mode": mode})) is expected
 
 
 @pytest.mark.parametrize("gpus", [1], indirect=True)

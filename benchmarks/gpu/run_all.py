@@ -56,7 +56,7 @@ class Step:
 
 STEPS = (
     Step(name="suite", title="Tests that need a GPU", call="whole:suite", least_s=25, limit_s=75),
-    Step(name="demo", title="The demo", call="whole:demo", least_s=40, limit_s=120),
+    Step(name="demo", title="The demo", call="whole:demo", least_s=40, limit_s=180),
     Step(
         name="train_1.5b",
         title="Train steps, 1.5 B, all weights",
@@ -94,7 +94,7 @@ STEPS = (
 GOALS: dict[str, tuple[str, float]] = {
     # Three seeds gave 91.0% to 94.4% on a CPU (runs.md).
     "the demo's held-out accuracy": (">=", 0.9),
-    "MFU of a step, 1.5 B, packed, bfloat16": (">=", 0.45),
+    "MFU of a step, 1.5 B, packed, bfloat16, compiled or not": (">=", 0.45),
     "peak of 16k tokens, checkpointing, over version 0.1's": ("<=", 0.6),
     "peak of 16k tokens, over version 0.1's": ("<=", 0.6),
     "generation over plain generate": (">=", 3.0),

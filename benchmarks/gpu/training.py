@@ -41,7 +41,7 @@ class Case:
     old_head: bool = False
     """Compute log probabilities as version 0.1 did."""
     goal: str | None = None
-    """The target that the case's MFU is for."""
+    """The target that the MFU is for: the best of the cases that name it."""
 
 
 SMALL = (
@@ -52,15 +52,15 @@ SMALL = (
     Case(name="packed, moments in the host's memory", keys={**PACKED, "moments": "cpu"}),
     Case(name="packed, moments of 8 bits", keys={**PACKED, "moments": "8bit"}),
 )
+MFU = "MFU of a step, 1.5 B, packed, bfloat16, compiled or not"
 MIDDLE = (
-    Case(name="packed", goal="MFU of a step, 1.5 B, packed, bfloat16", num_groups=16),
+    Case(name="packed", goal=MFU, num_groups=16),
+    Case(name="packed, compiled", keys={**PACKED, "compile": True}, goal=MFU, num_groups=16, needs_s=60),
     Case(name="packed, sdpa", keys={**PACKED, "attention": "sdpa"}),
     Case(name="padded", keys={**PACKED, "layout": "padded"}),
     Case(name="packed, head as in 0.1", old_head=True),
     Case(name="packed, checkpointing", keys={**PACKED, "gradient_checkpointing": True}),
     Case(name="packed, flex_attention", keys={**PACKED, "attention": "flex_attention"}, needs_s=30),
-    # Last, for compiling may take what is left.
-    Case(name="packed, compiled", keys={**PACKED, "compile": True}, needs_s=45),
 )
 LARGE = (
     Case(
@@ -90,10 +90,12 @@ def train_large(bench: Bench) -> None:
 
 
 def _train(bench: Bench, size: str, cases: tuple[Case, ...]) -> None:
+    best = 0.0
     for case in cases:
         row = bench.attempt(f"{size}, {case.name}", case.needs_s, partial(_measure, bench, size, case))
         if row is not None and case.goal is not None:
-            bench.goal(case.goal, row["MFU"])
+            best = max(row["MFU"], best)
+            bench.goal(case.goal, best)
 
 
 def _measure(bench: Bench, size: str, case: Case) -> Row:

@@ -176,7 +176,10 @@ def _plan(bench: Bench, keys: Mapping[str, Any]) -> Row:
 
         def step() -> None:
             runner.run(trainer.sync_weights(controller))
+            runner.run(controller.continue_generation())
             runner.run(by_engine(engine, requests))
+            # As in a run: cache and graphs are given back before the trainer trains.
+            runner.run(controller.pause_generation())
             times.append(bench.seconds_of(lambda: trainer.fit(batch)))
 
         times: list[float] = []

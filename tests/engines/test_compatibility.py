@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -67,8 +68,19 @@ def test_a_model_that_cannot_take_the_mask_is_refused():
         TransformersEngine(BloomForCausalLM(config), max_context_tokens=64)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_weights_of_16_bits_are_taken_whose_logits_are_those_of_large_models(make_model, seed):
+    """They lie 1/4 apart, so a batch and a pass alone differ by more than 0.2 nats at some token."""
+    model = make_model("qwen2", num_hidden_layers=8, initializer_range=0.1, hidden_size=128, vocab_size=2000)
+    torch.manual_seed(seed)
+    model.requires_grad_(False).lm_head.weight.normal_(std=1.2)
+    TransformersEngine(model.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
-def test_a_model_that_ignores_what_it_is_told_is_refused(llama, monkeypatch, ignored):
+def test_a_model_that_ignores_what_it_is_told_is_refused(llama, monkeypatch, ignored, dtype):
+    llama.to(dtype)
     forward = llama.forward
     monkeypatch.setattr(llama, "forward", lambda **kwargs: forward(**(kwargs | {ignored: None})))
     with pytest.raises(ValueError, match="decodes differently in a batch than alone"):

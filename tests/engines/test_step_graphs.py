@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from forebay.engines import GenerateRequest
 from forebay.engines.local.batch import DecodeBatch
 from forebay.engines.local.rows import Row
+from forebay.engines.local.step_graphs import cuda_recorder
 from forebay.types import SampleParams
 
 
@@ -168,6 +172,75 @@ def test_a_model_that_cannot_be_recorded_runs_as_it_is(make_model, caplog, monke
     assert [one.response_ids.tolist() for one in got] == [one.response_ids.tolist() for one in expected]
     assert "decoding without CUDA graphs: the model cannot be recorded" in caplog.text
     assert recorder.num_replayed == 0
+
+
+class Capture:
+    """torch's allocator beside recordings, as `CUDAGraph.capture_end` and `empty_cache` treat it."""
+
+    def __init__(self) -> None:
+        self.underway: set[tuple[int, object]] = set()
+        self.num_released = 0
+
+    def graph(self, graph: object, *, pool: object, stream: Any, capture_error_mode: str) -> Any:
+        @contextlib.contextmanager
+        def capture() -> Any:
+            torch.cuda.empty_cache()
+            self.underway.add((stream.device.index, pool))
+            try:
+                with Graph():
+                    yield
+            except RuntimeError as error:
+                raise RuntimeError("operation failed due to a previous error during capture") from error
+            self.underway.remove((stream.device.index, pool))
+
+        return capture()
+
+    def end(self, index: int, pool: object) -> None:
+        if (index, pool) not in self.underway:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.underway.remove((index, pool))
+
+    def release(self, index: int, pool: object) -> None:
+        self.num_released += 1
+
+    def empty_cache(self) -> None:
+        if self.underway:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+
+def test_a_recording_that_the_driver_gave_up_leaves_torch_able_to_empty_its_cache(make_model, monkeypatch):
+    model, allocator, stream = make_model("llama"), Capture(), SimpleNamespace(device=torch.device("cuda:1"))
+    for name, fake in {
+        "graph": allocator.graph,
+        "empty_cache": allocator.empty_cache,
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        "Stream": lambda device: stream,
+        "graph_pool_handle": lambda: (0, 1),
+        "current_stream": lambda device: stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", allocator.end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", allocator.release, raising=False)
+    record = cuda_recorder(torch.device("cuda:1"))
+    record(lambda: torch.ones(2) + 1)
+    forward = model.forward
+
+    def reading(**given: Any) -> Any:
+        given["position_ids"].max().item()
+        return forward(**given)
+
+    monkeypatch.setattr(model, "forward", reading)
+    batch = new_batch(model, partial(cuda_recorder, torch.device("cuda:1")))
+    assert all(one.finish_reason == "length" for one in run(batch, rows(4)))
+    assert not batch._graphs.used
+    torch.cuda.empty_cache()
+    assert allocator.num_released == 1
+    # One that fails before it has begun, or after torch ended it, is not ended again.
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: torch.ones(1).reshape(7))
+    with pytest.raises(RuntimeError, match="shape"):
+        record(lambda: torch.ones(2))
+    assert allocator.num_released == 1
 
 
 @pytest.mark.parametrize("text", ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED in cublasCreate"])

@@ -19,6 +19,7 @@ SIZES = {
     "1.5b": ("qwen2", 1536, 8960, 28, 12, 2, True),
     "1.5b_vllm": ("qwen2", 1536, 8960, 28, 12, 2, True),
     "8b_lora": ("qwen3", 4096, 12288, 36, 32, 8, False),
+    "8b_lora_vllm": ("qwen3", 4096, 12288, 36, 32, 8, False),
 }
 ON_SMALL = "train.lora_rank=32 train.lr=1e-5 train.gradient_checkpointing=true train.token_budget=4096"
 PLANS = [
@@ -68,7 +69,7 @@ def test_a_run_file_can_be_planned(name: str, tmp_path: Path) -> None:
     assert {"training", "generating"} <= found.turns.keys()
     assert "trainer: weights" in found.turns["training"]
     # A server beside the trainer sleeps while that trains.
-    beside = name == "1.5b_vllm"
+    beside = name.endswith("_vllm")
     assert ("engine: weights" in found.turns["training"]) is not beside
     assert found.turns["generating"]["server: key/value cache" if beside else "engine: key/value cache"] > 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -16,7 +17,7 @@ from forebay.cli.commands import app
 from forebay.config import ConfigError, parse_config
 from forebay.models.config import TinyConfig
 from forebay.models.tiny import write_tiny
-from forebay.plan import fit_memory, make_plan, parse_devices, verdict
+from forebay.plan import fit_memory, make_plan, parse_devices, this_machine, verdict
 from forebay.plan.estimate import HOST_BYTES_PER_S
 from forebay.plan.hardware import GIB, Device
 from forebay.plan.memory import _no_moves
@@ -32,6 +33,30 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+
+
+@pytest.mark.parametrize(
+    ("reported", "gib", "like"),
+    [
+        ("NVIDIA L4", 22, "L4-24GB"),
+        ("NVIDIA L40", 44, None),
+        ("NVIDIA L40S", 44, "L40S-48GB"),
+        ("NVIDIA A10", 22, None),
+        ("NVIDIA A100-SXM4-40GB", 39, "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", 79, "A100-80GB"),
+        ("NVIDIA H100 80GB HBM3", 79, "H100-80GB"),
+        ("NVIDIA GH200 480GB", 95, None),
+        ("NVIDIA GeForce RTX 4090", 24, "RTX4090-24GB"),
+    ],
+)
+def test_a_gpu_is_known_by_the_words_of_its_name(reported, gib, like, monkeypatch) -> None:
+    properties = SimpleNamespace(name=reported, total_memory=gib * GIB)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    found = this_machine("cuda")
+    assert (found.name, found.memory_bytes) == (reported, gib * GIB)
+    assert found.flop_per_s == (None if like is None else parse_devices(like).flop_per_s)
 
 
 @pytest.fixture(name="model", scope="module")

@@ -180,16 +180,31 @@ def both_ways(*arguments, window_size, **settings):
     return plain_varlen(*arguments, window_size=(-1, -1), **settings)
 
 
-@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("logits", [15, 30, 60])
+def test_the_trial_takes_weights_of_16_bits_whose_logits_are_those_of_large_models(logits, seed, kernels):
+    """Numbers between 16 and 32 lie 1/8 apart there, so kernels differ by more than 0.2 nats at some token."""
+    sizes = SIZES | {"vocab_size": 2000, "hidden_size": 128, "num_hidden_layers": 8, "initializer_range": 0.1}
+    torch.manual_seed(seed)
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes)).eval().requires_grad_(False)
+    model.lm_head.weight.normal_(std=0.02 * logits)
+    model.bfloat16().requires_grad_(True)
+    use_attention(model, "varlen")
+    check_layout(model, "packed", CPU)
+
+
+@pytest.mark.parametrize("half", ["no", "passes", "weights"])
 @pytest.mark.parametrize(
     ("kind", "broken"), [("llama", whole_row), ("mistral", without_window), ("llama", both_ways)]
 )
 def test_the_trial_refuses_a_kernel_that_ignores_what_it_is_told(kind, broken, half, kernels, monkeypatch):
     model = build(kind)
+    if half == "weights":
+        model.bfloat16()
     use_attention(model, "varlen")
     monkeypatch.setattr(varlen_module.varlen, "varlen_attn", broken)
     with (
-        torch.autocast("cpu", torch.bfloat16, enabled=half),
+        torch.autocast("cpu", torch.bfloat16, enabled=half == "passes"),
         pytest.raises(ValueError, match=f"layout 'packed' with attention 'varlen' is wrong for .*'{kind}'"),
     ):
         check_layout(model, "packed", CPU)

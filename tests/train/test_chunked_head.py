@@ -246,6 +246,35 @@ def test_the_head_of_a_16_bit_pass_adds_to_gradients_that_are_there(tied, make_g
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=0.02 * float(gradient.abs().max()))
 
 
+def test_a_16_bit_pass_adds_several_chunks_at_once_to_the_gradient_of_the_weight(make_groups, monkeypatch):
+    """Each time all of that gradient is read and written, on a GPU a tenth of a step."""
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=False, **shape))
+    micro = micro_batch(make_groups(masked=True), "padded")
+    rows = 1 + len(micro.targets) // 8
+    monkeypatch.setattr(forward_module, "CHUNK_ELEMENTS", VOCABULARY * rows)
+    model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
+    for at_once, expected in [(1, 8), (4, 2), (3, 3)]:
+        monkeypatch.setattr(head_module, "CHUNKS", at_once)
+        with torch.autocast("cpu", torch.bfloat16):
+            logprobs = response_logprobs(model, micro).logprobs
+        with Products(VOCABULARY) as made:
+            logprobs.sum().backward()
+        assert made.num == expected
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products with as many rows as the vocabulary."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary, self.num = vocabulary, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.num += function is torch.ops.aten.mm.default and args[0].shape[0] == self.vocabulary
+        return function(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("entropy", ["none", "measure", "train"])
 def test_log_probabilities_and_entropies_have_the_gradients_of_torch(entropy):
     generator = torch.Generator().manual_seed(0)

@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from forebay.config import load_config
+from forebay.engines import RolloutController, TransformersEngine
+from forebay.models import live_weights
 from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
 from forebay.runs.config import RunConfig, to_toml
-from forebay.train import TrainConfig, TrainController
+from forebay.train import TrainConfig, TrainController, weight_sync
 
 
 class Receiver:
@@ -61,6 +63,19 @@ async def test_engines_get_their_own_dtype_and_know_it_by_its_bits(make_model):
     adapted = TrainController(make_model(), TrainConfig(lora_rank=2), pad_token_id=0, engine_dtype="bfloat16")
     assert adapted.learner.adapter_config is not None
     assert adapted.learner.adapter_config[BASE_FINGERPRINT] == fingerprint(held)
+
+
+@pytest.mark.parametrize("keys", [{}, {"lora_rank": 2}], ids=str)
+async def test_an_engine_of_this_process_casts_on_the_way_into_its_model(make_model, monkeypatch, keys):
+    """A whole copy in its dtype would be read and written once more, and take memory."""
+    engine = TransformersEngine(make_model(seed=1).bfloat16(), takes_adapters=False)
+    trainer = TrainController(make_model(), TrainConfig(**keys), pad_token_id=0, engine_dtype="bfloat16")
+    for module in (weight_sync, live_weights):
+        monkeypatch.setattr(module, "cast", lambda weights, dtype: pytest.fail("it was copied before"))
+    await trainer.sync_weights(RolloutController(engine))
+    for name, weight in make_model().named_parameters():
+        assert torch.equal(engine._model.get_parameter(name), weight.bfloat16())
+    await engine.close()
 
 
 def run_file(tmp_path: Path, text: str) -> Path:

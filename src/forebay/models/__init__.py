@@ -13,6 +13,7 @@ from forebay.models.config import AttentionKey as AttentionKey
 from forebay.models.config import ModelConfig as ModelConfig
 from forebay.models.config import Precision as Precision
 from forebay.models.config import TinyConfig as TinyConfig
+from forebay.models.devices import empty_cache as empty_cache
 from forebay.models.devices import find_device as find_device
 from forebay.models.devices import precision_on as precision_on
 from forebay.models.devices import spread_devices as spread_devices

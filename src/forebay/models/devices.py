@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -11,6 +12,18 @@ from forebay.models.config import Precision, PrecisionKey
 
 if TYPE_CHECKING:
     import torch
+
+
+ONE_RECORDING = threading.Lock()
+"""Held while a CUDA graph is recorded: no thread can then begin another, nor empty torch's cache."""
+
+
+def empty_cache() -> None:
+    """Give the memory that torch keeps cached on a CUDA device back to it, for other processes."""
+    import torch
+
+    with ONE_RECORDING:
+        torch.cuda.empty_cache()
 
 
 def find_device(name: str) -> torch.device:

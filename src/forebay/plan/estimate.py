@@ -93,9 +93,9 @@ TRAIN_SHARE, DECODE_SHARE = 0.4, 0.5
 The first is usual for transformers' models on one GPU, not the best."""
 HOST_BYTES_PER_S = 2.5e10
 """The rate between a GPU and the host's memory, by PCIe 4 with 16 lanes."""
-LAUNCH_S = 0.7e-3
+LAUNCH_S, GRAPH_LAUNCH_S = 0.7e-3, 0.1e-3
 """A layer of the in-process engine takes at least so long to decode a token: PyTorch launches its kernels
-one by one."""
+one by one, or, by an estimate that no GPU has confirmed yet, a CUDA graph all of them."""
 SIMULATED_STEPS = 12
 WARN_SHARE, REFUSE_SHARE = 0.9, 1.1
 """Shares of the memory: above the first a plan warns, above the second a run is not started."""
@@ -354,12 +354,14 @@ def _times(
     running = num_running(config)
     read = step.num_parameters * engine_itemsize(config)
     read += running * longest // 2 * cache_bytes_per_token(config, hugging_face)
-    layers = hugging_face.get_text_config().num_hidden_layers
+    launches_s = hugging_face.get_text_config().num_hidden_layers * (
+        GRAPH_LAUNCH_S if config.engine.arguments.get("cuda_graphs", True) else LAUNCH_S
+    )
     # Bound by the memory's bandwidth, by arithmetic, or by the launching of kernels.
     token_s = max(
         read / (DECODE_SHARE * device.bytes_per_s),
         2 * step.num_parameters * running / (TRAIN_SHARE * device.flop_per_s),
-        layers * LAUNCH_S if config.engine.name in ("transformers", "process") else 0.0,
+        launches_s if config.engine.name in ("transformers", "process") else 0.0,
     )
     described = ClusterConfig(
         engines=num_engines(config),

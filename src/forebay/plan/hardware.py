@@ -81,11 +81,11 @@ def this_machine(device: str = "auto") -> Device:
     found = find_device(device)
     if found.type == "cuda":
         properties = torch.cuda.get_device_properties(found)
-        plain = properties.name.upper().replace(" ", "")
-        # The longest name that is in it (L40S, not L4), and of two sizes the nearer one.
+        # Whole words, of which "GeForce RTX 4090" has two for one: an L40 is no L4. Of two sizes the nearer one.
+        words = re.sub(r"\bRTX (?=\d)", "RTX", properties.name.upper()).replace("-", " ").split()
         like = max(
-            (gpu for gpu in _GPUS.values() if gpu.name.split("-")[0] in plain),
-            key=lambda gpu: (gpu.name.index("-"), -abs(gpu.memory_bytes - properties.total_memory)),
+            (gpu for gpu in _GPUS.values() if gpu.name.split("-")[0] in words),
+            key=lambda gpu: -abs(gpu.memory_bytes - properties.total_memory),
             default=Device(name="unknown", memory_bytes=0),
         )
         return replace(

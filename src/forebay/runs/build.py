@@ -41,7 +41,7 @@ from forebay.produce.strategies.rules import name_group
 from forebay.replay import StorageBackend
 from forebay.runs import rollouts as rollout_parts
 from forebay.runs.config import RunConfig, WarmupTable, to_toml
-from forebay.runs.placement import Cluster, Trainer, base_precision, device_fact, takes_turns
+from forebay.runs.placement import Cluster, Trainer, base_precision, device_fact, takes_turns, yields_memory
 from forebay.runs.record.events import observe_buffer
 from forebay.runs.record.history import History
 from forebay.runs.record.journal import Recorder
@@ -315,6 +315,7 @@ def build_trainer(
             device=device,
             ranks=ranks,
             engine_dtype=engine_dtype,
+            yields_memory=yields_memory(config),
         )
 
 

@@ -208,6 +208,33 @@ def tries_beside(config: RunConfig) -> bool:
     return config.evaluate.mode == "beside" and any(task.eval_data is not None for task in config.tasks)
 
 
+def yields_memory(config: RunConfig) -> bool:
+    """Whether another process may need the memory of the trainer's GPU when a train step has ended.
+
+    An engine or a reward model there cannot use what torch keeps cached here; an engine in this process can.
+
+    Raises:
+        ConfigError: as for `shares_gpu`, and torch does not see the device.
+    """
+    # However deep in a composed judge.
+    if any("'reward_model'" in str(task.judge) for task in config.tasks):
+        return True
+    name, is_colocated = config.engine.name, config.produce.mode == "colocated"
+    if config.cluster is not None:
+        share = config.cluster.arguments.get("gpus_per_trainer", 1)
+        return share < 1 or (is_colocated and config.train.ranks == 1)
+    if name == "process":
+        engines = spread_devices(config.device, num_engines(config), taken=config.train.ranks)
+        return not trainer_gpus(config).isdisjoint(engines)
+    return takes_turns(config) if name in SERVERS else name != "transformers"
+
+
+def trainer_gpus(config: RunConfig) -> set[str]:
+    """The GPUs of this machine on which a run trains, where its device is one."""
+    ranks = [f"cuda:{rank}" for rank in range(config.train.ranks)]
+    return {config.device} if ":" in config.device else set(ranks)
+
+
 def num_engines(config: RunConfig) -> int:
     """Engines, or servers, that the run begins with."""
     own, elsewhere = config.engine.arguments, config.cluster.arguments if config.cluster else {}
@@ -257,7 +284,7 @@ def idle_gpus(config: RunConfig) -> str | None:
         return None
     if find_device(config.device).type != "cuda":
         return f"{count} GPUs are idle: device = {config.device!r}; leave it out to use one"
-    used = {f"cuda:{rank}" for rank in range(config.train.ranks)}
+    used = trainer_gpus(config)
     if config.engine.name == "process":
         engines = config.engine.arguments.get("engines", 1)
         used |= set(spread_devices(config.device, engines, taken=config.train.ranks))

@@ -63,7 +63,9 @@ class TrainController:
     the critic starts as a copy of the model's body.
 
     Trained weights and their moments are float32: a model given in another dtype is cast, in place (with
-    `lora_rank` the adapters are float32, and what lies below them stays). Engines get `engine_dtype`.
+    `lora_rank` the adapters are float32, and what lies below them stays). Engines get `engine_dtype`. With
+    `yields_memory` the memory that torch caches on a GPU is given back after each train step, for an engine
+    in another process; torch then takes it anew at every step.
 
     The models go to `device`; left out, they stay where they are. With ``config.ranks`` over 1 they are split
     over as many processes of this machine, which `close` ends, and this process keeps none; `ranks` are other
@@ -98,6 +100,7 @@ class TrainController:
         device: torch.device | str | None = None,
         ranks: Ranks | None = None,
         engine_dtype: Precision = "float32",
+        yields_memory: bool = False,
     ) -> None:
         if ranks is not None and config.ranks not in (1, ranks.num_ranks):
             raise ValueError(
@@ -133,6 +136,7 @@ class TrainController:
             "pad_token_id": pad_token_id,
             "total_steps": total_steps,
             "engine_dtype": engine_dtype,
+            "yields_memory": yields_memory,
         }
         self._learner: Learner | RankedLearner
         even_length = np.inf

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from forebay.config import look_up
-from forebay.models import Precision, attention, precision_on, routing
+from forebay.models import Precision, attention, empty_cache, precision_on, routing
 from forebay.models.images import Sight
 from forebay.models.live_weights import cast
 from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
@@ -70,6 +70,7 @@ class Learner:
         total_steps: int | None = None,
         device: torch.device | str | None = None,
         engine_dtype: Precision = "float32",
+        yields_memory: bool = False,
         mesh: DeviceMesh | None = None,
         rank: int = 0,
         context: Context | None = None,
@@ -79,6 +80,7 @@ class Learner:
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
         # Asked once: what a GPU computes in is a question to its driver, and passes are many.
         self._precision = precision_on(self.device, config.dtype)
+        self._yields_memory = yields_memory and self.device.type == "cuda"
         self.adapter_config: dict[str, Any] | None = None
         """peft's config of the adapters as plain values, with what tells their starting weights from others;
         None without LoRA."""
@@ -241,9 +243,8 @@ class Learner:
                     critic_norms.append(self._optimizers["critic_optimizer"].step(train_step))
         columns = records.columns()
         columns["weight"] = batch.token_weights[columns["token_index"]]
-        if self.device.type == "cuda":
-            # An engine in another process may have the GPU next, and cannot use what torch keeps cached here.
-            torch.cuda.empty_cache()
+        if self._yields_memory:
+            empty_cache()
         return Update(columns, norms, critic_norms, lr)
 
     def rehearse(self, batch: TrainBatch, packs: Iterable[Pack]) -> None:

@@ -14,6 +14,8 @@ from typing import TypeAlias
 
 import torch
 
+from forebay.models import empty_cache
+
 Place: TypeAlias = tuple[str, torch.Tensor, Callable[[torch.Tensor], None]]
 """A name that no other has, what is there, and the call that puts another tensor there."""
 
@@ -43,7 +45,7 @@ class Offload:
             if device.type == "cuda":
                 # The copies may be under way still, and their sources are about to be given back.
                 torch.cuda.synchronize(device)
-                torch.cuda.empty_cache()
+                empty_cache()
 
     def _move(self, name: str, tensor: torch.Tensor, put: Callable[[torch.Tensor], None]) -> torch.device:
         if tensor.device.type != self._host.type:

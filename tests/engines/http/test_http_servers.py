@@ -392,11 +392,15 @@ def test_command_lines_state_what_the_contract_needs():
 async def test_options_and_environment_reach_each_server(tiny, tmp_path, monkeypatch):
     script = tmp_path / "python"
     script.write_text(
-        '#!/bin/sh\necho "$VLLM_API_KEY$CUDA_VISIBLE_DEVICES $VLLM_SERVER_DEV_MODE $*"\nexit 5\n'
+        '#!/bin/sh\necho "$VLLM_API_KEY$PYTORCH_ALLOC_CONF$PYTORCH_CUDA_ALLOC_CONF'
+        '$CUDA_VISIBLE_DEVICES $VLLM_SERVER_DEV_MODE $*"\nexit 5\n'
     )
     script.chmod(0o755)
     # Of other servers; it would lock the run out of its own.
     monkeypatch.setenv("VLLM_API_KEY", "secret")
+    # The trainer's, with which a server cannot sleep.
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "secret")
     engines = build(
         tiny,
         tmp_path / "scratch",

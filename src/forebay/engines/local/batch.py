@@ -42,6 +42,7 @@ from forebay.engines.local.kv_cache import RowCache, round_up_columns
 from forebay.engines.local.rows import ROW_FIELDS, TOKEN_FIELDS, Ended, Row, grown
 from forebay.engines.local.step_graphs import Record, StepGraphs, graph_size
 from forebay.engines.local.stopping import StopTexts
+from forebay.models.devices import empty_cache
 from forebay.models.images import Images, Sight
 from forebay.models.routing import Routing
 from forebay.types import IntArray
@@ -111,7 +112,7 @@ class DecodeBatch:
         self._cache.release()
         if self._device.type == "cuda":
             # Torch keeps it for this process, and a trainer may be in another.
-            torch.cuda.empty_cache()
+            empty_cache()
 
     def clear(self) -> None:
         """Forget all rows."""

@@ -30,8 +30,9 @@ _PROBED_LENGTHS = (1, 2, 5)
 """Without and with a prefill, and of different lengths, so that masks and positions of rows differ."""
 _PROBED_TOKENS = 3
 
-_HALF_TOLERANCE = 0.2
-"""The same for 16-bit weights, whose rounding alone reaches some 0.05."""
+_HALF_TOLERANCE, _HALF_SIZE = 0.2, 4.0
+"""The same for 16-bit weights, whose rounding alone reaches some 0.05, and from which size of a logit on in
+proportion: those of 4 lie 1/32 apart, those of 30, which models of some billion weights have, 1/8."""
 
 
 def check_config(model: Any, max_context_tokens: int | None) -> int:
@@ -105,7 +106,10 @@ def probe(batch: DecodeBatch) -> None:
 
 @torch.inference_mode()
 def _worst_difference(batch: DecodeBatch) -> float:
-    """The largest difference between log probabilities of the batch and those of forwards without a cache."""
+    """The mean difference between log probabilities of the batch and those of forwards without a cache.
+
+    That of the worst row; of 16-bit weights in proportion to large logits.
+    """
     vocab_size = batch.model.config.get_text_config().vocab_size
     rows = [
         Row(
@@ -132,7 +136,9 @@ def _worst_difference(batch: DecodeBatch) -> float:
         ids = completion.response_ids.astype(np.int64)
         tokens = torch.from_numpy(np.concatenate([row.request.input_ids, ids]))[None].to(batch.model.device)
         logits_TV = batch.model(input_ids=tokens, use_cache=False).logits[0].float()
-        plain_TV = torch.log_softmax(logits_TV[len(row.request.input_ids) - 1 : -1], dim=-1).cpu()
-        expected = plain_TV.gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()
-        differences.append(float(np.abs(expected - completion.logprobs).max()))
+        plain_TV = logits_TV[len(row.request.input_ids) - 1 : -1].cpu()
+        chosen_T2 = torch.stack([plain_TV, torch.log_softmax(plain_TV, dim=-1)], dim=-1)[range(len(ids)), ids]
+        logits_T, expected_T = chosen_T2.T.numpy()
+        sizes_T = (np.abs(logits_T) / _HALF_SIZE).clip(min=1) if batch.model.dtype != torch.float32 else 1
+        differences.append(float((np.abs(expected_T - completion.logprobs) / sizes_T).mean()))
     return max(differences)

@@ -15,9 +15,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import torch
+
+from forebay.models.devices import ONE_RECORDING
 
 logger = logging.getLogger(__name__)
 
@@ -115,9 +118,18 @@ def cuda_recorder(device: torch.device) -> Record:
         graph = torch.cuda.CUDAGraph()
         # A trainer in another thread may allocate meanwhile, which an error mode for all threads forbids.
         capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
-        # A recording that fails leaves its own stream as the thread's; the outer one comes back.
-        with torch.cuda.stream(torch.cuda.current_stream(device)), capture:
-            work()
+        try:
+            # A recording that fails leaves its own stream as the thread's; the outer one comes back.
+            with ONE_RECORDING, torch.cuda.stream(torch.cuda.current_stream(device)), capture:
+                work()
+        except RuntimeError:
+            # Where the driver has given a recording up, torch's allocator is not told of its end, and every
+            # later `empty_cache` would fail. Looking for such models by `set_sync_debug_mode` would raise in
+            # a trainer's thread, too.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+                torch._C._cuda_releasePool(stream.device.index, pool)
+            raise
         replay: Callable[[], None] = graph.replay
         return replay
 

@@ -168,7 +168,8 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
 
     # A server that cannot be started is an error now.
     command([], 0)
-    environment = dict(dialect.environment)
+    # Torch's allocator is set for the trainer: a server whose segments expand cannot sleep.
+    environment = {**dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")), **dialect.environment}
     if device is not None:
         # As the trainer's own process counts them.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

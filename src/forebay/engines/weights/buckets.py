@@ -24,6 +24,7 @@ from multiprocessing.reduction import ForkingPickler
 import torch
 
 from forebay.io.shared import MemoryFile
+from forebay.models import empty_cache
 from forebay.models.starting_weights import Weights
 
 BUCKET_BYTES = 512 << 20
@@ -94,7 +95,7 @@ def free_buckets(device: str) -> None:
     """Give the memory of buckets back to the device, once the servers that mapped it have let go of it."""
     if torch.device(device).type == "cuda":
         torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-        torch.cuda.empty_cache()
+        empty_cache()
 
 
 class _Memory:

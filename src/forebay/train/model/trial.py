@@ -46,8 +46,9 @@ WINDOW = 4
 """Tokens that a layer with a sliding window sees in a trial; its own is longer than the sequences."""
 ROUNDING = 1e-3
 """Most that passes of other shapes differ in float32, in nats; they differ by about 1e-6."""
-HALF_ROUNDING = 0.2
-"""The same for 16-bit weights."""
+HALF_ROUNDING, HALF_SIZE = 0.2, 4.0
+"""The same for 16-bit weights, on average, and from which size on in proportion: logits of 4 lie 1/32 apart,
+those of 30, which models of some billion weights have, 1/8."""
 ROUNDINGS = 5.0
 """Most that a kernel in bfloat16 is away from float32, in units of the distance of ``eager`` in bfloat16."""
 EXPERTS_LEAK, HALF_EXPERTS_LEAK = 4e-6, 0.02
@@ -152,10 +153,13 @@ def check_layout(
     noise = _distance(beside, again)
     leaks, half_leaks = (EXPERTS_LEAK, HALF_EXPERTS_LEAK) if has_experts else (noise, noise)
     rounding = HALF_ROUNDING if has_half_weights else ROUNDING + ROUNDINGS * _distance(rounded, alone)
+    apart = _distance(beside, alone)
+    if has_half_weights:
+        apart = float(((beside - alone).abs() / (alone.abs() / HALF_SIZE).clamp(min=1)).mean())
     for difference, limit in (
         (leak, half_leaks if has_half_weights else leaks),
         (_distance(beside, moved), half_leaks if is_half or has_half_weights else leaks),
-        (_distance(beside, alone), rounding),
+        (apart, rounding),
     ):
         # So that NaN is refused too.
         if not difference <= limit:

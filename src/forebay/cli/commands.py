@@ -25,6 +25,7 @@ Errors a person can mend are one message and exit status 2; an interrupted run e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shlex
 import signal
 import sys
@@ -44,6 +45,7 @@ from forebay.cli import simulate as simulate_cli
 from forebay.cli.errors import MARKUP, Overrides, one_message, say
 from forebay.config import ConfigError, load_config, read_toml
 from forebay.tracebacks import INTERRUPTED
+from forebay.train.parallel.place import find_place
 
 if TYPE_CHECKING:
     from forebay.environments.config import FragmentRunConfig
@@ -91,11 +93,19 @@ def train(
     if resume is not None and run_file is not None:
         # With --resume the first positional argument is an override, not a file.
         overrides, run_file = [str(run_file), *(overrides or [])], None
-    with one_message():
+    with one_message(), contextlib.ExitStack() as stack:
+        size = None
+        if (place := find_place()) is not None:
+            # Late: it loads torch.
+            from forebay.train.parallel.launched import joined
+
+            if stack.enter_context(joined(place)) is None:
+                return
+            size = place.size
         if check:
-            _check(run_file, overrides or [])
+            _check(run_file, overrides or [], size)
         else:
-            _train(run_file, overrides or [], dry_run, resume, overwrite)
+            _train(run_file, overrides or [], dry_run, resume, overwrite, size)
 
 
 @app.command()
@@ -175,18 +185,25 @@ def main() -> None:
 
 
 def _train(
-    run_file: Path | None, overrides: list[str], dry_run: bool, resume: Path | None, overwrite: bool
+    run_file: Path | None,
+    overrides: list[str],
+    dry_run: bool,
+    resume: Path | None,
+    overwrite: bool,
+    size: int | None = None,
 ) -> None:
     from forebay.runs.config import RunConfig, to_toml
     from forebay.runs.folder import RUN_FILE, saved_as
     from forebay.train import presets
 
     if resume is not None:
-        config = saved_as(_kind_of(resume / RUN_FILE), resume, overrides)
+        file = resume / RUN_FILE
+        config = saved_as(_kind_of(file), resume, _with_ranks(file, overrides, size))
     elif run_file is not None:
-        config = load_config(_kind_of(run_file), run_file, overrides)
+        config = load_config(_kind_of(run_file), run_file, _with_ranks(run_file, overrides, size))
     else:
         raise ConfigError("name a run file, for example recipes/demo_tiny.toml, or --resume RUN_FOLDER")
+    _check_size(config, size)
     if dry_run:
         typer.echo(to_toml(config), nl=False)
         if isinstance(config, RunConfig):
@@ -216,12 +233,13 @@ def _train(
         sys.exit(INTERRUPTED)
 
 
-def _check(run_file: Path | None, overrides: list[str]) -> None:
+def _check(run_file: Path | None, overrides: list[str], size: int | None) -> None:
     if run_file is None:
         raise ConfigError("--check is for a run file: forebay train RUN.toml --check")
     from forebay.runs.config import RunConfig
 
-    config = load_config(_kind_of(run_file), run_file, overrides)
+    config = load_config(_kind_of(run_file), run_file, _with_ranks(run_file, overrides, size))
+    _check_size(config, size)
     if isinstance(config, RunConfig):
         from forebay.runs.launch import silence_progress_bars, try_all
 
@@ -233,6 +251,22 @@ def _check(run_file: Path | None, overrides: list[str]) -> None:
         try_parts(config, typer.echo)
     command = shlex.join(["forebay", "train", str(run_file), *overrides])
     typer.echo(f"all of it works; nothing was trained or kept. To start: {command}")
+
+
+def _with_ranks(run_file: Path, overrides: list[str], size: int | None) -> list[str]:
+    """`overrides`, with as many ranks as processes were started, if the run file does not say how many."""
+    says = size is None or "ranks" in read_toml(run_file).get("train", {})
+    return overrides if says else [f"train.ranks={size}", *overrides]
+
+
+def _check_size(config: RunConfig | FragmentRunConfig, size: int | None) -> None:
+    """Refuse a run that has no use for the `size` processes that torchrun or srun started."""
+    ranks = getattr(config.train, "ranks", 1) if getattr(config, "cluster", None) is None else "a cluster's"
+    if size not in (None, ranks):
+        raise ConfigError(
+            f"{size} processes were started, and train.ranks is {ranks}: start as many as it says, or leave "
+            f"it out"
+        )
 
 
 def _kind_of(run_file: Path) -> type[RunConfig | FragmentRunConfig]:

@@ -22,7 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, and not in its list
 
 from forebay.config import ConfigError
 from forebay.io.address import is_loopback, is_proof, prove, tune

@@ -94,18 +94,15 @@ def train(
         # With --resume the first positional argument is an override, not a file.
         overrides, run_file = [str(run_file), *(overrides or [])], None
     with one_message(), contextlib.ExitStack() as stack:
-        size = None
         if (place := find_place()) is not None:
             # Late: it loads torch.
             from forebay.train.parallel.launched import joined
 
-            if stack.enter_context(joined(place)) is None:
-                return
-            size = place.size
+            stack.enter_context(joined(place))
         if check:
-            _check(run_file, overrides or [], size)
+            _check(run_file, overrides or [])
         else:
-            _train(run_file, overrides or [], dry_run, resume, overwrite, size)
+            _train(run_file, overrides or [], dry_run, resume, overwrite)
 
 
 @app.command()
@@ -185,25 +182,18 @@ def main() -> None:
 
 
 def _train(
-    run_file: Path | None,
-    overrides: list[str],
-    dry_run: bool,
-    resume: Path | None,
-    overwrite: bool,
-    size: int | None = None,
+    run_file: Path | None, overrides: list[str], dry_run: bool, resume: Path | None, overwrite: bool
 ) -> None:
     from forebay.runs.config import RunConfig, to_toml
-    from forebay.runs.folder import RUN_FILE, saved_as
+    from forebay.runs.folder import RUN_FILE
     from forebay.train import presets
 
     if resume is not None:
-        file = resume / RUN_FILE
-        config = saved_as(_kind_of(file), resume, _with_ranks(file, overrides, size))
+        config = _load(resume / RUN_FILE, overrides, resume)
     elif run_file is not None:
-        config = load_config(_kind_of(run_file), run_file, _with_ranks(run_file, overrides, size))
+        config = _load(run_file, overrides)
     else:
         raise ConfigError("name a run file, for example recipes/demo_tiny.toml, or --resume RUN_FOLDER")
-    _check_size(config, size)
     if dry_run:
         typer.echo(to_toml(config), nl=False)
         if isinstance(config, RunConfig):
@@ -233,13 +223,12 @@ def _train(
         sys.exit(INTERRUPTED)
 
 
-def _check(run_file: Path | None, overrides: list[str], size: int | None) -> None:
+def _check(run_file: Path | None, overrides: list[str]) -> None:
     if run_file is None:
         raise ConfigError("--check is for a run file: forebay train RUN.toml --check")
     from forebay.runs.config import RunConfig
 
-    config = load_config(_kind_of(run_file), run_file, _with_ranks(run_file, overrides, size))
-    _check_size(config, size)
+    config = _load(run_file, overrides)
     if isinstance(config, RunConfig):
         from forebay.runs.launch import silence_progress_bars, try_all
 
@@ -253,20 +242,24 @@ def _check(run_file: Path | None, overrides: list[str], size: int | None) -> Non
     typer.echo(f"all of it works; nothing was trained or kept. To start: {command}")
 
 
-def _with_ranks(run_file: Path, overrides: list[str], size: int | None) -> list[str]:
-    """`overrides`, with as many ranks as processes were started, if the run file does not say how many."""
-    says = size is None or "ranks" in read_toml(run_file).get("train", {})
-    return overrides if says else [f"train.ranks={size}", *overrides]
+def _load(file: Path, overrides: list[str], resume: Path | None = None) -> RunConfig | FragmentRunConfig:
+    """The config in `file`, which may be that of the run in the folder `resume`.
 
+    Raises:
+        ConfigError: it does not fit, or torchrun or srun has started another number of processes.
+    """
+    from forebay.runs.folder import saved_as
 
-def _check_size(config: RunConfig | FragmentRunConfig, size: int | None) -> None:
-    """Refuse a run that has no use for the `size` processes that torchrun or srun started."""
-    ranks = getattr(config.train, "ranks", 1) if getattr(config, "cluster", None) is None else "a cluster's"
-    if size not in (None, ranks):
+    kind, place = _kind_of(file), find_place()
+    if place is not None and "ranks" not in read_toml(file).get("train", {}):
+        overrides = [f"train.ranks={place.size}", *overrides]
+    config = load_config(kind, file, overrides) if resume is None else saved_as(kind, resume, overrides)
+    if place is not None and (ranks := getattr(config.train, "ranks", 1)) != place.size:
         raise ConfigError(
-            f"{size} processes were started, and train.ranks is {ranks}: start as many as it says, or leave "
-            f"it out"
+            f"train.ranks = {ranks}, but {place.size} processes were started: start {ranks}, or leave "
+            f"train.ranks out"
         )
+    return config
 
 
 def _kind_of(run_file: Path) -> type[RunConfig | FragmentRunConfig]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from functools import cache
 from typing import NamedTuple
 
 
@@ -27,12 +28,8 @@ class Place(NamedTuple):
     has_store: bool
     """Whether torchrun keeps it; else the first process does."""
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all are on one machine."""
-        return self.num_here == self.size
 
-
+@cache
 def find_place() -> Place | None:
     """The place that the environment names.
 

@@ -78,7 +78,8 @@ class Ranks:
             ValueError, FloatingPointError: every rank raised it; they can go on.
         """
         if self._have_ended:
-            raise RankError(f"{method} was called, but the ranks have ended")
+            why = "" if self._lost is None else f": {self._lost}"
+            raise RankError(f"{method} was called, but the ranks have ended{why}")
         assert len(arguments) == self.num_ranks
         return self._ask(method, arguments)
 

@@ -49,6 +49,33 @@ def test_a_slurm_job_starts_ray_on_its_nodes_and_the_run():
     assert (without.returncode, without.stderr.split(":")[0]) == (2, "usage")
 
 
+def test_a_slurm_job_has_torchrun_start_a_rank_for_every_gpu():
+    from torch.distributed.run import get_args_parser
+
+    script = (DEPLOY / "torchrun_slurm.sh").read_text()
+    check_shell(script)
+    head, *_ = script.split("set -euo pipefail")
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", head, re.MULTILINE))
+    words = shlex.split(script.replace("\\\n", "").splitlines()[-1])
+    job = {"$SLURM_NNODES": asked["nodes"], "$SLURM_JOB_ID": "7", "$head": "gpu1"}
+    for name, value in job.items():
+        words = [word.replace(name, value) for word in words]
+    given = get_args_parser().parse_args(words[words.index("torchrun") + 1 :])
+    assert (given.module, given.training_script, given.training_script_args) == (
+        True,
+        "forebay",
+        ["train", "$@"],
+    )
+    assert (asked["ntasks-per-node"], asked["gpus-per-node"]) == ("1", given.nproc_per_node)
+    named = re.search(r"recipes/\S+\.toml", head)[0]
+    config = load_config(RunConfig, DEPLOY.parent / named, [])
+    assert config.train.ranks == int(given.nnodes) * int(given.nproc_per_node)
+    without = subprocess.run(
+        ["bash", DEPLOY / "torchrun_slurm.sh"], text=True, capture_output=True, timeout=30
+    )
+    assert (without.returncode, without.stderr.split(":")[0]) == (2, "usage")
+
+
 def test_skypilot_rents_the_gpus_that_the_run_asks_for():
     task = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())
     known = {"name", "num_nodes", "resources", "workdir", "volumes", "envs", "setup", "run"}
@@ -84,7 +111,7 @@ def test_kuberay_has_a_pod_for_every_gpu_and_one_folder_for_all():
     assert gpus == gpus_asked(config)
 
 
-@pytest.mark.parametrize("name", ["slurm.sh", "skypilot.yaml", "kuberay.yaml"])
+@pytest.mark.parametrize("name", ["slurm.sh", "torchrun_slurm.sh", "skypilot.yaml", "kuberay.yaml"])
 def test_what_a_file_names_is_there(name):
     text = (DEPLOY / name).read_text()
     for path in re.findall(r"deploy/[\w.]+\.(?:toml|sh|yaml|cuda)", text):

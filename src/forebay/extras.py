@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from forebay.config import ConfigError
 
 EXTRAS = {
-    "train": ("torch", "transformers", "tokenizers", "peft", "datasets", "plotext", "gguf"),
+    "train": ("torch", "transformers", "tokenizers", "peft", "datasets", "plotext", "gguf", "psutil"),
     "images": ("PIL",),
     "8bit": ("bitsandbytes",),
     "pandas": ("pandas",),

@@ -1,6 +1,7 @@
 """The pieces that a run on Ray is made of, each by itself; none needs a cluster."""
 
 import asyncio
+import os
 import socket
 from types import SimpleNamespace
 
@@ -24,7 +25,6 @@ from forebay.cluster.calls import (
 from forebay.cluster.engines import RayEngine
 from forebay.cluster.library import Given, why
 from forebay.cluster.placement import plan_parts
-from forebay.cluster.ranks import _interface_of
 from forebay.cluster.supervisor import Restarts
 from forebay.cluster.trainer import RayTrainer
 from forebay.config import ConfigError, parse_config
@@ -34,7 +34,7 @@ from forebay.replay import ConnectionLost
 from forebay.runs.config import RunConfig
 from forebay.runs.launch import _lost_part
 from forebay.runs.placement import PartLost
-from forebay.train.parallel.ranks import RankError
+from forebay.train.parallel.ranks import RankError, set_interface
 
 
 async def ended(error):
@@ -405,9 +405,13 @@ async def test_a_buffer_that_does_not_say_where_it_is_is_a_lost_connection(monke
         await locate(hanging)
 
 
-def test_the_network_interface_of_an_address():
-    assert _interface_of("127.0.0.1") == "lo"
-    assert _interface_of("203.0.113.7") is None
+def test_the_network_interface_of_an_address(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "x")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    set_interface("203.0.113.7")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    set_interface("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_which_errors_lead_back_to_a_checkpoint():

@@ -25,6 +25,7 @@ Errors a person can mend are one message and exit status 2; an interrupted run e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shlex
 import signal
 import sys
@@ -44,6 +45,7 @@ from forebay.cli import simulate as simulate_cli
 from forebay.cli.errors import MARKUP, Overrides, one_message, say
 from forebay.config import ConfigError, load_config, read_toml
 from forebay.tracebacks import INTERRUPTED
+from forebay.train.parallel.place import find_place
 
 if TYPE_CHECKING:
     from forebay.environments.config import FragmentRunConfig
@@ -91,7 +93,12 @@ def train(
     if resume is not None and run_file is not None:
         # With --resume the first positional argument is an override, not a file.
         overrides, run_file = [str(run_file), *(overrides or [])], None
-    with one_message():
+    with one_message(), contextlib.ExitStack() as stack:
+        if (place := find_place()) is not None:
+            # Late: it loads torch.
+            from forebay.train.parallel.launched import joined
+
+            stack.enter_context(joined(place))
         if check:
             _check(run_file, overrides or [])
         else:
@@ -178,13 +185,13 @@ def _train(
     run_file: Path | None, overrides: list[str], dry_run: bool, resume: Path | None, overwrite: bool
 ) -> None:
     from forebay.runs.config import RunConfig, to_toml
-    from forebay.runs.folder import RUN_FILE, saved_as
+    from forebay.runs.folder import RUN_FILE
     from forebay.train import presets
 
     if resume is not None:
-        config = saved_as(_kind_of(resume / RUN_FILE), resume, overrides)
+        config = _load(resume / RUN_FILE, overrides, resume)
     elif run_file is not None:
-        config = load_config(_kind_of(run_file), run_file, overrides)
+        config = _load(run_file, overrides)
     else:
         raise ConfigError("name a run file, for example recipes/demo_tiny.toml, or --resume RUN_FOLDER")
     if dry_run:
@@ -221,7 +228,7 @@ def _check(run_file: Path | None, overrides: list[str]) -> None:
         raise ConfigError("--check is for a run file: forebay train RUN.toml --check")
     from forebay.runs.config import RunConfig
 
-    config = load_config(_kind_of(run_file), run_file, overrides)
+    config = _load(run_file, overrides)
     if isinstance(config, RunConfig):
         from forebay.runs.launch import silence_progress_bars, try_all
 
@@ -233,6 +240,26 @@ def _check(run_file: Path | None, overrides: list[str]) -> None:
         try_parts(config, typer.echo)
     command = shlex.join(["forebay", "train", str(run_file), *overrides])
     typer.echo(f"all of it works; nothing was trained or kept. To start: {command}")
+
+
+def _load(file: Path, overrides: list[str], resume: Path | None = None) -> RunConfig | FragmentRunConfig:
+    """The config in `file`, which may be that of the run in the folder `resume`.
+
+    Raises:
+        ConfigError: it does not fit, or torchrun or srun has started another number of processes.
+    """
+    from forebay.runs.folder import saved_as
+
+    kind, place = _kind_of(file), find_place()
+    if place is not None and "ranks" not in read_toml(file).get("train", {}):
+        overrides = [f"train.ranks={place.size}", *overrides]
+    config = load_config(kind, file, overrides) if resume is None else saved_as(kind, resume, overrides)
+    if place is not None and (ranks := getattr(config.train, "ranks", 1)) != place.size:
+        raise ConfigError(
+            f"train.ranks = {ranks}, but {place.size} processes were started: start {ranks}, or leave "
+            f"train.ranks out"
+        )
+    return config
 
 
 def _kind_of(run_file: Path) -> type[RunConfig | FragmentRunConfig]:

@@ -50,6 +50,7 @@ _MENDABLE = {
     "forebay.runs.verify": "WeightsDifferError",
     "forebay.watching.stalls": "StallError",
     "forebay.train.objective.guard": "OffPolicyError",
+    "forebay.train.parallel.ranks": "RankError",
     "sqlalchemy.exc": "SQLAlchemyError",
 }
 """Errors whose message says what to do, by the module that defines them. One that was never imported has

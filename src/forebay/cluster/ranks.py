@@ -12,17 +12,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Sequence
 from typing import Any
 
-import psutil
 import torch
 
 from forebay.cluster.calls import beside, result_of, signs_of_life
 from forebay.cluster.library import cause_of, find_modules_in, import_ray, trace_of, why
 from forebay.cluster.supervisor import BEAT_EVERY_S, SILENCE_LIMIT_S, START_LIMIT_S
-from forebay.train.parallel.ranks import BESIDE, START, FailedCall, RankError, Ranks, silence
+from forebay.train.parallel.ranks import (
+    BESIDE,
+    START,
+    FailedCall,
+    RankError,
+    Ranks,
+    free_meeting,
+    set_interface,
+    silence,
+)
 from forebay.train.parallel.worker import RankWorker
 from forebay.watching.stalls import StallError
 
@@ -92,10 +99,7 @@ class RankActor:
     def place(self) -> tuple[str, str]:
         """The id of its machine, and the address there where ranks may meet, as torch reads it."""
         ray = import_ray()
-        address = ray.util.get_node_ip_address()
-        with socket.socket() as free:
-            free.bind((address, 0))
-            meeting = f"tcp://{address}:{free.getsockname()[1]}"
+        meeting = free_meeting(ray.util.get_node_ip_address())
         return ray.get_runtime_context().get_node_id(), meeting
 
     def start(
@@ -104,8 +108,7 @@ class RankActor:
         """Meet the other ranks; the process id."""
         find_modules_in(search_path)
         # A machine's own name may lead to its loopback, where other machines' ranks find no peer.
-        if (name := _interface_of(import_ray().util.get_node_ip_address())) is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        set_interface(import_ray().util.get_node_ip_address())
         torch.set_num_threads(threads)
         self._worker = RankWorker(rank, num_ranks, meeting, device=device)
         return os.getpid()
@@ -113,9 +116,3 @@ class RankActor:
     def call(self, method: str, *arguments: Any) -> Any:
         """A method of the `RankWorker`."""
         return getattr(self._worker, method)(*arguments)
-
-
-def _interface_of(address: str) -> str | None:
-    """The name of this machine's network interface that has this IPv4 address; None: not found."""
-    interfaces = psutil.net_if_addrs().items()
-    return next((name for name, own in interfaces if address in [each.address for each in own]), None)

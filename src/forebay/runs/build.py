@@ -55,6 +55,7 @@ from forebay.runs.turns import DeviceTurns
 from forebay.runs.verify import WeightCheck
 from forebay.train import OffPolicyGuard, TrainBatch, TrainController, supervised_warmup
 from forebay.train.batch import Example
+from forebay.train.parallel import launched
 from forebay.train.parallel.learner import ModelFolder
 from forebay.train.parallel.ranks import Ranks
 from forebay.types import RolloutState
@@ -303,6 +304,8 @@ def build_trainer(
     model: Any = ModelFolder(folder=model_folder, dtype=base_precision(config, engine_dtype))
     if device is None and config.cluster is None:
         device = _trainer_device(config)
+        if launched.beside is not None:
+            ranks = launched.beside.ranks(device, config.folder)
     with errors_about("[train] cannot be built", ValueError):
         return TrainController(
             model,
@@ -337,7 +340,7 @@ def find_teacher(config: RunConfig, tokenizer: Any) -> ModelFolder:
 
 def _trainer_device(config: RunConfig) -> str:
     device = find_device(config.device)
-    if device.type == "cuda" and config.train.ranks > 1:
+    if device.type == "cuda" and config.train.ranks > 1 and launched.beside is None:
         # NCCL refuses two ranks on one GPU, and ranks take the first GPUs.
         count = torch.cuda.device_count()
         if config.train.ranks > count or ":" in config.device:

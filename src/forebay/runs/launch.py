@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ from forebay.runs.separate import run_separate
 from forebay.runs.show import surroundings
 from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.wording import clean
+from forebay.train.parallel import launched
 from forebay.train.parallel.ranks import RankError
 from forebay.types import FAILED_AT_KEY, RolloutState, Status
 
@@ -189,6 +191,12 @@ def _start_up_frozen() -> Iterator[None]:
 
 def _lost_part(run: Run, error: Exception) -> str:
     """Which part's loss ended the run; raises `error` if it was none that going back brings back."""
+    if launched.beside is not None and isinstance(error, RankError):
+        # torchrun sends it as soon as one process has ended, and the reason is still to be told.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise PartLost(
+            f"{error}; torchrun or srun has to start all again, to go on with --resume {run.folder}"
+        ) from error
     if isinstance(error, PartLost | RankError):
         return str(error)
     if store.store_of(run.config) == "postgresql" and (lost := store.lost_database(error)):

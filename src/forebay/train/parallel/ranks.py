@@ -12,7 +12,8 @@
                  every `limit_s` / 4
                  a second socket and thread of each process: calls `BESIDE` all others
 
-`LocalRanks` starts processes on this machine; others may live elsewhere (`forebay.cluster.trainer`).
+`LocalRanks` starts processes on this machine, or takes those that were started beside its own
+(`forebay.train.parallel.launched`); others may live elsewhere (`forebay.cluster.trainer`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from forebay.config import ConfigError
@@ -45,6 +47,9 @@ from forebay.train.parallel.worker import RankWorker
 
 SILENCE_LIMIT_S = 120.0
 """Without a sign of life: longer than elsewhere, for single operations that hold the interpreter."""
+
+LOOPBACK = "127.0.0.1"
+"""The address of a machine whose ranks are all on it."""
 
 
 class Ranks:
@@ -73,7 +78,8 @@ class Ranks:
             ValueError, FloatingPointError: every rank raised it; they can go on.
         """
         if self._have_ended:
-            raise RankError(f"{method} was called, but the ranks have ended")
+            why = "" if self._lost is None else f": {self._lost}"
+            raise RankError(f"{method} was called, but the ranks have ended{why}")
         assert len(arguments) == self.num_ranks
         return self._ask(method, arguments)
 
@@ -131,8 +137,8 @@ class Ranks:
         """The error to raise; the ranks live on only if all of them say the same."""
         kind, message, trace = failed[min(failed)]
         report = RankError(
-            f"{_numbers(failed)} of {self.num_ranks} failed in {method}: {kind}: {message}"
-            f"{f' (no answer from {_numbers(silent)})' if silent else ''}\n{trace}"
+            f"{numbers(failed)} of {self.num_ranks} failed in {method}: {kind}: {message}"
+            f"{f' (no answer from {numbers(silent)})' if silent else ''}\n{trace}"
         )
         agreed = len(failed) == self.num_ranks and {error[0] for error in failed.values()} == {kind}
         if not (agreed and kind in EXPECTED) or method == START:
@@ -159,7 +165,8 @@ class LocalRanks(Ranks):
     has.
 
     Processes are spawned: a script that makes one needs ``if __name__ == "__main__":`` around what it does.
-    Several trainers may use them one after the other.
+    Several trainers may use them one after the other. `joined` are the last ranks, which are there already,
+    maybe on other machines than this one, whose address is `home`.
     """
 
     def __init__(
@@ -169,42 +176,52 @@ class LocalRanks(Ranks):
         device: str = "cpu",
         threads: int | None = None,
         limit_s: float = SILENCE_LIMIT_S,
+        joined: Sequence[Rank] = (),
+        home: str = LOOPBACK,
     ) -> None:
         super().__init__(num_ranks)
         check_limit("limit_s", limit_s)
-        self._limit_s = START_LIMIT_S
+        self._limit_s, self._home = START_LIMIT_S, home
         self._folder = tempfile.TemporaryDirectory(prefix="forebay-ranks-")
-        init_method = f"file://{Path(self._folder.name) / 'rendezvous'}"
+        file = Path(self._folder.name) / "rendezvous"
+        meeting = f"file://{file}" if home == LOOPBACK else free_meeting(home)
         threads = threads or max(1, torch.get_num_threads() // num_ranks)
-        self._ranks: list[_Rank] = []
+        self._ranks: list[Rank] = []
         with contextlib.ExitStack() as begun:
             # If one cannot be started, those that were would wait for it.
             begun.callback(Ranks.close, self)
-            for rank in range(num_ranks):
-                join = partial(RankWorker, rank, num_ranks, init_method, device=device)
+            for rank in range(num_ranks - len(joined)):
                 ours, theirs = zip(socket.socketpair(), socket.socketpair(), strict=True)
                 for sock in (*ours, *theirs):
                     begun.callback(sock.close)
-                given, name = (theirs, join, threads, limit_s), f"forebay-rank-{rank}"
-                process = get_context("spawn").Process(target=_serve, args=given, name=name, daemon=True)
+                name = f"forebay-rank-{rank}"
+                process = get_context("spawn").Process(target=_serve, args=[theirs], name=name, daemon=True)
                 process.start()
                 for sock in theirs:
                     sock.close()
-                self._ranks.append(_Rank(process, [connect(sock, START_LIMIT_S) for sock in ours]))
+                self._ranks.append(Rank([connect(sock) for sock in ours], rank, home, process))
             begun.pop_all()
-        self._ask(START, [()] * num_ranks)
+        self._ranks += joined
+        self._set_limit(START_LIMIT_S)
+        told = (num_ranks, meeting, device, threads, limit_s)
+        self._ask(START, [(n, rank.gpu, rank.address, *told) for n, rank in enumerate(self._ranks)])
+        self._set_limit(limit_s)
+
+    def _set_limit(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        for started in self._ranks:
-            for channel in started.channels:
+        for rank in self._ranks:
+            for channel in rank.channels:
                 channel.sock.settimeout(limit_s)
 
     @property
     def pids(self) -> list[int | None]:
-        """The process ids by rank; empty after `close`."""
-        return [rank.process.pid for rank in self._ranks]
+        """The process ids by rank of those started here; empty after `close`."""
+        return [rank.process.pid for rank in self._ranks if rank.process is not None]
 
     def copy_weights(self, layout: Layout, memory: MemoryFile, *, merged: bool) -> None:
-        """The ranks all write there at the same time."""
+        """The ranks all write there at the same time, if they are on this machine."""
+        if self._home != LOOPBACK:
+            return super().copy_weights(layout, memory, merged=merged)
         told = (layout, merged, memory.path, memory.inode, memory.num_bytes)
         self.call("copy_weights", [told] * self.num_ranks)
 
@@ -214,36 +231,35 @@ class LocalRanks(Ranks):
             # The end of its messages, at which it leaves.
             rank.close()
         for rank in self._ranks:
-            rank.process.join(GRACE_S)
+            if rank.process is not None:
+                rank.process.join(GRACE_S)
         super().close()
 
     def _answer(self, number: int, method: str, arguments: Sequence[Any]) -> Any:
         rank = self._ranks[number]
         channel = rank.channels[method in BESIDE]
         try:
-            # Of its start it tells by itself.
-            if method != START:
-                send(channel, [method, list(arguments)])
+            send(channel, [method, list(arguments)])
             reply = receive(channel)
         except TimeoutError:
             raise RankError(silence(number, self._limit_s, method)) from None
         except (EOFError, OSError):
-            rank.process.join(GRACE_S)
-            why = _describe_exit(rank.process.exitcode)
-            raise RankError(f"rank {number} died in {method}: {why}") from None
+            raise RankError(f"rank {number} died in {method}: {rank.describe_end()}") from None
         if reply["error"] is not None:
             raise FailedCall(*reply["error"])
         return reply["result"]
 
     def _end(self) -> None:
         for rank in self._ranks:
-            rank.process.kill()
+            if rank.process is not None:
+                rank.process.kill()
+            rank.close()
         # Each thread that waits for a rank learns of its end, and leaves.
         self._waiting.shutdown()
         for rank in self._ranks:
-            rank.process.join()
-            rank.process.close()
-            rank.close()
+            if rank.process is not None:
+                rank.process.join()
+                rank.process.close()
         self._ranks.clear()
         self._folder.cleanup()
 
@@ -258,7 +274,6 @@ GRACE_S = 10.0
 
 START = "start"
 """The name of the call by which ranks meet: no later call can be made of those of which one failed in it."""
-
 
 BESIDE = ("finish_save",)
 """Calls that wait for threads of the ranks, and hold up no other call."""
@@ -279,14 +294,36 @@ EXPECTED: dict[str, type[Exception]] = {
 
 
 @dataclass(frozen=True)
-class _Rank:
-    process: BaseProcess
+class Rank:
+    """A process that holds a rank, as its caller sees it."""
+
     channels: list[BlockingChannel]
     """One channel for calls, and one for those `BESIDE` them."""
+    gpu: int
+    """Its number on its machine."""
+    address: str
+    """Where the ranks of other machines reach it."""
+    process: BaseProcess | None = None
+    """None: it was not started here, and ends when its channels do."""
 
     def close(self) -> None:
+        """The end of its messages."""
         for channel in self.channels:
             channel.close()
+
+    def describe_end(self) -> str:
+        """Why it has ended, as far as that is known here."""
+        if self.process is None:
+            return "its connection ended; its own output may say why"
+        self.process.join(GRACE_S)
+        if (code := self.process.exitcode) is None:
+            return "it closed its connection and does not end"
+        if code < 0:
+            return f"exit code {code} ({signal.Signals(-code).name})"
+        return (
+            f"exit code {code}; its output says why (a script that starts ranks must do its work under "
+            f'`if __name__ == "__main__":`, because each rank imports it again)'
+        )
 
 
 class FailedCall(Exception):
@@ -298,59 +335,81 @@ def silence(number: int, limit_s: float, method: str) -> str:
     return f"rank {number} gave no sign of life for {limit_s:g} s in {method}: it hangs or was stopped"
 
 
-def _numbers(ranks: Collection[int]) -> str:
+def numbers(ranks: Collection[int]) -> str:
+    """The name of one rank, or of several."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
-def _describe_exit(code: int | None) -> str:
-    if code is None:
-        return "it closed its connection and does not end"
-    if code < 0:
-        return f"exit code {code} ({signal.Signals(-code).name})"
-    return (
-        f"exit code {code}; its output says why (a script that starts ranks must do its work under "
-        f'`if __name__ == "__main__":`, because each rank imports it again)'
-    )
+def free_meeting(address: str) -> str:
+    """Where ranks may meet on the machine with this address, which is this one, as torch reads it."""
+    with socket.socket() as free:
+        free.bind((address, 0))
+        return f"tcp://{address}:{free.getsockname()[1]}"
 
 
-def _serve(socks: Sequence[socket.socket], join: Callable[[], Any], threads: int, limit_s: float) -> None:
-    """The main function of a rank's process: one reply for being there, then one for each call.
+def set_interface(address: str) -> None:
+    """Have gloo use the interface of this machine that has this IPv4 address, if that is found.
+
+    It would take that of the machine's own name, which may be reached from outside, or not at all.
+    """
+    for name, own in psutil.net_if_addrs().items():
+        if address in [each.address for each in own]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _serve(socks: Sequence[socket.socket]) -> None:
+    """The main function of a rank's process that was started for it."""
+    # Ctrl-C and torchrun's SIGTERM reach every process of a group; the caller decides what they mean.
+    os.setpgrp()
+    serve([connect(sock) for sock in socks])
+
+
+def serve(channels: Sequence[BlockingChannel]) -> None:
+    """Answer the calls for one rank until its caller ends the channels, or is gone.
 
     consumes: calls   waits for: a message   woken by: the caller, or its end   produces: a reply each
     """
-    # Ctrl-C reaches every process of the terminal; the caller decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channels = [connect(sock) for sock in socks]
-    for channel in channels:
-        channel.beat(Alive(), limit_s / BEATS)
-    # gloo would meet over the interface that the host's name stands for.
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    if loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    torch.set_num_threads(threads)
     worker: Any = None
 
-    def start() -> None:
+    def start(
+        rank: int,
+        gpu: int,
+        address: str,
+        num_ranks: int,
+        meeting: str,
+        device: str,
+        threads: int,
+        limit_s: float,
+    ) -> None:
         nonlocal worker
-        worker = join()
+        for channel in channels:
+            channel.beat(Alive(), limit_s / BEATS)
+        set_interface(address)
+        torch.set_num_threads(threads)
+        worker = RankWorker(rank, num_ranks, meeting, device=device, gpu=gpu)
 
-    def answer(channel: BlockingChannel, reply: Any = None) -> None:
-        # The caller closed its end, or is gone: the end of this process.
+    def answer(channel: BlockingChannel) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
-                if reply is not None:
-                    send(channel, reply)
                 method, arguments = receive(channel)
-                reply = _attempt(partial(getattr(worker, method), *arguments))
+                call = start if method == START else getattr(worker, method)
+                send(channel, _attempt(partial(call, *arguments)))
 
-    started = _attempt(start)
-    beside = threading.Thread(target=answer, args=[channels[1]])
+    def answer_beside() -> None:
+        answer(channels[1])
+        last.start()
+
+    # The main thread may be in a collective, which waits minutes for a rank that was stopped.
+    last = threading.Timer(GRACE_S, os._exit, [1])
+    beside = threading.Thread(target=answer_beside)
     beside.start()
-    answer(channels[0], started)
-    # A thread that wakes up in the interpreter's last moments would abort the process.
+    answer(channels[0])
     beside.join()
     if worker is not None:
         worker.close()
+    # A thread that wakes up in the interpreter's last moments would abort the process.
+    last.cancel()
+    last.join()
 
 
 def _attempt(call: Callable[[], Any]) -> dict[str, Any]:

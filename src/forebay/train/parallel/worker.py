@@ -45,16 +45,18 @@ class RankWorker:
     """One rank: a slice of the model and the sequences that it is dealt.
 
     `init_method` is where the ranks meet, as ``torch.distributed`` reads it (``file:///...``,
-    ``tcp://host:port``). `device` ``cuda`` means the GPU with the rank's number, modulo how many there are.
-    Backend: nccl on GPUs, gloo elsewhere. A collective that a rank does not come to ends with an error on
-    the others after `COLLECTIVE_TIMEOUT`.
+    ``tcp://host:port``). `device` ``cuda`` means the GPU number `gpu`, or the rank's, modulo how many there
+    are. Backend: nccl on GPUs, gloo elsewhere. A collective that a rank does not come to ends with
+    an error on the others after `COLLECTIVE_TIMEOUT`.
     """
 
-    def __init__(self, rank: int, world_size: int, init_method: str, *, device: str = "cpu") -> None:
+    def __init__(
+        self, rank: int, world_size: int, init_method: str, *, device: str = "cpu", gpu: int | None = None
+    ) -> None:
         self.rank = rank
         self.device = torch.device(device)
         if self.device.type == "cuda":
-            self.device = torch.device("cuda", rank % torch.cuda.device_count())
+            self.device = torch.device("cuda", (rank if gpu is None else gpu) % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
@@ -164,6 +166,10 @@ class RankWorker:
     def resume(self, folder: str) -> int:
         """Take over what `save` wrote, with any number of ranks; the number of completed train steps."""
         return self.learner.resume(Path(folder))
+
+    def sees(self, path: str) -> bool:
+        """Whether the file is there, as seen from this rank's machine."""
+        return Path(path).exists()
 
     def close(self) -> None:
         """Leave the process group."""

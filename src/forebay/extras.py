@@ -17,7 +17,7 @@ EXTRAS = {
     "tasks": ("reasoning_gym", "math_verify"),
     "fragments": ("lmdb",),
     "environments": ("gymnasium",),
-    "http": ("httpx", "jinja2", "starlette", "uvicorn", "safetensors"),
+    "http": ("aiohttp", "jinja2", "starlette", "uvicorn", "safetensors"),
     "board": ("duckdb",),
     "ray": ("ray", "psutil"),
     "trackers": ("tensorboard", "trackio", "wandb"),

@@ -24,7 +24,6 @@ import difflib
 import glob
 import importlib
 import inspect
-import logging
 import os
 import re
 import sys
@@ -38,8 +37,6 @@ from typing import Annotated, Any, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from forebay.tracebacks import raised_at
-
-logger = logging.getLogger(__name__)
 
 _LOOKS_LIKE_PATH = re.compile(r"(?=.*\w)[^:\n]*[./][^:\n]*")
 _imported_from: list[str] = []
@@ -324,9 +321,6 @@ def check_arguments(
         ConfigError: an argument is unknown, missing, of a wrong value or the caller's; the message lists
             those it takes.
     """
-    for key in arguments:
-        if (removed := _REMOVED_ARGUMENTS.get((kind, name, key))) is not None:
-            raise ConfigError(f"{kind} {name!r}: {key} was removed: {removed}")
     signature = inspect.signature(function)
     known = [parameter for parameter in signature.parameters if parameter not in given]
     if taken := sorted(set(arguments) & set(given)):
@@ -341,19 +335,6 @@ def check_arguments(
         ) from None
     if isinstance(function, type) and issubclass(function, StrictModel):
         parse_config(function, arguments, source=f"{kind} {name!r}")
-
-
-_REMOVED_ARGUMENTS = {
-    ("agent", "program", "port"): "write host = 'HOST:PORT'",
-    ("agent", "program", "allow_remote"): "write host = 'remote:HOST:PORT' where others may reach it",
-    ("judge", "llm", "per_minute"): "the server's 429 and its Retry-After are heeded",
-    ("judge", "llm", "max_tokens"): "max_calls is the budget; a limit of one reply goes into parameters",
-    ("judge", "llm", "cache"): "replies are kept in memory",
-    ("engine", "process", "checksum"): "verify_weights = true proves after each hand-over what engines hold",
-    ("cluster", "ray", "buffer"): "a run has one replay buffer, in its own process; leave the key out",
-    ("cluster", "ray", "buffer_shards"): "a run has one replay buffer; leave the key out",
-}
-"""Arguments of earlier versions and where each went, by kind and name of the component."""
 
 
 def checked_by(check: Callable[[Any], object]) -> AfterValidator:

@@ -68,7 +68,7 @@ class DeviceTurns:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._trainer.onload)
 
     async def leave(self) -> None:
-        """Make room for the server: its weights, which a hand-over replaces, and its cache when it goes on."""
+        """Make room for the server's weights, which a hand-over replaces, and for its cache."""
         # After a hand-over the trainer has left the device already.
         if self.is_training and self._offload != "none":
             offload = partial(self._trainer.offload, weights=self._offload == "all")

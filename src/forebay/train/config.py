@@ -6,7 +6,6 @@ Names that choose code (`advantage`, `loss`, `correction`) come from a literal t
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -22,8 +21,6 @@ from forebay.train.objective.guard import DEFAULT_BANDS as GUARD_BANDS
 from forebay.train.objective.guard import GuardAction, check_bands
 from forebay.train.parallel.config import ParallelConfig
 from forebay.train.presets import with_papers
-
-logger = logging.getLogger(__name__)
 
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline", "gae", "none")
 LOSS_NAMES = ("clipped", "gspo", "cispo")

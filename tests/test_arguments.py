@@ -89,16 +89,14 @@ def test_a_model_has_what_its_constructor_takes(
         (["tasks.0.data.arguments.lenght=4"], "task 't': data source 'sorting': .*did you mean 'length'"),
         (["tasks.0.data.arguments.length=40"], "'length' = 40"),
         (["tasks.0.eval_data.source=addition", "tasks.0.eval_data.arguments.digit=1"], "'digits'"),
-        (["tasks.0.agent.name=verifiers"], "forebay init verifiers"),
         (
             [
                 "tasks.0.agent.name=program",
                 "tasks.0.agent.arguments.program=math:sqrt",
                 "tasks.0.agent.arguments.port=80",
             ],
-            "agent 'program': port was removed: write host",
+            "unexpected keyword argument 'port'",
         ),
-        (["tasks.0.judge.name=llm", "tasks.0.judge.arguments.cache=x"], "cache was removed: replies are"),
         (["tasks.0.judge.arguments.partial=true"], "did you mean 'partial_credit'"),
         (["tasks.0.judge.arguments.partial_credit=yes"], "'partial_credit' = 'yes'"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -255,44 +256,20 @@ def test_the_order_of_overrides_of_different_keys_does_not_matter(overrides: lis
     assert apply_overrides(given, overrides) == {"engine": {"name": "vllm", "arguments": {"servers": 2}}}
 
 
-def test_keys_of_an_earlier_version_are_read_with_one_note_each(caplog: pytest.LogCaptureFixture) -> None:
+def test_keys_of_an_earlier_version_are_refused_with_what_to_write_now() -> None:
     table = {
         "name": "a",
         "steps": 1,
         "batch_size": 1,
         "rollouts_per_prompt": 2,
-        "engine": "transformers",
-        "trace": True,
-        "model": {"source": "tiny", "dtype": "bfloat16"},
-        "train": {"normalisation": "sequence-mean", "dtype": "float32"},
+        "model": {"source": "tiny"},
         "tasks": [{"name": "a", "data": {"source": "sorting"}, "judge": {"name": "exact_match"}}],
-        "produce": {"strategy": "async"},
-        # As older versions wrote the default.
-        "replay": {"keep_consumed": False},
     }
-    run = parse_config(RunConfig, table)
-    assert (run.engine.dtype, run.train.dtype, run.train.normalization) == (
-        "bfloat16",
-        "float32",
-        "sequence-mean",
-    )
-    said = [record.getMessage().partition(":")[0] for record in caplog.records]
-    assert said == [
-        "model.dtype is now engine.dtype and train.dtype",
-        "train.normalisation is now train.normalization",
-        "trace was removed, and is left out",
-        "produce.strategy was removed, and is left out",
-        "replay.keep_consumed was removed, and is left out",
-    ]
-    assert "normalisation" in table["train"], "the table that was given is as it was"
-    assert apply_overrides({}, ["trace=true"], RunConfig.old_names) == {}
-    assert "forebay board RUN --export" in caplog.records[-1].getMessage()
-    # An override of either name changes what the file has under the other.
-    for key in ("normalisation", "normalization"):
-        for other in ("normalisation", "normalization"):
-            data = {**table, "train": {key: "sequence-mean"}}
-            changed = apply_overrides(data, [f"train.{other}=8"], RunConfig.old_names)
-            assert parse_config(RunConfig, changed).train.normalization == 8
+    for key, now in RunConfig.removed_keys.items():
+        with pytest.raises(
+            ConfigError, match=re.escape(f"unknown key '{key}', of an earlier version: {now}")
+        ):
+            parse_config(RunConfig, apply_overrides(table, [f"{key}=1"]))
 
 
 def keys_below(annotation: Any, key: str = "") -> set[str]:

@@ -75,8 +75,8 @@ def test_a_ledger_is_read(copy):
 
 def test_a_run_is_looked_into_as_it_is(copy):
     folder = copy("run")
-    assert "balanced: every group is in exactly one place" in run("buffer", "inspect", folder).output
-    assert "step_000001" in run("ledger", folder).output
+    assert "a ledger's state has version 3, got 1" in run("buffer", "inspect", folder).output
+    assert "groups, by the ledger's own account" in run("ledger", folder).output
 
 
 def test_a_run_is_refused_in_one_sentence(copy):

@@ -24,7 +24,6 @@ import difflib
 import glob
 import importlib
 import inspect
-import logging
 import os
 import re
 import sys
@@ -33,14 +32,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from forebay.tracebacks import raised_at
-
-logger = logging.getLogger(__name__)
 
 _LOOKS_LIKE_PATH = re.compile(r"(?=.*\w)[^:\n]*[./][^:\n]*")
 _imported_from: list[str] = []
@@ -128,9 +124,6 @@ def errors_about(what: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
-OldNames = Mapping[str, tuple[str, ...] | str]
-"""Keys of earlier versions, each with the keys that took its place, or with what does its work now:
-``old_names`` of a model of run files."""
 
 
 def load_config(model: type[ModelT], path: Path, overrides: Iterable[str] = ()) -> ModelT:
@@ -139,7 +132,7 @@ def load_config(model: type[ModelT], path: Path, overrides: Iterable[str] = ()) 
     Raises:
         ConfigError: the file is missing or not TOML, or a key or value does not fit.
     """
-    data = apply_overrides(read_toml(path), overrides, getattr(model, "old_names", {}))
+    data = apply_overrides(read_toml(path), overrides)
     return parse_config(model, data, source=str(path), beside=path.parent)
 
 
@@ -167,12 +160,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
 
 
-def apply_overrides(
-    data: Mapping[str, Any], overrides: Iterable[str], old_names: OldNames = MappingProxyType({})
-) -> dict[str, Any]:
+def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """A copy of `data` with each ``a.b=value`` set; list entries go by position (``tasks.0.weight=2``).
-
-    Keys in `old_names` get the names of this version, in `data` and in the overrides.
 
     The value is read as TOML where it is valid TOML (``3``, ``true``, ``[1, 2]``), else as plain text. The
     order of different keys does not matter: ``engine=vllm`` and ``engine.arguments.servers=2`` go both ways.
@@ -180,7 +169,7 @@ def apply_overrides(
     Raises:
         ConfigError: an override has no ``=`` or walks into something that is not a table or list.
     """
-    result = _with_new_names(copy.deepcopy(dict(data)), old_names)
+    result = copy.deepcopy(dict(data))
     changes: list[tuple[list[str], str, str]] = []
     for override in overrides:
         key, separator, text = override.partition("=")
@@ -188,11 +177,7 @@ def apply_overrides(
             raise ConfigError(
                 f"override {override!r} is not of the form key=value, for example train.lr=1e-4"
             )
-        names = old_names.get(key.strip(), (key.strip(),))
-        if isinstance(names, str):
-            logger.warning("%s was removed, and is left out: %s", key.strip(), names)
-        else:
-            changes += [(name.split("."), text.strip(), override) for name in names]
+        changes.append((key.strip().split("."), text.strip(), override))
     # A whole table before its parts, which it would wipe; the sort keeps the order of equals.
     for path, text, override in sorted(changes, key=lambda change: len(change[0])):
         try:
@@ -203,9 +188,7 @@ def apply_overrides(
     return result
 
 
-def _set_path(
-    node: Any, path: list[str], value: Any, override: str, *, only_if_missing: bool = False
-) -> None:
+def _set_path(node: Any, path: list[str], value: Any, override: str) -> None:
     for depth, part in enumerate(path):
         key: Any = part
         if isinstance(node, list):
@@ -218,8 +201,7 @@ def _set_path(
         elif not isinstance(node, dict):
             raise ConfigError(f"override {override!r}: {'.'.join(path[:depth])} is a value, not a table")
         if depth == len(path) - 1:
-            if not (only_if_missing and key in node):
-                node[key] = value
+            node[key] = value
             return
         if isinstance(node, dict):
             node.setdefault(key, {})
@@ -244,7 +226,7 @@ def parse_config(
     Raises:
         ConfigError: one line per problem: where, what was given, and the nearest known key or the rule.
     """
-    table = _with_new_names(data, getattr(model, "old_names", {}))
+    table = dict(data)
     given = table.get("search_path") or []
     # A wrong value is left to validation.
     usable = isinstance(given, list) and all(isinstance(folder, str) for folder in given)
@@ -266,31 +248,12 @@ def parse_config(
         raise ConfigError(f"{source}: " + "\n".join(lines)) from None
 
 
-def _with_new_names(data: Mapping[str, Any], old_names: OldNames) -> dict[str, Any]:
-    """A copy of `data` in which the keys of earlier versions have the names of this one."""
-    # Arguments of a program's own may be objects, which stay the same objects.
-    table = copy.deepcopy(dict(data)) if old_names else dict(data)
-    for old, names in old_names.items():
-        *path, last = old.split(".")
-        node: Any = table
-        for part in path:
-            node = node.get(part) if isinstance(node, dict) else None
-        if not isinstance(node, dict) or last not in node:
-            continue
-        value = node.pop(last)
-        if isinstance(names, str):
-            logger.warning("%s was removed, and is left out: %s", old, names)
-            continue
-        logger.warning("%s is now %s: %r is used, unless that is set", old, " and ".join(names), value)
-        for name in names:
-            _set_path(table, name.split("."), value, f"{old}={value}", only_if_missing=True)
-    return table
-
-
 def _explain(model: type[BaseModel], problem: dict[str, Any]) -> str:
     # Of a union pydantic names the member, too.
     location = [str(part) for part in problem["loc"] if not str(part).startswith("constrained-")]
     where = ".".join(location)
+    if (now := getattr(model, "removed_keys", {}).get(where)) is not None:
+        return f"unknown key {where!r}, of an earlier version: {now}"
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         # The keys accepted there, walking through lists, unions and dataclasses.
         current: list[Any] = [model]
@@ -358,9 +321,6 @@ def check_arguments(
         ConfigError: an argument is unknown, missing, of a wrong value or the caller's; the message lists
             those it takes.
     """
-    for key in arguments:
-        if (removed := _REMOVED_ARGUMENTS.get((kind, name, key))) is not None:
-            raise ConfigError(f"{kind} {name!r}: {key} was removed: {removed}")
     signature = inspect.signature(function)
     known = [parameter for parameter in signature.parameters if parameter not in given]
     if taken := sorted(set(arguments) & set(given)):
@@ -375,19 +335,6 @@ def check_arguments(
         ) from None
     if isinstance(function, type) and issubclass(function, StrictModel):
         parse_config(function, arguments, source=f"{kind} {name!r}")
-
-
-_REMOVED_ARGUMENTS = {
-    ("agent", "program", "port"): "write host = 'HOST:PORT'",
-    ("agent", "program", "allow_remote"): "write host = 'remote:HOST:PORT' where others may reach it",
-    ("judge", "llm", "per_minute"): "the server's 429 and its Retry-After are heeded",
-    ("judge", "llm", "max_tokens"): "max_calls is the budget; a limit of one reply goes into parameters",
-    ("judge", "llm", "cache"): "replies are kept in memory",
-    ("engine", "process", "checksum"): "verify_weights = true proves after each hand-over what engines hold",
-    ("cluster", "ray", "buffer"): "a run has one replay buffer, in its own process; leave the key out",
-    ("cluster", "ray", "buffer_shards"): "a run has one replay buffer; leave the key out",
-}
-"""Arguments of earlier versions and where each went, by kind and name of the component."""
 
 
 def checked_by(check: Callable[[Any], object]) -> AfterValidator:

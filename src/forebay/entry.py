@@ -101,7 +101,7 @@ async def run_async(
     with given.during(objects):
         read = parse_config(
             RunConfig,
-            apply_overrides(tables, overrides, RunConfig.old_names),
+            apply_overrides(tables, overrides),
             source=str(beside or "config"),
             beside=beside,
         )

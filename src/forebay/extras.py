@@ -17,8 +17,8 @@ EXTRAS = {
     "tasks": ("reasoning_gym", "math_verify"),
     "fragments": ("lmdb",),
     "environments": ("gymnasium",),
-    "http": ("httpx", "jinja2", "starlette", "uvicorn", "safetensors"),
-    "board": ("duckdb",),
+    "http": ("aiohttp", "jinja2", "safetensors"),
+    "board": ("duckdb", "starlette", "uvicorn"),
     "ray": ("ray", "psutil"),
     "trackers": ("tensorboard", "trackio", "wandb"),
 }

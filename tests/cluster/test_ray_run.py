@@ -324,8 +324,6 @@ def test_engines_and_workers_join_and_leave_a_run_that_works(ray, tmp_path, monk
     [
         ({"num_engines": 0}, "'num_engines' = 0: .*greater than or equal to 1"),
         ({"num_wrokers": 2}, "did you mean 'num_workers'"),
-        ({"buffer": "driver"}, r"cluster 'ray': buffer was removed: a run has one replay buffer"),
-        ({"buffer_shards": 2}, r"cluster 'ray': buffer_shards was removed: .*leave the key out"),
         ({"gpus_per_engine": 1.5}, "'gpus_per_engine' = 1.5: must be a share of a GPU or a whole"),
         ({"cpus": 0}, "'cpus' = 0: .*greater than 0"),
         ({"cpus": "1"}, "'cpus' = '1': .*valid number"),

@@ -154,11 +154,6 @@ def test_columns_may_be_swapped_renamed_and_made() -> None:
     assert prompt.extra == {"question": "3+1?", "difficulty": 3}
 
 
-def test_columns_of_older_run_files_are_read() -> None:
-    old = DataConfig.model_validate({"source": "x", "prompt_column": "question", "answer_column": ""})
-    assert old == DataConfig(source="x", columns={"prompt": "question", "answer": ""})
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -471,17 +471,6 @@ def test_every_recipe_is_a_valid_run_file():
             assert parse_config(RunConfig, load_back(to_toml(config))) == config, path
 
 
-def test_a_removed_key_gets_one_sentence(tmp_path):
-    resolved = config(tmp_path).model_dump(mode="json")
-    resolved["cluster"] = {"name": "ray", "arguments": {"num_engines": 2, "buffer_shards": 4}}
-    with pytest.raises(ConfigError, match=r"buffer_shards was removed: .* leave the key out"):
-        parse_config(RunConfig, resolved)
-    resolved = config(tmp_path).model_dump(mode="json")
-    resolved["engine"] = {"name": "process", "arguments": {"checksum": True}}
-    with pytest.raises(ConfigError, match=r"engine 'process': checksum was removed: verify_weights = true"):
-        parse_config(RunConfig, resolved)
-
-
 def load_back(text):
     import tomllib
 

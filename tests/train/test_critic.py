@@ -39,7 +39,7 @@ def test_the_critic_learns_to_foresee_the_scores(make_model, make_groups):
     for number, group in enumerate(groups):
         for state in group:
             state.reward = {"score": float(number % 2)}
-    trainer = trainer_for(make_model(), lam=1.0)
+    trainer = trainer_for(make_model(), discount=(1.0, 1.0))
     history = [trainer.fit(groups).metrics for _ in range(40)]
     assert history[0]["train/explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert history[-1]["train/explained_variance"] > 0.8
@@ -47,7 +47,7 @@ def test_the_critic_learns_to_foresee_the_scores(make_model, make_groups):
 
 
 def test_gae_advantages_are_standardized_over_the_batch_and_returns_are_not(make_model, make_groups):
-    trainer = trainer_for(make_model(), lam=1.0)
+    trainer = trainer_for(make_model(), discount=(1.0, 1.0))
     batch = trainer.fit(make_groups(masked=True))
     trained = batch.advantages[batch.response_mask]
     assert trained.mean() == pytest.approx(0.0, abs=1e-5)

@@ -101,18 +101,3 @@ def test_a_dry_run_says_where_each_value_is_from(tmp_path: Path) -> None:
     again = tmp_path / "again.toml"
     again.write_text(said.stdout)
     assert CliRunner().invoke(app, ["train", str(again), "--dry-run"]).stdout == said.stdout
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ({"schedule": "cosine", "schedule_warmup_steps": 3}, {"schedule": ("cosine", 3)}),
-        ({"schedule": "cosine", "schedule_warmup_steps": 0}, {"schedule": "cosine"}),
-        ({"clip": 0.1, "dual_clip": 3.0}, {"clip": (0.1, 0.1, 3.0)}),
-        ({"clip": [0.1, 0.2], "dual_clip": 3.0}, {"clip": (0.1, 0.2, 3.0)}),
-        ({"lam": 0.9}, {"discount": (1.0, 0.9)}),
-    ],
-)
-def test_keys_of_earlier_versions_are_parts_of_others(old, new, caplog) -> None:
-    assert TrainConfig(**old) == TrainConfig(**new)
-    assert "is now a part of train." in caplog.text

@@ -17,7 +17,7 @@ from forebay.train.objective.corrections import CORRECTIONS
         ({"critic_lr": 1e-4}, "trains a critic that advantage 'grpo' ignores"),
         ({"advantage": "pass_at_k"}, "unknown advantage 'pass_at_k'; did you mean 'pass_at_8'?"),
         ({"advantage": "pass_at_0"}, "did you mean 'pass_at_8'?"),
-        ({"loss": "gspo", "dual_clip": 3.0}, "only read by loss 'clipped', not by 'gspo'"),
+        ({"loss": "gspo", "clip": (0.2, 0.2, 3.0)}, "only read by loss 'clipped', not by 'gspo'"),
         ({"kl_coef": 0.1, "kl_estimator": "reward", "advantage": "opo"}, "not read by advantage 'opo'"),
         ({"kl_coef": 0.1, "kl_estimator": "reward", "advantage": "pass_at_4"}, "by advantage 'pass_at_4'"),
         ({"clip": 1.5}, "the low clip is at most 1"),

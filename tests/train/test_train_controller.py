@@ -37,7 +37,7 @@ SETTINGS = [
     {"advantage": "opo", "loss": "cispo", "correction": "ratio", "layout": "shared_prompt"},
     {"correction": "token_tis"},
     {"correction": "sequence_mask", "correction_band": (0.01, 9.0), "mini_batches": 2},
-    {"schedule": "cosine", "schedule_warmup_steps": 1, "lora_rank": 2, "kl_coef": 0.1},
+    {"schedule": ("cosine", 1), "lora_rank": 2, "kl_coef": 0.1},
 ]
 
 
@@ -204,9 +204,7 @@ def test_mini_batches_are_drawn_by_the_seed_and_the_step(make_model, make_groups
 
 
 def test_the_learning_rate_follows_the_schedule_by_train_step(model, make_groups):
-    trainer = trainer_for(
-        model, total_steps=3, schedule="linear", schedule_warmup_steps=1, mini_batches=2, lr=0.5
-    )
+    trainer = trainer_for(model, total_steps=3, schedule=("linear", 1), mini_batches=2, lr=0.5)
     rates = [trainer.fit(make_groups()).metrics["train/lr"] for _ in range(3)]
     assert rates == [0.5, 0.5, 0.25]
 

@@ -49,7 +49,9 @@ def test_clipped_by_hand():
 @given(tokens, st.sampled_from([None, 1.5, 3.0]))
 def test_clipped_is_the_papers_formula(rows, dual_clip):
     given_ = inputs([r[0] for r in rows], [r[1] for r in rows])
-    result = clipped_loss(given_, TrainConfig(clip=(LOW, HIGH), dual_clip=dual_clip))
+    result = clipped_loss(
+        given_, TrainConfig(clip=(LOW, HIGH) if dual_clip is None else (LOW, HIGH, dual_clip))
+    )
     for log_ratio, advantage, loss in zip(
         (given_.logprobs - given_.old_logprobs).tolist(), given_.advantages.tolist(), result.loss, strict=True
     ):
@@ -69,7 +71,7 @@ def test_a_clipped_token_has_no_gradient_and_another_has_the_policy_gradient():
 def test_dual_clip_bounds_the_loss_of_bad_tokens():
     given_ = inputs([math.log(10.0)], [-1.0])
     assert clipped_loss(given_, CONFIG).loss.item() == pytest.approx(10.0, rel=1e-5)
-    bounded = clipped_loss(given_, TrainConfig(clip=(LOW, HIGH), dual_clip=3.0))
+    bounded = clipped_loss(given_, TrainConfig(clip=(LOW, HIGH, 3.0)))
     assert bounded.loss.item() == 3.0
     assert bounded.clipped_high.tolist() == [True]
 

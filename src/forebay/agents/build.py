@@ -36,8 +36,6 @@ def check_agent(config: Component) -> Any:
     Raises:
         ConfigError: the name is unknown, or an argument does not fit.
     """
-    if config.name == "verifiers":
-        raise ConfigError("agent 'verifiers' is a recipe now: forebay init verifiers writes it")
     return find_component("agent", config, AGENTS, *GIVEN)
 
 

@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from forebay.cli.errors import one_message
 from forebay.config import ConfigError
@@ -69,15 +66,6 @@ def show_keys(
 ) -> None:
     """Say what the keys of a run file mean: values, defaults, units."""
     with one_message():
-        keys = find_keys(pattern)
-        console = Console()
-        if not console.is_terminal:
-            for key in keys:
-                values = f"{key.values}; default: {key.default}" if key.default else key.values
-                typer.echo(f"{key.path} ({key.section}): {key.meaning} [{values}]")
-            return
-        table = Table("key", "values", "default", "meaning", show_lines=True)
-        for key in keys:
-            name = Text(key.path, "bold").append(f"\n{key.section}", "dim")
-            table.add_row(name, Text(key.values), Text(key.default), Text(key.meaning))
-        console.print(table)
+        for key in find_keys(pattern):
+            values = f"{key.values}; default: {key.default}" if key.default else key.values
+            typer.echo(f"{key.path} ({key.section}): {key.meaning} [{values}]")

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +34,7 @@ from forebay.fragments.state import ReplayState
 from forebay.fragments.store.collector import Collector
 from forebay.fragments.store.journal import Journal
 from forebay.fragments.store.payloads import FragmentStore
+from forebay.io.safe_files import sync, unfinished
 
 logger = logging.getLogger(__name__)
 
@@ -269,18 +269,14 @@ class ReplayBufferActor:
             await finish(asyncio.to_thread(self._copy, target))
 
     def _copy(self, target: Path) -> None:
-        from forebay.io import safe_files
-
-        temporary = target.with_name(f"{target.name}.tmp")
-        # Of a save that failed, or was killed.
-        shutil.rmtree(temporary, ignore_errors=True)
-        # The journal first: payloads that come after it are unnamed in the copy, but none that it names is
-        # missing.
-        self._journal.copy(temporary / "index")
-        self._store.copy(temporary)
-        safe_files.sync(temporary)
-        temporary.rename(target)
-        safe_files.sync(target.parent)
+        with unfinished(target) as temporary:
+            # The journal first: payloads that come after it are unnamed in the copy, but none that it names
+            # is missing.
+            self._journal.copy(temporary / "index")
+            self._store.copy(temporary)
+            sync(temporary)
+            temporary.rename(target)
+        sync(target.parent)
 
     async def close(self) -> None:
         """End all waits with `BufferClosed` and finish deleting; what is held stays in the folder."""

@@ -58,7 +58,7 @@ class LLMJudge(base.Judge):
             `TEMPLATE`, `GROUP_TEMPLATE`, `PAIR_TEMPLATE` or `RUBRIC_TEMPLATE`.
 
     Raises:
-        ConfigError: httpx or jinja2 is not installed.
+        ConfigError: aiohttp or jinja2 is not installed.
         ValueError: an argument does not fit.
     """
 

@@ -38,7 +38,7 @@ class RewardModelJudge(Judge):
         arguments: those of `Arguments`, by name.
 
     Raises:
-        ConfigError: for a server httpx is not installed. The first batch tells of a model that is not there.
+        ConfigError: for a server aiohttp is not installed. Of a missing model the first batch tells.
     """
 
     class Arguments(ServerArguments, strict=True):

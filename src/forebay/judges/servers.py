@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +23,7 @@ from forebay.extras import require_library
 from forebay.judges.base import JudgeError, TransientJudgeError
 
 if TYPE_CHECKING:
-    import httpx
+    from aiohttp import ClientResponse, ClientSession
 
 ReadT = TypeVar("ReadT")
 
@@ -50,12 +51,12 @@ class JudgeServer:
         timeout_s: for one request; None waits for ever.
 
     Raises:
-        ConfigError: httpx is not installed.
+        ConfigError: aiohttp is not installed.
         ValueError: the environment variable is not set.
     """
 
     def __init__(self, arguments: ServerArguments, *, judge: str, timeout_s: float | None) -> None:
-        require_library("httpx", judge)
+        require_library("aiohttp", judge)
         self._headers: dict[str, str] = {}
         if arguments.api_key_env is not None:
             key = os.environ.get(arguments.api_key_env)
@@ -66,7 +67,7 @@ class JudgeServer:
         self._slots = asyncio.Semaphore(arguments.max_concurrent)
         self._limit = arguments.max_calls
         self._num_calls = 0
-        self._http: httpx.AsyncClient | None = None
+        self._http: ClientSession | None = None
 
     async def post(self, url: str, request: Mapping[str, Any], read: Callable[[Any], ReadT]) -> ReadT:
         """Post `request` and return the result of `read` on the JSON of the answer.
@@ -75,32 +76,41 @@ class JudgeServer:
             TransientJudgeError: there was no reply, or `read` failed on it; another one may be right.
             JudgeError: no attempt will succeed: the request was refused, or the budget is used up.
         """
-        import httpx
+        from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
         async with self._slots:
             if self._limit is not None and self._num_calls >= self._limit:
                 used = f"{self._num_calls} of max_calls = {self._limit}"
                 raise JudgeError(f"the budget is used up: {used}; raise it")
             if self._http is None:
-                self._http = httpx.AsyncClient(timeout=None, headers=self._headers)
+                self._http = ClientSession(
+                    connector=TCPConnector(limit=0),
+                    timeout=ClientTimeout(total=None),
+                    headers=self._headers,
+                    # Hosted models may be behind a proxy that the environment names.
+                    trust_env=True,
+                )
             # Failed requests count, too: the server may charge for them.
             self._num_calls += 1
             late = TransientJudgeError(f"{url}: no reply within {self._timeout_s} s")
             try:
-                async with timeout(self._timeout_s, lambda: late):
-                    response = await self._http.post(url, json=request)
-            except httpx.TransportError as error:
+                async with (
+                    timeout(self._timeout_s, lambda: late),
+                    self._http.post(url, json=request, allow_redirects=False) as response,
+                ):
+                    text = await response.text(errors="replace")
+            except ClientError as error:
                 raise TransientJudgeError(f"{url}: {type(error).__name__}: {error}") from error
-        _check_status(response)
+        _check_status(response, text)
         try:
-            return read(response.json())
+            return read(json.loads(text))
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            raise TransientJudgeError(f"{url}: another form of reply: {response.text[:200]!r}") from None
+            raise TransientJudgeError(f"{url}: another form of reply: {text[:200]!r}") from None
 
     async def aclose(self) -> None:
         """Close the connections."""
         if self._http is not None:
-            await self._http.aclose()
+            await self._http.close()
             self._http = None
 
 
@@ -108,11 +118,11 @@ class JudgeServer:
 _LONGEST_RETRY_AFTER_S = 120.0
 
 
-def _check_status(response: httpx.Response) -> None:
-    status = response.status_code
+def _check_status(response: ClientResponse, text: str) -> None:
+    status = response.status
     if status < 400:
         return
-    message = f"{response.url}: HTTP {status}: {response.text[:200]!r}"
+    message = f"{response.url}: HTTP {status}: {text[:200]!r}"
     # 408: the server's own time-out. 409 and 425 are "again, later" too.
     if status not in (408, 409, 425, 429) and status < 500:
         raise JudgeError(message)

@@ -246,7 +246,7 @@ class Ledger:
             ValueError: as `restore`.
         """
         version = state.get("version") if isinstance(state, Mapping) else None
-        if version not in (1, PLACE_VERSION, STATE_VERSION):
+        if version not in (PLACE_VERSION, STATE_VERSION):
             raise ValueError(f"a ledger's state has version {STATE_VERSION}, got {version!r}")
         read = cls()
         try:
@@ -262,8 +262,7 @@ class Ledger:
             for task, number in state["repeated"].items():
                 read._tasks[task].num_repeated = number
             read._num_events = int(state["num_events"])
-            # Version 0.1 wrote no number of losses.
-            read.lost_events = int(state.get("lost_events", 0))
+            read.lost_events = int(state["lost_events"])
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a ledger's state: {error!r}") from None
         return read

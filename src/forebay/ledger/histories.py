@@ -14,7 +14,6 @@ anew from the events. This module keeps no file of those, and no balance.
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 import os
@@ -22,7 +21,7 @@ import sqlite3
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,19 +42,11 @@ LIVE = "live"
 
 EVENTS = (ADMITTED, PRODUCED, RETRIED, REQUEUED, LEFT, TRAINED, REUSED, UNUSED, DROPPED)
 
-_COLUMNS: Mapping[str, tuple[str, float | None]] = {
-    "place": ("H", None),
-    "train_step": ("i", -1),
-    "num_retries": ("H", None),
-    "num_left": ("H", None),
-    "num_reused": ("H", None),
-    "first_s": ("d", None),
-    "last_s": ("d", None),
-    "num_tokens": ("i", -1),
-    "latency_s": ("f", math.nan),
-    "score": ("f", math.nan),
-}
-"""The columns of a group, in this order; with the type code, and the value for "not known", of version 1."""
+_COLUMNS = (
+    *("place", "train_step", "num_retries", "num_left", "num_reused", "first_s", "last_s", "num_tokens"),
+    *("latency_s", "score"),
+)
+"""The columns of a group, in this order."""
 
 
 class Histories:
@@ -159,17 +150,13 @@ class Histories:
         with self._lock:
             rows = [[json.loads(name), *row] for name, *row in self._ask("SELECT * FROM settled")]
             rows += [[group_id, *row.values()] for group_id, row in self._open.items()]
-        return sorted(rows, key=lambda row: (row[1 + list(_COLUMNS).index("first_s")], str(row[0])))
+        return sorted(rows, key=lambda row: (row[1 + _COLUMNS.index("first_s")], str(row[0])))
 
     @classmethod
     def from_state(cls, state: Any) -> Histories:
-        """The histories that `state` described, also in version 1.
-
-        Raises:
-            ValueError: a column does not have one entry per group.
-        """
+        """The histories that `state` described."""
         histories = cls()
-        for group_id, *values in _old_rows(state) if isinstance(state, Mapping) else state:
+        for group_id, *values in state:
             row = {column: values[place] for place, column in enumerate(_COLUMNS)}
             histories._keep(group_id, row)
             histories.totals.update({counted: row[counted] for counted in _COUNTS})
@@ -273,21 +260,6 @@ def _place_after(event: str, reason: str | None, before: str | None) -> str:
         # place: its outcome is told apart.
         return before or (ADMITTED if event == ADMITTED else LIVE)
     return LIVE
-
-
-def _old_rows(state: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
-    """The rows of a state of version 1: columns as base64 of little-endian arrays, places as codes."""
-    groups, places = state["groups"], [*_OPEN, TRAINED, *(f"{DROPPED}:{name}" for name in state["reasons"])]
-    # It did not count at first what left a group, or was used again.
-    none = base64.b64encode(bytes(2 * len(groups)))
-    stored, columns = {"num_left": none, "num_reused": none, **state["columns"]}, list[Any]()
-    for name, (code, unknown) in _COLUMNS.items():
-        values = np.frombuffer(base64.b64decode(stored[name]), np.dtype(code).newbyteorder("<")).tolist()
-        if len(values) != len(groups):
-            raise ValueError(f"the ledger's state holds {len(groups)} groups but {len(values)} of {name}")
-        columns.append([None if value == unknown or value != value else value for value in values])
-    codes, *others = columns
-    return zip(groups, map(places.__getitem__, codes), *others, strict=True)
 
 
 Row = dict[str, Any]

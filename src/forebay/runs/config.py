@@ -14,7 +14,6 @@ from forebay.agents import check_agent
 from forebay.config import (
     Component,
     ConfigError,
-    OldNames,
     StrictModel,
     check_arguments,
     errors_about,
@@ -222,16 +221,17 @@ class RunFile(BaseModel):
 class RunConfig(RunFile):
     """A whole run, as `forebay train` takes it."""
 
-    old_names: ClassVar[OldNames] = {
-        # Version 0.1 had one key each for the trainer and the engines.
-        "model.dtype": ("engine.dtype", "train.dtype"),
-        "model.attention": ("engine.attention", "train.attention"),
-        "train.normalisation": ("train.normalization",),
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "model.dtype": "set engine.dtype and train.dtype",
+        "model.attention": "set engine.attention and train.attention",
+        "train.schedule_warmup_steps": "it is the second entry of train.schedule",
+        "train.dual_clip": "it is the third number of train.clip",
+        "train.lam": "it is the second number of train.discount",
         "trace": "forebay board RUN --export timeline.json writes the timeline of any run",
         "show_every": f"rollouts are shown {NUM_SAMPLES} times in a run; forebay board shows every one",
         "produce.strategy": "it follows from produce.mode and from the keys that are set",
-        "replay.keep_consumed": "replay.reuse keeps what is trained on again, history/ what was trained",
     }
+    """What to write in the place of a key of an earlier version."""
 
     batch_size: int = Field(ge=1)
     """Groups, that is prompts, per train step, over all tasks."""

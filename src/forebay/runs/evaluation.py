@@ -37,7 +37,7 @@ async def sync_weights(run: Run) -> None:
     """Give the engines the trainer's weights; rollouts made from now on carry its model step."""
     with phase(run, "sync", SYNC):
         if run.turns is not None:
-            await run.turns.sync()
+            await run.turns.leave()
         await run.trainer.sync_weights(run.controller)
         if run.weight_check is None:
             return
@@ -98,7 +98,7 @@ async def evaluate(run: Run, label: str, eval_sets: Sequence[EvalSet] | None = N
         await sync_weights(run)
     with phase(run, "evaluate", EVALUATE):
         if run.turns is not None:
-            await run.turns.generate()
+            await run.turns.leave()
         groups = await _answers(run.controller, eval_sets, run.manager.stall_watch)
     _note(run, label, eval_sets, groups, run.train_step)
 

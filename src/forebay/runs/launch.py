@@ -25,9 +25,9 @@ from forebay.config import ConfigError
 from forebay.evaluate import Evaluator
 from forebay.io.safe_files import DamagedError, check, is_disk_error
 from forebay.judges import build_judge
-from forebay.produce import ProductionError, Prompt, TaskRunner
+from forebay.produce import ProductionError, Prompt, Sampler, TaskRunner
 from forebay.produce.prompts.dataset import last_user_text
-from forebay.replay import StorageBackend
+from forebay.replay import FIFOReplayPolicy, ReplayBuffer, StorageBackend
 from forebay.runs import folder as run_folder
 from forebay.runs import steps, store
 from forebay.runs.build import Run, open_run
@@ -304,7 +304,7 @@ async def try_judges(config: RunConfig, data: Sequence[TaskData]) -> None:
         if task.agent.name != "single_turn" or not part.training:
             continue
         judge = build_judge(task.judge)
-        state = _answered(task.name, part.training[0])
+        state = await _answered(task.name, part.training[0])
         try:
             await judge.judge([state])
         finally:
@@ -320,22 +320,14 @@ async def try_judges(config: RunConfig, data: Sequence[TaskData]) -> None:
             )
 
 
-def _answered(task_name: str, prompt: Prompt) -> RolloutState:
+async def _answered(task_name: str, prompt: Prompt) -> RolloutState:
     """A rollout of `prompt` whose response is the row's answer; without one, any text."""
     answer = (prompt.reward_model or {}).get("ground_truth")
     response = str(answer) if isinstance(answer, str | int | float) else last_user_text(prompt.message)
-    state = RolloutState(
-        [dict(message) for message in prompt.message],
-        rollout_id=f"{task_name}/before the start",
-        group_id=f"{task_name}/before the start",
-        task_name=task_name,
-        data_source=prompt.data_source,
-        reward_model=prompt.reward_model,
-        extra_fields=dict(prompt.extra),
-        response=response,
-        finish_reason="stop",
-        status=Status.COMPLETED,
-    )
+    sampler = Sampler([prompt], ReplayBuffer(FIFOReplayPolicy()), task_name=task_name, prompt_repeat_k=1)
+    [state] = await sampler.sample(task_name)
+    state.rollout_id = state.group_id = f"{task_name}/before the start"
+    state.response, state.finish_reason, state.status = response, "stop", Status.COMPLETED
     # Judges of length count tokens; no tokenizer is needed for so many.
     state.append([0] * len(response), logprobs=[0.0] * len(response), model_step=0)
     return state

@@ -57,7 +57,7 @@ async def produce(run: Run, train_step: int) -> ProduceBatchResult:
     with phase(run, "generate"):
         run.display.production(0, run.config.batch_size)
         if run.turns is not None:
-            await run.turns.generate()
+            await run.turns.leave()
         return await run.manager.produce_batch(run.config.batch_size, train_step, run.controller.model_step)
 
 

@@ -23,20 +23,11 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Executor
-from enum import Enum, auto
 from functools import partial
 from typing import Literal
 
 from forebay.engines.pool import EnginePool
 from forebay.train import TrainController
-
-
-class Turn(Enum):
-    """The side that holds the device."""
-
-    GENERATING = auto()
-    TRAINING = auto()
-    SYNCING = auto()
 
 
 class DeviceTurns:
@@ -60,7 +51,7 @@ class DeviceTurns:
         offload: Literal["none", "moments", "all"],
     ) -> None:
         """`offload` is what the trainer moves to the host's memory, in `thread`, while it is not its turn."""
-        self.turn = Turn.TRAINING
+        self.is_training = True
         self._controller, self._trainer, self._thread = controller, trainer, thread
         self._offload = offload
 
@@ -70,24 +61,16 @@ class DeviceTurns:
         Raises:
             EngineLost: all servers are lost for good.
         """
-        if self.turn is not Turn.TRAINING:
+        if not self.is_training:
             # The server first: what the trainer moves back needs the memory that it gives free.
             await self._controller.sleep(keep_weights=keep_weights)
-            self.turn = Turn.TRAINING
+            self.is_training = True
             await asyncio.get_running_loop().run_in_executor(self._thread, self._trainer.onload)
 
-    async def sync(self) -> None:
-        """Make room for the server's weights, which `TrainController.sync_weights` then replaces."""
-        await self._leave()
-        self.turn = Turn.SYNCING
-
-    async def generate(self) -> None:
-        """Make room for the server and its cache, which it takes when it is told to go on."""
-        await self._leave()
-        self.turn = Turn.GENERATING
-
-    async def _leave(self) -> None:
+    async def leave(self) -> None:
+        """Make room for the server's weights, which a hand-over replaces, and for its cache."""
         # After a hand-over the trainer has left the device already.
-        if self.turn is Turn.TRAINING and self._offload != "none":
+        if self.is_training and self._offload != "none":
             offload = partial(self._trainer.offload, weights=self._offload == "all")
             await asyncio.get_running_loop().run_in_executor(self._thread, offload)
+        self.is_training = False

@@ -6,7 +6,6 @@ Names that choose code (`advantage`, `loss`, `correction`) come from a literal t
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -22,8 +21,6 @@ from forebay.train.objective.guard import DEFAULT_BANDS as GUARD_BANDS
 from forebay.train.objective.guard import GuardAction, check_bands
 from forebay.train.parallel.config import ParallelConfig
 from forebay.train.presets import with_papers
-
-logger = logging.getLogger(__name__)
 
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp", "reinforce_pp_baseline", "gae", "none")
 LOSS_NAMES = ("clipped", "gspo", "cispo")
@@ -262,9 +259,8 @@ class TrainConfig(StrictModel):
         """The papers' settings for the names in the table, where it does not say otherwise."""
         if not isinstance(given, Mapping):
             return given
-        own = _joined(given)
         # The run file's own keys win over those that go with a teacher, and these over a paper's.
-        return with_papers(own) | (DISTILLING if own.get("teacher") else {}) | own
+        return with_papers(given) | (DISTILLING if given.get("teacher") else {}) | dict(given)
 
     @field_validator("teacher")
     @classmethod
@@ -349,29 +345,9 @@ def _pair(value: float | tuple[float, float]) -> tuple[float, float | None]:
     return value if isinstance(value, tuple) else (value, None)
 
 
-def _joined(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The table with keys of earlier versions as entries of those that took their place."""
-    table = dict(given)
-    old = {key: table.pop(key) for key in JOINED if key in table}
-    if old.get("schedule_warmup_steps"):
-        table["schedule"] = (table.get("schedule", "constant"), old["schedule_warmup_steps"])
-    if old.get("dual_clip") is not None:
-        # A loss may bring the pair that the old key's number is added to.
-        clip = with_papers(table).get("clip", 0.2)
-        table["clip"] = (*(clip if isinstance(clip, list | tuple) else (clip, clip)), old["dual_clip"])
-    if "lam" in old:
-        table.setdefault("discount", (1.0, old["lam"]))
-    for key in old:
-        logger.warning("train.%s is now a part of train.%s", key, JOINED[key])
-    return table
-
-
 DISTILLING = {"kl_coef": 1.0, "kl_estimator": "advantage"}
 """With a teacher, where the run file says nothing: each token earns ``log teacher - log student``, without a
 discount (Lu et al. 2025, "On-Policy Distillation", Thinking Machines Lab)."""
-
-JOINED = {"schedule_warmup_steps": "schedule", "dual_clip": "clip", "lam": "discount"}
-"""Keys of earlier versions, by the keys that they are entries of."""
 
 
 def pass_at(name: str) -> int | None:

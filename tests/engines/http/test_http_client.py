@@ -1,4 +1,4 @@
-"""Framing, and connections that break."""
+"""Requests to servers: bodies of all kinds, and connections that break."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from forebay.engines.servers.client import HTTPError, request
+from forebay.engines.base import EngineLost
+from forebay.engines.servers.dialects import Call, Dialect
+from forebay.engines.servers.link import ServerLink
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+EVENT = b'19\r\ndata: {"answer": "yes"}\n\n\r\n'
 
 
 class Scripted:
@@ -23,7 +26,7 @@ class Scripted:
         self.num_open += 1
         try:
             while self.answers:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
                 length = (
                     int(head.split("content-length: ")[1].split("\r\n")[0]) if "content-length" in head else 0
                 )
@@ -45,10 +48,11 @@ class Scripted:
 async def serve() -> AsyncIterator[Callable[..., object]]:
     servers: list[asyncio.Server] = []
 
-    async def start(*answers: bytes) -> tuple[str, Scripted]:
+    async def start(*answers: bytes) -> tuple[ServerLink, Scripted]:
         script = Scripted(list(answers))
         servers.append(await asyncio.start_server(script, "127.0.0.1"))
-        return f"http://127.0.0.1:{servers[-1].sockets[0].getsockname()[1]}", script
+        url = f"http://127.0.0.1:{servers[-1].sockets[0].getsockname()[1]}"
+        return ServerLink(Dialect(), url), script
 
     yield start
     for server in servers:
@@ -56,53 +60,28 @@ async def serve() -> AsyncIterator[Callable[..., object]]:
         await server.wait_closed()
 
 
-async def ask(url: str, body: bytes | None = None) -> tuple[int, bytes]:
-    async with request("GET" if body is None else "POST", url, body) as response:
-        return response.status, await response.read()
-
-
 @pytest.mark.parametrize(
-    ("answer", "status", "body"),
+    "answer",
     [
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", 200, b"hello"),
-        (b"HTTP/1.1 503 Busy\r\ncontent-length:0\r\n\r\n", 503, b""),
-        (CHUNKED + b"3\r\nabc\r\n10\r\n0123456789abcdef\r\n0\r\n\r\n", 200, b"abc0123456789abcdef"),
-        (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 404 No\r\nContent-Length: 2\r\n\r\nno", 404, b"no"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 200000\r\n\r\n" + b"x" * 200000, 200, b"x" * 200000),
+        b'HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n{"hi": "x"}',
+        CHUNKED + b'3\r\n{"h\r\n8\r\ni": "x"}\r\n0\r\n\r\n',
+        b'HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\ncontent-length:11\r\n\r\n{"hi": "x"}',
+        b'HTTP/1.1 200 OK\r\nContent-Length: 200011\r\n\r\n{"hi": "x"}' + b" " * 200_000,
     ],
 )
-async def test_bodies_of_all_kinds_are_read(serve, answer, status, body):
-    url, script = await serve(answer, answer, answer)
-    for path in ("/a", "/b?c=d"):
-        assert await ask(url + path) == (status, body)
-    assert await ask(url, b'{"x": 1}') == (status, body)
-    assert script.requests == ["GET /a HTTP/1.1|", "GET /b?c=d HTTP/1.1|", 'POST / HTTP/1.1|{"x": 1}']
-
-
-async def test_a_body_without_a_length_ends_with_the_connection(serve):
-    url, _ = await serve(b"HTTP/1.1 200 OK\r\n\r\nall of it")
-    assert await ask(url) == (200, b"all of it")
-
-
-async def test_the_certificates_are_read_once(monkeypatch):
-    made = []
-
-    async def connect(host, port, *, ssl, **_):
-        made.append(ssl)
-        raise OSError("nobody")
-
-    monkeypatch.setattr(asyncio, "open_connection", connect)
-    for _ in range(2):
-        with pytest.raises(HTTPError, match="nobody"):
-            await ask("https://127.0.0.1:1")
-    assert made[0] is made[1] is not None
+async def test_bodies_of_all_kinds_are_read(serve, answer):
+    link, script = await serve(answer, answer, answer)
+    calls = [Call("GET", "/a"), Call("GET", "/b", params={"c": "d"}), Call("POST", "/", {"x": 1})]
+    for call in calls:
+        assert await link.do([call]) == {"hi": "x"}
+    assert script.requests == ["get /a http/1.1|", "get /b?c=d http/1.1|", 'post / http/1.1|{"x": 1}']
 
 
 async def test_leaving_an_answer_early_closes_its_connection(serve):
-    url, script = await serve(CHUNKED + b"3\r\nabc\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx")
-    async with request("GET", url) as response:
-        assert await anext(response.chunks()) == b"abc"
-    assert await ask(url) == (200, b"x")
+    link, script = await serve(CHUNKED + EVENT)
+    events = link.events({})
+    assert await anext(events) == {"answer": "yes"}
+    await events.aclose()
     async with asyncio.timeout(10):
         while script.num_open:
             await asyncio.sleep(0.01)
@@ -111,20 +90,22 @@ async def test_leaving_an_answer_early_closes_its_connection(serve):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (b"", "closed in the middle"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort", "closed in the middle"),
-        (CHUNKED + b"3\r\nab", "closed in the middle"),
-        (CHUNKED + b"3\r\nabc\r\n", "closed in the middle"),
-        (CHUNKED + b"three\r\nabc\r\n", "is not HTTP"),
-        (b"hello there\r\n\r\n", "is not HTTP"),
+        (b"", "Server disconnected"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort", "is not completed"),
+        (CHUNKED + b"3\r\nab", "is not completed"),
+        (CHUNKED + b"3\r\nabc\r\n", "is not completed"),
+        (CHUNKED + EVENT, "is not completed"),
+        (CHUNKED + b"three\r\nabc\r\n", "three"),
+        (b"hello there\r\n\r\n", "Bad status line"),
     ],
 )
 async def test_what_is_broken_is_said(serve, answer, message):
-    url, _ = await serve(answer)
-    with pytest.raises(HTTPError, match=message):
-        await ask(url)
+    link, _ = await serve(answer)
+    with pytest.raises(EngineLost, match=message):
+        assert [event async for event in link.events({})] == [{"answer": "yes"}]
 
 
 async def test_nobody_there():
-    with pytest.raises(HTTPError, match="no connection"):
-        await ask("http://127.0.0.1:1")
+    link = ServerLink(Dialect(), "http://127.0.0.1:1")
+    with pytest.raises(EngineLost, match="Cannot connect"):
+        await link.do([Call("GET", "/")])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from aiohttp import ClientError, request
 from safetensors.torch import load_file, save_file
 
 from forebay.config import Component, ConfigError
@@ -20,7 +21,6 @@ from forebay.engines import EngineSurroundings, RolloutController, build_engines
 from forebay.engines.base import EngineLost
 from forebay.engines.servers import build as build_module
 from forebay.engines.servers import guard as server_guard
-from forebay.engines.servers.client import HTTPError, request
 from forebay.engines.servers.dialects import RETURN_EXPERTS, Dialect, SGLang
 from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import LocalServer
@@ -51,7 +51,7 @@ async def answers(server: LocalServer) -> bool:
     try:
         async with request("GET", server.url) as response:
             return response.status == 200
-    except HTTPError:
+    except ClientError:
         return False
 
 

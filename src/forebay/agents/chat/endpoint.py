@@ -17,7 +17,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -28,8 +28,7 @@ from forebay.extras import require_library
 from forebay.io.address import is_loopback
 
 if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import Response
+    from aiohttp import web
 
 MODEL = "policy"
 """The model's name for clients; any other is accepted too."""
@@ -51,8 +50,8 @@ class ChatEndpoint:
     not be loopback: whatever reaches it can load the engines.
 
     Raises:
-        ConfigError: the host cannot be read, or is not loopback and that was not allowed, or starlette or
-            uvicorn is missing.
+        ConfigError: the host cannot be read, or is not loopback and that was not allowed, or aiohttp is
+            missing.
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
@@ -66,19 +65,17 @@ class ChatEndpoint:
                 f"the chat endpoint would listen on {host!r}, which others can reach; use '127.0.0.1', or "
                 f"host = 'remote:{place}' where the network is trusted"
             )
-        for name in ("starlette", "uvicorn"):
-            require_library(name, "the chat endpoint")
+        require_library("aiohttp", "the chat endpoint")
         self._bound_port = self._port
         self._sessions: dict[str, ChatSession] = {}
-        self._server: Any = None
-        self._serving: asyncio.Task[None] | None = None
+        self._runner: web.AppRunner | None = None
         self._starting = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def serving(self, session: ChatSession) -> AsyncIterator[str]:
         """The base URL of `session`, for as long as the block lasts."""
         async with self._starting:
-            if self._serving is None:
+            if self._runner is None:
                 await self._start()
         secret = secrets.token_urlsafe(18)
         self._sessions[secret] = session
@@ -90,45 +87,30 @@ class ChatEndpoint:
 
     async def close(self) -> None:
         """Stop listening. A session that is opened later starts it again."""
-        if self._serving is not None:
-            self._server.should_exit = True
-            await asyncio.gather(self._serving, return_exceptions=True)
-            self._serving = None
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
 
     async def _start(self) -> None:
-        import uvicorn
-        from starlette.applications import Starlette
-        from starlette.routing import Route
+        from aiohttp import web
 
-        app = Starlette(
-            routes=[
-                Route("/{secret}/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/{secret}/v1/models", self._models, methods=["GET"]),
-                Route("/{rest:path}", _unknown, methods=["GET", "POST"]),
-            ]
-        )
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        # Listening: requests wait in its backlog until uvicorn takes them.
-        listening = socket.create_server((self._host, self._port), family=family, backlog=BACKLOG)
+        listening = socket.create_server((self._host, self._port), family=family)
         self._bound_port = listening.getsockname()[1]
-        config = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            lifespan="off",
-            timeout_keep_alive=KEEP_ALIVE_S,
-            # A program that still waits for an answer does not hold up the end of the run.
-            timeout_graceful_shutdown=1,
-        )
-        self._server = uvicorn.Server(config)
-        # Signals are left to the run.
-        self._server.capture_signals = contextlib.nullcontext
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="chat endpoint")
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/{secret}/v1/chat/completions", self._chat)
+        app.router.add_get("/{secret}/v1/models", self._models)
+        app.router.add_route("*", "/{rest:.*}", _unknown)
+        # A program that still waits for an answer does not hold up the end of the run.
+        runner = web.AppRunner(app, access_log=None, keepalive_timeout=KEEP_ALIVE_S, shutdown_timeout=1.0)
+        await runner.setup()
+        await web.SockSite(runner, listening, backlog=BACKLOG).start()
+        self._runner = runner
 
-    async def _chat(self, request: Request) -> Response:
-        from starlette.responses import StreamingResponse
+    async def _chat(self, request: web.Request) -> web.Response:
+        from aiohttp import web
 
-        session = self._sessions.get(request.path_params["secret"])
+        session = self._sessions.get(request.match_info["secret"])
         if session is None:
             return await _unknown(request)
         try:
@@ -150,33 +132,32 @@ class ChatEndpoint:
         completion = _completion(turn, str(body.get("model") or MODEL), bool(body.get("logprobs")))
         if body.get("stream"):
             usage = bool((body.get("stream_options") or {}).get("include_usage"))
-            return StreamingResponse(_chunks(completion, usage), media_type="text/event-stream")
+            return web.Response(body=_events(completion, usage), content_type="text/event-stream")
         return _json(completion)
 
-    async def _models(self, request: Request) -> Response:
-        if request.path_params["secret"] not in self._sessions:
+    async def _models(self, request: web.Request) -> web.Response:
+        if request.match_info["secret"] not in self._sessions:
             return await _unknown(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "forebay"}
         return _json({"object": "list", "data": [model]})
 
 
-async def _unknown(request: Request) -> Response:
+async def _unknown(request: web.Request) -> web.Response:
     return _error(
         404,
-        f"no session answers {request.method} {request.url.path}; what is served is "
+        f"no session answers {request.method} {request.path}; what is served is "
         f"BASE_URL/chat/completions and BASE_URL/models, with the base URL that the program was given",
         "not_found",
     )
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    raw = bytearray()
-    async for part in request.stream():
-        raw += part
-        if len(raw) > MAX_BODY_BYTES:
-            raise RequestError(f"the request has more than {MAX_BODY_BYTES} bytes")
+async def _body(request: web.Request) -> dict[str, Any]:
+    from aiohttp import web
+
     try:
-        body = json.loads(raw)
+        body = json.loads(await request.read())
+    except web.HTTPRequestEntityTooLarge:
+        raise RequestError(f"the request has more than {MAX_BODY_BYTES} bytes") from None
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the request is not JSON that can be read: {error}") from None
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
@@ -197,16 +178,16 @@ async def _body(request: Request) -> dict[str, Any]:
     return body
 
 
-def _error(status: int, message: str, code: str) -> Response:
+def _error(status: int, message: str, code: str) -> web.Response:
     error = {"message": message, "type": code, "param": None, "code": code}
     return _json({"error": error}, status)
 
 
-def _json(content: dict[str, Any], status: int = 200) -> Response:
-    from starlette.responses import JSONResponse
+def _json(content: dict[str, Any], status: int = 200) -> web.Response:
+    from aiohttp import web
 
     # Clients retry errors that they take for passing faults; none of these passes.
-    return JSONResponse(content, status_code=status, headers={"x-should-retry": "false"})
+    return web.json_response(content, status=status, headers={"x-should-retry": "false"})
 
 
 def _completion(turn: Turn, model: str, with_logprobs: bool) -> dict[str, Any]:
@@ -236,7 +217,7 @@ def _completion(turn: Turn, model: str, with_logprobs: bool) -> dict[str, Any]:
     }
 
 
-def _chunks(completion: dict[str, Any], with_usage: bool) -> Iterator[bytes]:
+def _events(completion: dict[str, Any], with_usage: bool) -> bytes:
     """The whole turn as a stream: it is only sent when it is complete."""
     (choice,) = completion["choices"]
     delta = dict(choice["message"])
@@ -248,11 +229,12 @@ def _chunks(completion: dict[str, Any], with_usage: bool) -> Iterator[bytes]:
     ]
     if with_usage:
         parts.append({"choices": [], "usage": completion["usage"]})
+    events = b""
     for part in parts:
         chunk = {**completion, "object": "chat.completion.chunk", **part}
         if "usage" not in part:
             # Null beside the last chunk's numbers, and nothing where none were asked for.
             chunk.pop("usage", None)
             chunk |= {"usage": None} if with_usage else {}
-        yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
-    yield b"data: [DONE]\n\n"
+        events += b"data: " + json.dumps(chunk).encode() + b"\n\n"
+    return events + b"data: [DONE]\n\n"

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from forebay.agents.chat.rendering import ChatTokenizer, offered_tools, render_prompt
 from forebay.config import ArgumentPaths, ConfigError, StrictModel, did_you_mean, errors_about
@@ -88,16 +88,6 @@ class DataConfig(StrictModel):
     """Number of prompts left out at the beginning."""
     size: int | None = Field(default=None, gt=0)
     """Number of prompts; None takes all."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _with_new_names(cls, given: Any) -> Any:
-        """The two keys that `columns` took the place of, as run files of version 0.2 have them."""
-        new = dict(given) if isinstance(given, dict) else given
-        for name in ("prompt", "answer") if isinstance(given, dict) else ():
-            if (old := new.pop(f"{name}_column", None)) is not None:
-                new["columns"] = {name: old, **new.get("columns", {})}
-        return new
 
     @field_validator("source")
     @classmethod

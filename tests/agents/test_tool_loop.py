@@ -202,6 +202,33 @@ def play(turns: list[str], **options: Any) -> RolloutState:
     return run(make_loop(turns, **options).generate_group(make_group()))[0]
 
 
+def test_texts_beside_images_have_the_format_and_the_limit_of_results() -> None:
+    def look(what: str) -> Any:
+        """Take a look.
+
+        Args:
+            what: at what
+        """
+        return [what * 5, {"type": "image_url", "image_url": {"url": "data:,x"}}, 1.5]
+
+    loop = make_loop([], tools=[look], result_format="Seen: {result}", max_result_characters=8)
+    environment, state = loop.turns.environment, make_group()[0]
+
+    async def step() -> Any:
+        await environment.reset(state)
+        call = '<tool_call>{"name": "look", "arguments": {"what": "ab"}}</tool_call>'
+        return await environment.step(state, {}, call + call.replace("what", "who"))
+
+    seen, wrong = (message["content"] for message in run(step()).messages)
+    image = {"type": "image_url", "image_url": {"url": "data:,x"}}
+    texts = ["Seen: ", "abababab... (2 characters left out)", "1.5"]
+    assert seen == [{"type": "text", "text": text} for text in texts[:2]] + [
+        image,
+        {"type": "text", "text": texts[2]},
+    ]
+    assert wrong.startswith("Seen: Error: l... (")
+
+
 def test_the_model_calls_until_it_answers() -> None:
     state = play([call("a"), "Again: " + call("aa"), "aaaa"])
     tokenizer = make_tokenizer("qwen")

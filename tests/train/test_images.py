@@ -22,7 +22,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from forebay.agents import MultiTurnAgentLoop, SingleTurnAgentLoop
+from forebay.agents import MultiTurnAgentLoop, SingleTurnAgentLoop, ToolAgentLoop, ToolCall
+from forebay.agents.base import AgentLoop
 from forebay.agents.environments import Environment, Memory, Reply
 from forebay.config import ConfigError, load_config
 from forebay.engines import RolloutController
@@ -213,14 +214,14 @@ class Shows(Environment):
         return Reply([{"role": "user", "content": content}])
 
 
-def played(model: Any, tokenizer: Any, environment: Environment, *prompts: Any) -> list[list[RolloutState]]:
-    """Episodes of two turns, with a seed by which no untrained model writes a placeholder: these end it."""
+def played(model: Any, tokenizer: Any, kind: type[AgentLoop], settings: Any, *prompts: Any) -> Any:
+    """Groups of two turns, with a seed by which no untrained model writes a placeholder: these end it."""
 
     async def play(groups: list[list[RolloutState]], seed: int) -> None:
         controller = RolloutController(TransformersEngine(model, tokenizer), seed=seed)
         params = SampleParams(max_tokens=20)
-        settings = {"environment": environment, "max_turns": 2, "max_turn_tokens": 3}
-        loop = MultiTurnAgentLoop(controller, None, tokenizer, sample_params=params, **settings)
+        turns = {"max_turns": 2, "max_turn_tokens": 3}
+        loop = kind(controller, None, tokenizer, sample_params=params, **turns, **settings)
         await asyncio.gather(*(loop.generate_group(states) for states in groups))
 
     for seed in range(50):
@@ -228,11 +229,23 @@ def played(model: Any, tokenizer: Any, environment: Environment, *prompts: Any) 
         asyncio.run(play(groups, seed))
         states = [state for states in groups for state in states]
         if all(state.extra_fields[EPISODE_KEY]["ended_by"] == "max_turns" for state in states):
+            for state in states:
+                state.reward = {"score": 0.0}
             return groups
         ended = {state.extra_fields[EPISODE_KEY]["ended_by"] for state in states}
         assert {state.error_msg for state in states} == {None}
         assert ended <= {"max_turns", "placeholder"}
     raise AssertionError("no seed")
+
+
+def check_replies(model: Any, groups: list[list[RolloutState]]) -> None:
+    """Engine and trainer agree on these, and not by chance: other pixels in a reply are seen."""
+    distances = {layout: worst_difference(model, groups, layout) for layout in LAYOUTS}
+    assert max(distances.values()) < 1e-5, distances
+    for states in groups:
+        (start, _), *others = states[1].mm_info[REPLY_IMAGES]
+        states[1].mm_info |= {REPLY_IMAGES: [[start, picture(28, 28, (10, 10, 250))], *others]}
+    assert worst_difference(model, groups, "shared_prompt") > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2_5_vl", "qwen3_vl"])
@@ -246,17 +259,27 @@ def test_replies_with_images(kind, llava, tmp_path, monkeypatch):
         first, second = picture(28, 28, (200, 10, 10)), picture(56, 28, (10, 200, 90))
         asked, said = "what?", "and now"
     model, tokenizer = load_model(folder), load_tokenizer(folder)
-    groups = played(model, tokenizer, Shows([first, second], said), ("a", asked, second), ("b", asked))
+    prompts = ("a", asked, second), ("b", asked)
+    shows = {"environment": Shows([first, second], said)}
+    groups = played(model, tokenizer, MultiTurnAgentLoop, shows, *prompts)
     for states in groups:
         assert [reply_images_of(state) for state in states] == [(), (first,), (first, second)]
         assert [images_of(state) for state in states] == [(second,) if states is groups[0] else ()] * 3
-    distances = {layout: worst_difference(model, groups, layout) for layout in LAYOUTS}
-    assert max(distances.values()) < 1e-5, distances
-    # Not by chance: other pixels in the reply are seen.
-    for states in groups:
-        ((start, _),) = states[1].mm_info[REPLY_IMAGES]
-        states[1].mm_info |= {REPLY_IMAGES: [[start, picture(28, 28, (10, 10, 250))]]}
-    assert worst_difference(model, groups, "shared_prompt") > 1e-3
+    check_replies(model, groups)
+
+    def look() -> list[Any]:
+        """Take a look."""
+        return [f" {said} ", Image.open(io.BytesIO(first)), {"type": "image", "image": second}]
+
+    def calls(text: str) -> list[ToolCall]:
+        return [ToolCall("look", {})]
+
+    tools = {"tools": [look], "parser": calls, "result_format": f" {said} {{result}} {said} "}
+    groups = played(model, tokenizer, ToolAgentLoop, tools, *prompts)
+    for state in (state for states in groups for state in states):
+        drawn, as_bytes = reply_images_of(state)
+        assert (Image.open(io.BytesIO(drawn)).size, as_bytes) == (Image.open(io.BytesIO(first)).size, second)
+    check_replies(model, groups)
 
 
 def test_the_recipe_runs_and_its_model_goes_on(llava, tmp_path):

@@ -30,7 +30,7 @@ from forebay.agents.multi_turn import MultiTurnAgentLoop
 from forebay.aio.time_limits import time_limit
 from forebay.config import StrictModel, checked_by
 from forebay.tools import Tool, ToolError, build_tool, find_tool, schema_of
-from forebay.tools.contract import Schema
+from forebay.tools.contract import Result, Schema
 from forebay.types import Message, RolloutState
 
 TOOL_TIMEOUT_S = 10.0
@@ -103,9 +103,7 @@ class ToolEnvironment(Environment):
         for call, (_, result) in zip(calls, results, strict=True):
             arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments)
             made.append(api_call(len(made), call.name, arguments))
-            # Not `format`: formats and results may have other braces.
-            said = self._arguments.result_format.replace("{result}", result)
-            messages.append({"role": self.roles[0], "content": said})
+            messages.append({"role": self.roles[0], "content": self._said(result)})
             if self.roles[0] == "tool":
                 # A call that cannot be read has no name.
                 messages[-1] |= {"name": call.name, "tool_call_id": made[-1]["id"]}
@@ -114,7 +112,17 @@ class ToolEnvironment(Environment):
         state.extra_fields[TOOL_ERRORS_KEY] += sum(not ok for ok, _ in results)
         return Reply(messages)
 
-    async def _result_of(self, call: ToolCall) -> tuple[bool, str]:
+    def _said(self, result: Result) -> Result:
+        """What the message with this result says: text, or parts of which some are images."""
+        form = self._arguments.result_format
+        if isinstance(result, str):
+            # Not `format`: formats and results may have other braces.
+            return form.replace("{result}", self._cut(result))
+        cut = [part | {"text": self._cut(part["text"])} if "text" in part else part for part in result]
+        before, *_, behind = ({"type": "text", "text": text} for text in form.split("{result}"))
+        return [part for part in (before, *cut, behind) if part.get("text") != ""]
+
+    async def _result_of(self, call: ToolCall) -> tuple[bool, Result]:
         """Whether there is a result, and what the model reads."""
         limit_s = self._arguments.tool_timeout_s
         try:
@@ -122,8 +130,8 @@ class ToolEnvironment(Environment):
             async with time_limit(limit_s, lambda: ToolError(f"no result within {limit_s:g} s")):
                 result = await tool.call(arguments)
         except ToolError as error:
-            return False, self._cut(f"Error: {error}")
-        return True, self._cut(result)
+            return False, f"Error: {error}"
+        return True, result
 
     def _find(self, call: ToolCall) -> tuple[Tool, dict[str, Any]]:
         """The tool and its arguments.

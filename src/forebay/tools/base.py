@@ -11,7 +11,7 @@ from typing import Any, cast
 from forebay.aio.time_limits import CallThreads, OverrunError, TooManyOverrunsError
 from forebay.config import ConfigError, find_component, look_up, parse_component
 from forebay.tools.calculator import Calculator
-from forebay.tools.contract import Schema, Tool, ToolError, ToolUnavailableError
+from forebay.tools.contract import Result, Schema, Tool, ToolError, ToolUnavailableError
 from forebay.tools.python import Python
 from forebay.tools.search import Search
 
@@ -27,7 +27,8 @@ class FunctionTool:
 
     Invariants: an ``async`` function runs on the event loop; a plain one runs in a thread of its own, at most
     `num_threads` at a time, which goes on by itself where the call is given up. The time limit of a call
-    starts with its thread. A result that is not text becomes JSON. Exceptions become `ToolError`.
+    starts with its thread. An image (of PIL, or as a part of a message) is a result, and so is a list with
+    images and texts; all else that is not text becomes JSON. Exceptions become `ToolError`.
 
     >>> def weather(city: str) -> str:
     ...     '''Tell the weather.
@@ -69,8 +70,8 @@ class FunctionTool:
         self.name: str = self.schema["function"]["name"]
         self._threads = CallThreads(timeout_s=None, num_threads=num_threads)
 
-    async def call(self, arguments: dict[str, Any]) -> str:
-        """The result of the function, as text.
+    async def call(self, arguments: dict[str, Any]) -> Result:
+        """The result of the function, as text or with images.
 
         Raises:
             ToolError: the arguments do not fit its signature, or it raised or took too long.
@@ -86,7 +87,8 @@ class FunctionTool:
                 result = await self._function(**arguments)
             else:
                 result = await self._threads.run(partial(self._function, **arguments))
-            return result if isinstance(result, str) else json.dumps(result, default=str)
+            parts = result if isinstance(result, list | tuple) else [result]
+            return [*map(_part, parts)] if any(map(_is_image, parts)) else _text(result)
         except (ToolError, ToolUnavailableError):
             raise
         except TooManyOverrunsError as error:
@@ -97,6 +99,21 @@ class FunctionTool:
         # The model's arguments reach code that was not written for them.
         except Exception as error:
             raise ToolError(f"{type(error).__name__}: {error}") from error
+
+
+def _is_image(value: Any) -> bool:
+    """Whether it is one of PIL, or a part of a message that has one."""
+    return hasattr(value, "save") or (isinstance(value, dict) and value.get("type") in ("image", "image_url"))
+
+
+def _part(value: Any) -> dict[str, Any]:
+    if not _is_image(value):
+        return {"type": "text", "text": _text(value)}
+    return value if isinstance(value, dict) else {"type": "image", "image": value}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def schema_of(tool: Tool | Callable[..., Any] | str | Mapping[str, Any]) -> Schema:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlencode
 
@@ -198,8 +198,10 @@ class ServerLink:
                 f"{logprobs[0]:.3f}, not 0); {dialect.help}"
             )
 
-    async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """The server-sent events of a generation.
+    async def events(
+        self, body: dict[str, Any], taken: Callable[[], None] = lambda: None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The server-sent events of a generation; `taken` is called once the server has taken it.
 
         Raises:
             EngineLost: the server cannot be reached, or went away in the middle.
@@ -208,7 +210,7 @@ class ServerLink:
             ServerFailed: the server cannot serve it.
             BadAnswer: it sends something else.
         """
-        url, sent = str(self) + self.dialect.generate_path, json.dumps(body).encode()
+        url, sent = str(self) + self.dialect.path(body), json.dumps(body).encode()
         async with client.request("POST", url, sent, self._headers) as response:
             if (status := response.status) != _OK:
                 problem = f"{self} {_answered(status, await response.read())}"
@@ -216,6 +218,7 @@ class ServerLink:
                     raise Busy(problem, _retry_after_s(response.headers))
                 blame = 400 <= status < 500 and status not in _MAY_PASS
                 raise (Refused if blame else ServerFailed)(problem)
+            taken()
             rest = b""
             async with contextlib.aclosing(response.chunks()) as chunks:
                 async for chunk in chunks:
@@ -351,6 +354,24 @@ class Busy(EngineLost):
     def __init__(self, message: str, after_s: float) -> None:
         super().__init__(message)
         self.after_s = after_s
+
+
+async def when_not_busy(ask: Callable[[], Awaitable[None]]) -> None:
+    """Ask a server, and again while it is busy: it has done nothing yet."""
+    loop = asyncio.get_running_loop()
+    until_s, delay_s = loop.time() + _BUSY_LIMIT_S, _BUSY_FIRST_S
+    while True:
+        try:
+            return await ask()
+        except Busy as busy:
+            if loop.time() > until_s:
+                raise
+            await asyncio.sleep(max(delay_s, busy.after_s))
+            delay_s = min(2 * delay_s, _BUSY_MOST_S)
+
+
+_BUSY_FIRST_S, _BUSY_MOST_S, _BUSY_LIMIT_S = 0.5, 30.0, 600.0
+"""Until a busy server is asked again: doubled each time, up to the second; after the third it has failed."""
 
 
 class Refused(ValueError):

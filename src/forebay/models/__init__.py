@@ -19,6 +19,5 @@ from forebay.models.devices import spread_devices as spread_devices
 from forebay.models.loading import context_of as context_of
 from forebay.models.loading import load_model as load_model
 from forebay.models.loading import load_tokenizer as load_tokenizer
-from forebay.models.loading import placeholder_of as placeholder_of
 from forebay.models.loading import resolve_model as resolve_model
 from forebay.models.loading import save_tokenizer as save_tokenizer

@@ -143,14 +143,13 @@ def one_for_each(ids: IntArray, images: Images, placeholder: int | None) -> list
     first = is_image & (np.concatenate([[-1], ids[:-1]]) != placeholder)
     if np.count_nonzero(first) != len(images):
         first = is_image & ((is_image.cumsum() - 1) % max(1, is_image.sum() // len(images)) == 0)
-    kept: list[int] = ids[first | ~is_image].tolist()
-    return kept
+    return [*map(int, ids[first | ~is_image])]
 
 
 def as_url(image: bytes) -> str:
     """The file as a data URL, of which others make the same pixels: without colors of other kinds."""
-    with needed_by("a prompt with images"):
-        from PIL import Image
+    from PIL import Image
+
     if Image.open(io.BytesIO(image)).mode != "RGB":
         _picture(image).save(file := io.BytesIO(), "PNG")
         image = file.getvalue()

@@ -99,25 +99,14 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        # The code that loads the model says what is wrong with it.
-        return {}
-
-
 def context_of(folder: Path) -> int | None:
     """The tokens that the model in `folder` was made for; None if it does not say, or there is none."""
-    config = _config_of(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        # The code that loads the model says what is wrong with it.
+        return None
     found: int | None = config.get("text_config", config).get("max_position_embeddings")
-    return found
-
-
-def placeholder_of(folder: Path) -> int | None:
-    """The token id that stands for a part of an image in its prompts; None if it takes no images."""
-    config = _config_of(folder)
-    found: int | None = config.get("image_token_id", config.get("image_token_index"))
     return found
 
 

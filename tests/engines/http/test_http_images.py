@@ -102,11 +102,14 @@ async def test_newer_weights_look_at_an_image_anew(vllm, engine, ask):
 
 
 async def test_other_tokens_than_those_to_train_on_fail_the_request(vllm, engine, ask):
+    assert (await engine.generate(ask(PROMPT, images=(RED,)))).finish_reason == "length"
+    # By its name alone, which is not at fault.
     vllm.tokens_per_image = 5
     other = await engine.generate(ask(PROMPT, images=(RED,)))
     vllm.tokens_per_image, vllm.says_prompt = 4, False
     silent = await engine.generate(ask(PROMPT, images=(RED,)))
-    for completion, said in ((other, "made 7 others"), (silent, "does not say its own")):
+    assert len(vllm.bodies) == 3
+    for completion, said in ((other, "made 7 of its own"), (silent, "does not say of its own")):
         assert (completion.finish_reason, completion.lost) == ("error", False)
         assert len(completion.response_ids) == 0
         assert f"has images and 6 tokens, and the server {said}; use vLLM" in completion.error_msg

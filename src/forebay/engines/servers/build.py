@@ -32,7 +32,7 @@ from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
 from forebay.engines.weights.files import WeightFiles, shared_weights, write_untied
 from forebay.io.address import is_loopback
-from forebay.models import context_of, find_device, placeholder_of
+from forebay.models import context_of, find_device
 
 DIALECTS: dict[str, type[Dialect]] = {"vllm": Dialect, "sglang": SGLang}
 
@@ -111,10 +111,16 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     Raises:
         ConfigError: a server is not there, or serves less than the run's context.
     """
+    from transformers import AutoConfig
+
     settings = HTTPArguments(**arguments)
     scratch, model_folder = surroundings.scratch, surroundings.model_folder
-    placeholder, keeps = placeholder_of(model_folder), settings.in_flight == "keep"
-    dialect = DIALECTS[kind](keeps=keeps, options=settings.options, placeholder=placeholder)
+    model_config = AutoConfig.from_pretrained(model_folder, local_files_only=True)
+    dialect = DIALECTS[kind](
+        keeps=settings.in_flight == "keep",
+        options=settings.options,
+        placeholder=getattr(model_config, "image_token_id", None),
+    )
     # Only a server that is started here is known to be set up for adapters.
     takes_adapters = settings.servers if settings.takes_adapters is None else settings.takes_adapters
     lora_rank = surroundings.lora_rank if takes_adapters else 0
@@ -160,7 +166,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
 
     def command(options: list[str], port: int) -> list[str]:
         own = dialect.command(str(served.resolve()), port, context, surroundings.dtype, lora_rank)
-        own += dialect.tokens_options.split() if dialect.by_token or placeholder is not None else []
+        own += dialect.tokens_options.split() if dialect.by_token or dialect.placeholder is not None else []
         own += dialect.sleep_options.split() if surroundings.takes_turns else []
         own += dialect.transfer_options if reads_trainer else ()
         if settings.memory_share is not None:

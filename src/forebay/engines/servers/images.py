@@ -62,18 +62,15 @@ class SentImages:
         try:
             yield body, taken.set
         except Refused as refusal:
-            if all(part["url"] for part in parts):
+            if taken.is_set() or all(part["url"] for part in parts):
                 raise
             self._most //= 2
-            for part in parts:
-                known.pop(part["uuid"], None)
             raise Busy(f"an image is not there any more: {refusal}", 0.0) from refusal
         finally:
             if not taken.is_set():
-                taken.set()
                 for part in parts:
-                    if known.get(part["uuid"]) is taken:
-                        del known[part["uuid"]]
+                    known.pop(part["uuid"], None)
+            taken.set()
             while len(known) > self._most:
                 del known[next(iter(known))]
 
@@ -85,9 +82,8 @@ def check_prompt(request: GenerateRequest, has: list[int] | None) -> None:
         Refused: it has others, or does not say.
     """
     if has != (wanted := request.input_ids.tolist()):
-        told = "does not say its own" if has is None else f"made {len(has)} others"
         raise Refused(
             f"the prompt of request {request.request_id!r} has images and {len(wanted)} tokens, and the "
-            f"server {told}; use vLLM 0.32 or newer, and a model whose images take one kind of placeholder "
-            f"(Llava, Qwen-VL)"
+            f"server {'does not say' if has is None else f'made {len(has)}'} of its own; use vLLM 0.32 or "
+            f"newer, and a model whose images take one kind of placeholder (Llava, Qwen-VL)"
         )

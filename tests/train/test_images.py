@@ -269,7 +269,7 @@ def test_replies_with_images(kind, llava, tmp_path, monkeypatch):
 
     def look() -> list[Any]:
         """Take a look."""
-        return [f" {said} ", Image.open(io.BytesIO(first)), {"type": "image", "image": second}]
+        return [f" {said} ", Image.open(io.BytesIO(first)), second]
 
     def calls(text: str) -> list[ToolCall]:
         return [ToolCall("look", {})]

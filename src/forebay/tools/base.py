@@ -27,7 +27,7 @@ class FunctionTool:
 
     Invariants: an ``async`` function runs on the event loop; a plain one runs in a thread of its own, at most
     `num_threads` at a time, which goes on by itself where the call is given up. The time limit of a call
-    starts with its thread. An image (of PIL, or as a part of a message) is a result, and so is a list with
+    starts with its thread. An image (of PIL, or the bytes of its file) is a result, and so is a list of
     images and texts; all else that is not text becomes JSON. Exceptions become `ToolError`.
 
     >>> def weather(city: str) -> str:
@@ -87,8 +87,10 @@ class FunctionTool:
                 result = await self._function(**arguments)
             else:
                 result = await self._threads.run(partial(self._function, **arguments))
-            parts = result if isinstance(result, list | tuple) else [result]
-            return [*map(_part, parts)] if any(map(_is_image, parts)) else _text(result)
+            pieces = [*result] if isinstance(result, list | tuple) else [result]
+            if any(isinstance(piece, bytes) or hasattr(piece, "save") for piece in pieces):
+                return pieces
+            return result if isinstance(result, str) else json.dumps(result, default=str)
         except (ToolError, ToolUnavailableError):
             raise
         except TooManyOverrunsError as error:
@@ -99,21 +101,6 @@ class FunctionTool:
         # The model's arguments reach code that was not written for them.
         except Exception as error:
             raise ToolError(f"{type(error).__name__}: {error}") from error
-
-
-def _is_image(value: Any) -> bool:
-    """Whether it is one of PIL, or a part of a message that has one."""
-    return hasattr(value, "save") or (isinstance(value, dict) and value.get("type") in ("image", "image_url"))
-
-
-def _part(value: Any) -> dict[str, Any]:
-    if not _is_image(value):
-        return {"type": "text", "text": _text(value)}
-    return value if isinstance(value, dict) else {"type": "image", "image": value}
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def schema_of(tool: Tool | Callable[..., Any] | str | Mapping[str, Any]) -> Schema:

@@ -14,9 +14,8 @@ from typing import Any, Protocol
 Schema = dict[str, Any]
 """``{"type": "function", "function": {"name", "description", "parameters"}}``, as chat templates take it."""
 
-Result = str | list[dict[str, Any]]
-"""Text, or a message's parts: ``{"type": "text", "text": ...}``, and images in the forms that a reply of an
-environment may have, as ``{"type": "image", "image": png}``."""
+Result = str | list[Any]
+"""Text, or a list of texts and images: bytes of a file, or an image of PIL."""
 
 
 class ToolError(Exception):

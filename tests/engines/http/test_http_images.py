@@ -29,7 +29,8 @@ RED, BLUE = picture((255, 0, 0)), picture((0, 0, 255))
 @pytest.fixture
 async def vllm(start_fake, fake_kinds):
     server = await start_fake(fake_kinds["FakeVLLM"])
-    server.dialect = Dialect(placeholder=PLACEHOLDER)
+    server.dialect = Dialect()
+    server.dialect.placeholder = PLACEHOLDER
     return server
 
 
@@ -133,7 +134,7 @@ async def test_a_request_with_images_goes_on_over_new_weights(vllm, engine, ask)
 async def test_sglang_takes_no_images(start_fake, fake_kinds, connect, ask):
     engine = connect(await start_fake(fake_kinds["FakeSGLang"]))
     await engine.bring_up()
-    with pytest.raises(ValueError, match="SGLang may make other tokens of a prompt with images"):
+    with pytest.raises(ValueError, match="SGLang does not say which tokens it makes of a prompt with images"):
         await engine.generate(ask(PROMPT, images=(RED,)))
 
 

@@ -115,12 +115,9 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
 
     settings = HTTPArguments(**arguments)
     scratch, model_folder = surroundings.scratch, surroundings.model_folder
+    dialect = DIALECTS[kind](keeps=settings.in_flight == "keep", options=settings.options)
     model_config = AutoConfig.from_pretrained(model_folder, local_files_only=True)
-    dialect = DIALECTS[kind](
-        keeps=settings.in_flight == "keep",
-        options=settings.options,
-        placeholder=getattr(model_config, "image_token_id", None),
-    )
+    dialect.placeholder = getattr(model_config, "image_token_id", None)
     # Only a server that is started here is known to be set up for adapters.
     takes_adapters = settings.servers if settings.takes_adapters is None else settings.takes_adapters
     lora_rank = surroundings.lora_rank if takes_adapters else 0

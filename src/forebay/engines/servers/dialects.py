@@ -138,14 +138,14 @@ class Dialect:
     )
     """How it must be started to take adapters, for errors."""
 
-    def __init__(
-        self, *, keeps: bool = False, options: Sequence[str] = (), placeholder: int | None = None
-    ) -> None:
-        """`options` are those that the server is started with; `placeholder` stands for images in prompts."""
+    placeholder: int | None = None
+    """The token id that stands for images in the model's prompts; whoever builds the engine knows it."""
+
+    def __init__(self, *, keeps: bool = False, options: Sequence[str] = ()) -> None:
+        """`options` are those that the server is started with."""
         self.keeps = keeps
         self.by_token = keeps or RETURN_EXPERTS in options
         """Whether all requests go to vLLM's endpoint for tokens, and not those with images only."""
-        self.placeholder = placeholder
 
     def check(self, request: GenerateRequest) -> None:
         """Raise ValueError where the server cannot report the distribution that `request` is drawn from."""
@@ -368,9 +368,7 @@ class SGLang(Dialect):
     def check(self, request: GenerateRequest) -> None:
         """Refuse images, top-k and top-p."""
         if request.images:
-            raise ValueError(
-                "SGLang may make other tokens of a prompt with images and says only their number; use vLLM"
-            )
+            raise ValueError("SGLang does not say which tokens it makes of a prompt with images; use vLLM")
         if request.params.top_k or request.params.top_p < 1:
             raise ValueError(
                 f"request {request.request_id!r} has top_k {request.params.top_k} and top_p "

@@ -284,9 +284,8 @@ def _row_groups(tables: Iterable[Any]) -> Iterator[Any]:
     rest = None
     for table in tables:
         rest = table if rest is None else pa.concat_tables([rest, table])
-        text_bytes = 1 + sum(
-            rest[name].nbytes for name in (*SEARCHED, *IMAGE_COLUMNS) if name in rest.column_names
-        )
+        long = [name for name in (*SEARCHED, *IMAGE_COLUMNS) if name in rest.column_names]
+        text_bytes = 1 + sum(rest[name].nbytes for name in long)
         size = min(ROW_GROUP, 1 + len(rest) * TEXT_BYTES // text_bytes)
         while len(rest) >= size:
             yield rest[:size]

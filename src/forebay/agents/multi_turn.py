@@ -299,8 +299,8 @@ class MultiTurnAgentLoop(TurnsAgentLoop):
 
     def set_up(self) -> None:
         """Make the environment."""
-        own = self.arguments
-        self.take_turns_with(build_environment(own.environment), own.environment_timeout_s)
+        environment = build_environment(self.arguments.environment)
+        self.take_turns_with(environment, self.arguments.environment_timeout_s)
 
     @classmethod
     def prompt_tools(cls, arguments: Mapping[str, Any]) -> list[dict[str, Any]] | None:

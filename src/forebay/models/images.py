@@ -126,9 +126,7 @@ def with_pictures(message: Sequence[Message], images: Images) -> list[Message]:
     chat = copy.deepcopy(list(message))
     holders = list(holders_in(chat))
     if len(holders) != len(images):
-        raise ValueError(
-            "images come with the data's prompts and environments' replies, not with other chats"
-        )
+        raise ValueError("images come with prompts, replies and results of tools, not with other chats")
     for holder, image in zip(holders, images, strict=True):
         holder["image"] = _picture(image)
     return chat

@@ -110,10 +110,10 @@ async def test_other_tokens_than_those_to_train_on_fail_the_request(vllm, engine
     vllm.tokens_per_image, vllm.says_prompt = 4, False
     silent = await engine.generate(ask(PROMPT, images=(RED,)))
     assert len(vllm.bodies) == 3
-    for completion, said in ((other, "made 7 of its own"), (silent, "does not say of its own")):
+    for completion, said in ((other, "made 7 others"), (silent, "does not say its own")):
         assert (completion.finish_reason, completion.lost) == ("error", False)
         assert len(completion.response_ids) == 0
-        assert f"has images and 6 tokens, and the server {said}; use vLLM" in completion.error_msg
+        assert f"has images and 6 tokens, and vLLM {said}: use 0.32" in completion.error_msg
     vllm.says_prompt = True
     assert (await engine.generate(ask(PROMPT, images=(RED,)))).finish_reason == "length"
 

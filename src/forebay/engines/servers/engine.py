@@ -382,10 +382,8 @@ class HTTPEngine:
                 request, self._model, max_tokens, adapters=weights.adapters, version=weights.label
             )
 
-        async with (
-            self._images.sending(request.images, make) as (body, taken),
-            contextlib.aclosing(self._link.events(body, taken)) as events,
-        ):
+        sending = self._images.sending(request.images, make)
+        async with sending as (body, taken), contextlib.aclosing(self._link.events(body, taken)) as events:
             async for event in events:
                 self._watch.heard()
                 piece = self._dialect.read(event, stream.num_in_leg)

@@ -49,14 +49,12 @@ class SentImages:
             Busy: the server refused a name without its file; the next try sends the file.
         """
         known, taken = self._known if self._most else {}, asyncio.Event()
-        while True:
-            # Anew after each wait: the weights, after which images are named, may be others by now.
+        parts = (body := make()).get("content_parts", [])
+        while coming := [one for part in parts if (one := known.get(part["uuid"])) and not one.is_set()]:
+            await coming[0].wait()
+            # The weights, after which images are named, may be others by now.
             parts = (body := make()).get("content_parts", [])
-            coming = [known[part["uuid"]] for part in parts if part["uuid"] in known]
-            if all(event.is_set() for event in coming):
-                break
-            await asyncio.gather(*(event.wait() for event in coming))
-        for part, image in zip(parts, images if parts else (), strict=True):
+        for part, image in zip(parts, images, strict=True):
             known[part["uuid"]] = event = known.pop(part["uuid"], taken)
             part["url"] = as_url(image) if event is taken else None
         try:
@@ -82,8 +80,8 @@ def check_prompt(request: GenerateRequest, has: list[int] | None) -> None:
         Refused: it has others, or does not say.
     """
     if has != (wanted := request.input_ids.tolist()):
+        told = "does not say its own" if has is None else f"made {len(has)} others"
         raise Refused(
-            f"the prompt of request {request.request_id!r} has images and {len(wanted)} tokens, and the "
-            f"server {'does not say' if has is None else f'made {len(has)}'} of its own; use vLLM 0.32 or "
-            f"newer, and a model whose images take one kind of placeholder (Llava, Qwen-VL)"
+            f"request {request.request_id!r} has images and {len(wanted)} tokens, and vLLM {told}: "
+            f"use 0.32 or newer, and a model with one kind of placeholder (Llava, Qwen-VL)"
         )

@@ -202,6 +202,33 @@ def play(turns: list[str], **options: Any) -> RolloutState:
     return run(make_loop(turns, **options).generate_group(make_group()))[0]
 
 
+def test_texts_beside_images_have_the_format_and_the_limit_of_results() -> None:
+    def look(what: str) -> Any:
+        """Take a look.
+
+        Args:
+            what: at what
+        """
+        return what * 5, b"a file", "behind"
+
+    loop = make_loop([], tools=[look], result_format="Seen: {result}", max_result_characters=8)
+    environment, state = loop.environment, make_group()[0]
+
+    async def step() -> Any:
+        await environment.reset(state)
+        call = '<tool_call>{"name": "look", "arguments": {"what": "ab"}}</tool_call>'
+        return await environment.step(state, {}, call + call.replace("what", "who"))
+
+    seen, wrong = (message["content"] for message in run(step()).messages)
+    assert seen == [
+        {"type": "text", "text": "Seen: "},
+        {"type": "text", "text": "abababab... (2 characters left out)"},
+        {"type": "image", "image": b"a file"},
+        {"type": "text", "text": "behind"},
+    ]
+    assert wrong.startswith("Seen: Error: l... (")
+
+
 def test_the_model_calls_until_it_answers() -> None:
     state = play([call("a"), "Again: " + call("aa"), "aaaa"])
     tokenizer = make_tokenizer("qwen")
@@ -450,7 +477,7 @@ def test_a_run_file_names_tools_and_what_does_not_fit_is_said() -> None:
         )
 
     loop = build(tools=["calculator", "python"], max_turns=3, tool_timeout_s=2)
-    assert list(loop.turns.environment.tools) == ["calculator", "python"]
+    assert list(loop.environment.tools) == ["calculator", "python"]
     for family, arguments, message in (
         ("qwen", {}, "missing a required argument: 'tools'"),
         ("qwen", {"tools": []}, "name at least one tool"),

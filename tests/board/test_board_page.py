@@ -222,6 +222,34 @@ def test_every_view_of_a_finished_run(address, open_page, scheme):
             assert other.title() == page.title()
 
 
+def test_images_of_replies_stand_in_the_conversation(tmp_path, open_page):
+    run = write_run(tmp_path / "planted", steps=1)
+    files = []
+    for width in (2, 3, 4):
+        Image.new("RGB", (width, 1)).save(file := io.BytesIO(), "PNG")
+        files.append(file.getvalue())
+    group, image = make_group(77), {"type": "image", "digest": "0"}
+    for state in group:
+        state.message = [{"role": "user", "content": [image, {"type": "text", "text": "asked"}]}]
+        state.mm_info = {"images": files[:1], "reply_images": [[1, files[1]], [1, files[2]]]}
+        turn = {"role": "tool", "content": [{"type": "text", "text": "seen"}, image, image]}
+        # What has no image any more is told as it is.
+        turns = [{"role": "assistant", "content": "look"}, turn, {"role": "user", "content": [image]}]
+        state.extra_fields["conversation"] = turns
+    leave(run, [group])
+    with served(tmp_path) as address:
+        page = open_page(address)
+        for view, given in (("rollout", {"id": "math/77/1"}), ("group", {"id": "math/77"})):
+            see(page, view, "planted", **given)
+            tool = page.locator(".message.tool").first
+            assert tool.locator("pre").all_inner_texts() == ["seen"]
+            widths = "all => Promise.all(all.map((one) => one.decode().then(() => one.naturalWidth)))"
+            assert tool.locator("img").evaluate_all(widths) == [3, 4]
+            assert page.locator(".message.user").first.locator("img").evaluate_all(widths) == [2]
+            assert page.locator(".message.user").nth(1).locator("img").count() == 0
+            assert '"digest"' in page.locator(".message.user").nth(1).inner_text()
+
+
 def test_no_view_is_wider_than_a_telephone(address, open_page):
     page = open_page(address, viewport={"width": 390, "height": 800}, is_mobile=True, has_touch=True)
     for view in SHOWN:

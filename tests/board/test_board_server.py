@@ -338,22 +338,25 @@ def test_one_rollout_comes_with_tokens_numbers_and_life(client):
 async def test_images_are_beside_the_conversation_and_once_a_group_in_the_file(tmp_path, database):
     pictures = np.random.default_rng(0).bytes(200_000), b"small"
     group = make_group(1, size=8)
+    shown = np.random.default_rng(1).bytes(100_000)
     for state in group:
-        state.mm_info = {"images": list(pictures)}
+        # The last one's reply was taken off.
+        state.mm_info = {"images": list(pictures), "reply_images": [[1, b"first"], [2, shown], [3, b"off"]]}
     history = History(tmp_path, limit_bytes=10**9)
     history.left([group, make_group(2, text="no image")], "trained", train_step=1)
     history.close()
     rollouts = Rollouts(tmp_path, database)
     (whole,), members = rollouts.rollout(group[5].rollout_id), rollouts.group(group[0].group_id)
     for row in (whole, *members):
-        urls = [url.removeprefix("data:image/png;base64,") for url in row["images"].split(" ")]
-        assert tuple(base64.b64decode(url) for url in urls) == pictures
+        for name, expected in (("images", pictures), ("reply_images", (b"first", shown))):
+            urls = [url.removeprefix("data:image/png;base64,") for url in row[name].split(" ")]
+            assert tuple(base64.b64decode(url) for url in urls) == expected
     assert len(members) == 8
     assert len(whole["token_ids"]) == 3
     assert "token_ids" not in members[0]
-    assert [row["images"] for row in rollouts.group("math/2")] == ["", ""]
+    assert [row["images"] + row["reply_images"] for row in rollouts.group("math/2")] == ["", ""]
     (part,) = list_parts(tmp_path, "rollouts")
-    assert part.path.stat().st_size < 300_000
+    assert part.path.stat().st_size < 420_000
 
 
 def test_prompts_bias_timeline_and_comparison(client):

@@ -21,16 +21,15 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from forebay.agents.base import AgentLoop
 from forebay.agents.chat.rendering import NO_TOOLS
 from forebay.agents.chat.tool_calls import Parser, ToolCall, api_call, check_parser, choose_parser
 from forebay.agents.environments import Environment, Memory, Reply
 from forebay.agents.extra_fields import TOOL_CALLS_KEY, TOOL_ERRORS_KEY
-from forebay.agents.multi_turn import MultiTurnAgentLoop
+from forebay.agents.multi_turn import TurnArguments, TurnsAgentLoop
 from forebay.aio.time_limits import time_limit
-from forebay.config import StrictModel, checked_by
+from forebay.config import checked_by
 from forebay.tools import Tool, ToolError, build_tool, find_tool, schema_of
-from forebay.tools.contract import Schema
+from forebay.tools.contract import Result, Schema
 from forebay.types import Message, RolloutState
 
 TOOL_TIMEOUT_S = 10.0
@@ -103,9 +102,7 @@ class ToolEnvironment(Environment):
         for call, (_, result) in zip(calls, results, strict=True):
             arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments)
             made.append(api_call(len(made), call.name, arguments))
-            # Not `format`: formats and results may have other braces.
-            said = self._arguments.result_format.replace("{result}", result)
-            messages.append({"role": self.roles[0], "content": said})
+            messages.append({"role": self.roles[0], "content": self._said(result)})
             if self.roles[0] == "tool":
                 # A call that cannot be read has no name.
                 messages[-1] |= {"name": call.name, "tool_call_id": made[-1]["id"]}
@@ -114,7 +111,18 @@ class ToolEnvironment(Environment):
         state.extra_fields[TOOL_ERRORS_KEY] += sum(not ok for ok, _ in results)
         return Reply(messages)
 
-    async def _result_of(self, call: ToolCall) -> tuple[bool, str]:
+    def _said(self, result: Result) -> Result:
+        """What the message with this result says: text, or parts of which some are images."""
+        form = self._arguments.result_format
+        if isinstance(result, str):
+            # Not `format`: formats and results may have other braces.
+            return form.replace("{result}", self._cut(result))
+        before, *_, behind = form.split("{result}")
+        cut = [self._cut(piece) if isinstance(piece, str) else piece for piece in result]
+        kinds = (("text" if isinstance(piece, str) else "image", piece) for piece in (before, *cut, behind))
+        return [{"type": kind, kind: piece} for kind, piece in kinds if piece != ""]
+
+    async def _result_of(self, call: ToolCall) -> tuple[bool, Result]:
         """Whether there is a result, and what the model reads."""
         limit_s = self._arguments.tool_timeout_s
         try:
@@ -122,8 +130,8 @@ class ToolEnvironment(Environment):
             async with time_limit(limit_s, lambda: ToolError(f"no result within {limit_s:g} s")):
                 result = await tool.call(arguments)
         except ToolError as error:
-            return False, self._cut(f"Error: {error}")
-        return True, self._cut(result)
+            return False, f"Error: {error}"
+        return True, result
 
     def _find(self, call: ToolCall) -> tuple[Tool, dict[str, Any]]:
         """The tool and its arguments.
@@ -182,13 +190,13 @@ def _check_format(text: str) -> None:
         raise ValueError("result_format must hold {result}, where the result goes")
 
 
-class ToolAgentLoop(AgentLoop):
+class ToolAgentLoop(TurnsAgentLoop):
     """Lets the model call tools until it answers.
 
-    Invariants: as for `MultiTurnAgentLoop`, whose turns these are. The calls of one turn run at the same
-    time and their results come in the order of the calls. An error of a call is a result that the
-    model reads; a tool that is broken fails the rollout. ``extra_fields`` count turns, calls and errors, and
-    ``tool_calls`` are those of all turns. A rollout whose ``tool_choice`` is ``"none"`` is offered no tools.
+    Invariants: as for `TurnsAgentLoop`. The calls of one turn run at the same time and their results come in
+    the order of the calls. An error of a call is a result that the model reads; a tool that is broken fails
+    the rollout. ``extra_fields`` count turns, calls and errors, and ``tool_calls`` are those of all turns. A
+    rollout whose ``tool_choice`` is ``"none"`` is offered no tools.
 
     Args: arguments: those of `Arguments`, by name; `tools` may also hold functions and `Tool` objects, and
     `parser` be a function (see `forebay.agents.chat.tool_calls`). The others are of every `AgentLoop`.
@@ -198,7 +206,7 @@ class ToolAgentLoop(AgentLoop):
         ValueError: the chat template does not render results, or shows no dialect of calls.
     """
 
-    class Arguments(StrictModel, strict=True):
+    class Arguments(TurnArguments, strict=True):
         """Keys of a ``tools`` agent in a run file."""
 
         tools: Annotated[Sequence[Annotated[Any, checked_by(find_tool)]], checked_by(_check_tools)]
@@ -207,13 +215,6 @@ class ToolAgentLoop(AgentLoop):
         parser: Annotated[Any, checked_by(check_parser)] = None
         """How the model writes calls: a dialect's name, or a regular expression with a group ``arguments``
         and perhaps one ``name``; None: as its chat template shows."""
-        max_turns: int = Field(default=8, ge=1)
-        """Turns of the model; the tools called in the last are still run."""
-        max_turn_tokens: int | None = Field(default=None, ge=1)
-        """A turn is cut after so many tokens; None: no limit."""
-        max_context: int | None = Field(default=None, ge=1)
-        """Tokens of prompt, turns and results together; None: what the engine allows, in a run at most
-        ``train.token_budget``."""
         tool_timeout_s: float | None = Field(default=TOOL_TIMEOUT_S, gt=0)
         """Seconds for each call, from when it has its thread or sandbox; None: no limit."""
         max_result_characters: int = Field(default=MAX_RESULT_CHARACTERS, ge=0)
@@ -225,41 +226,14 @@ class ToolAgentLoop(AgentLoop):
         """Text of those messages, with ``{result}`` where the result goes: ``Result: {result}``."""
 
     arguments: Arguments
-    is_whole_at_awaits = True
 
     def set_up(self) -> None:
-        """Make the tools, and the loop that takes turns with them."""
-        own = self.arguments
-        self.turns = MultiTurnAgentLoop(
-            self.rollout_controller,
-            self.judge,
-            self.tokenizer,
-            sample_params=self.sample_params,
-            activities=self.activities,
-            environment=ToolEnvironment(own, choose_parser(own.parser, self.tokenizer)),
-            **own.model_dump(include={"max_turns", "max_turn_tokens", "max_context"}),
-            # Every call has a time of its own, after which the model reads that it has passed.
-            environment_timeout_s=None,
-        )
+        """Make the tools, and take turns with them."""
+        environment = ToolEnvironment(self.arguments, choose_parser(self.arguments.parser, self.tokenizer))
+        # Every call has a time of its own, after which the model reads that it has passed.
+        self.take_turns_with(environment, None)
 
     @classmethod
     def prompt_tools(cls, arguments: Mapping[str, Any]) -> list[Schema] | None:
         """The schemas of the tools."""
         return [schema_of(tool) for tool in arguments["tools"]]
-
-    async def generate_sample(self, state: RolloutState) -> RolloutState:
-        """Produce, or go on with, one rollout in place."""
-        self.turns.activities = self.activities
-        return await self.turns.generate_sample(state)
-
-    def go_on(self) -> None:
-        """Let tools be called again."""
-        self.turns.go_on()
-
-    async def pause(self) -> None:
-        """End turns and tool calls; their rollouts end as ABORTED."""
-        await self.turns.pause()
-
-    async def close(self) -> None:
-        """Close the tools and the judge."""
-        await self.turns.close()

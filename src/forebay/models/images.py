@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import io
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from typing import Any
@@ -125,12 +126,32 @@ def with_pictures(message: Sequence[Message], images: Images) -> list[Message]:
     chat = copy.deepcopy(list(message))
     holders = list(holders_in(chat))
     if len(holders) != len(images):
-        raise ValueError(
-            "images come with the data's prompts and environments' replies, not with other chats"
-        )
+        raise ValueError("images come with prompts, replies and results of tools, not with other chats")
     for holder, image in zip(holders, images, strict=True):
         holder["image"] = _picture(image)
     return chat
+
+
+def one_for_each(ids: IntArray, images: Images, placeholder: int | None) -> list[int]:
+    """`ids` with one placeholder for each image, as servers take them, in place of as many as it takes.
+
+    Images with nothing between them are taken to be of one size.
+    """
+    is_image = ids == placeholder
+    first = is_image & (np.concatenate([[-1], ids[:-1]]) != placeholder)
+    if np.count_nonzero(first) != len(images):
+        first = is_image & ((is_image.cumsum() - 1) % max(1, is_image.sum() // len(images)) == 0)
+    return [*map(int, ids[first | ~is_image])]
+
+
+def as_url(image: bytes) -> str:
+    """The file as a data URL, of which others make the same pixels: without colors of other kinds."""
+    from PIL import Image
+
+    if Image.open(io.BytesIO(image)).mode != "RGB":
+        _picture(image).save(file := io.BytesIO(), "PNG")
+        image = file.getvalue()
+    return f"data:image/png;base64,{b64encode(image).decode()}"
 
 
 @lru_cache(maxsize=8)

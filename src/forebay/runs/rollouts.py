@@ -149,11 +149,11 @@ def check_lengths(config: RunConfig, model_folder: Path, data: Sequence[TaskData
         ConfigError: a prompt is too long, or has characters that the model does not know.
     """
     prompts = (prompt for part in data for prompts in part[:2] for prompt in prompts)
-    takes_text = config.engine.name in SERVERS or config.train.ranks > 1
+    takes_text = config.engine.name == "sglang" or config.train.ranks > 1
     if takes_text and any(prompt.mm_info for prompt in prompts):
         raise ConfigError(
-            "the data has images: set engine.name to 'transformers' or 'process' (servers place images in a "
-            "prompt anew), and train.ranks to 1 (a rank without images would not keep step)"
+            "the data has images: set engine.name to another than 'sglang' (it may make other tokens of a "
+            "prompt with images), and train.ranks to 1 (a rank without images would not keep step)"
         )
     context = config.model.max_context or context_of(model_folder)
     if context is None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 from forebay.aio.time_limits import CallThreads, OverrunError, TooManyOverrunsError
 from forebay.config import ConfigError, find_component, look_up, parse_component
 from forebay.tools.calculator import Calculator
-from forebay.tools.contract import Schema, Tool, ToolError, ToolUnavailableError
+from forebay.tools.contract import Result, Schema, Tool, ToolError, ToolUnavailableError
 from forebay.tools.python import Python
 from forebay.tools.search import Search
 
@@ -27,7 +27,8 @@ class FunctionTool:
 
     Invariants: an ``async`` function runs on the event loop; a plain one runs in a thread of its own, at most
     `num_threads` at a time, which goes on by itself where the call is given up. The time limit of a call
-    starts with its thread. A result that is not text becomes JSON. Exceptions become `ToolError`.
+    starts with its thread. An image (of PIL, or the bytes of its file) is a result, and so is a list of
+    images and texts; all else that is not text becomes JSON. Exceptions become `ToolError`.
 
     >>> def weather(city: str) -> str:
     ...     '''Tell the weather.
@@ -69,8 +70,8 @@ class FunctionTool:
         self.name: str = self.schema["function"]["name"]
         self._threads = CallThreads(timeout_s=None, num_threads=num_threads)
 
-    async def call(self, arguments: dict[str, Any]) -> str:
-        """The result of the function, as text.
+    async def call(self, arguments: dict[str, Any]) -> Result:
+        """The result of the function, as text or with images.
 
         Raises:
             ToolError: the arguments do not fit its signature, or it raised or took too long.
@@ -86,6 +87,9 @@ class FunctionTool:
                 result = await self._function(**arguments)
             else:
                 result = await self._threads.run(partial(self._function, **arguments))
+            pieces = [*result] if isinstance(result, list | tuple) else [result]
+            if any(isinstance(piece, bytes) or hasattr(piece, "save") for piece in pieces):
+                return pieces
             return result if isinstance(result, str) else json.dumps(result, default=str)
         except (ToolError, ToolUnavailableError):
             raise

@@ -2,7 +2,7 @@
 
 ::
 
-    schema --chat template--> prompt          call(arguments) --> text that the model reads
+    schema --chat template--> prompt          call(arguments) --> text, and images, that the model reads
                                                  | ToolError, time-out       --> a text about it, as well
                                                  | ToolUnavailableError      --> the rollout is FAILED
 """
@@ -13,6 +13,9 @@ from typing import Any, Protocol
 
 Schema = dict[str, Any]
 """``{"type": "function", "function": {"name", "description", "parameters"}}``, as chat templates take it."""
+
+Result = str | list[Any]
+"""Text, or a list of texts and images: bytes of a file, or an image of PIL."""
 
 
 class ToolError(Exception):
@@ -34,8 +37,8 @@ class Tool(Protocol):
     name: str
     schema: Schema
 
-    async def call(self, arguments: dict[str, Any]) -> str:
-        """The result as text.
+    async def call(self, arguments: dict[str, Any]) -> Result:
+        """The result as the model reads it.
 
         Raises:
             ToolError: the arguments do not fit or the call has no result.

@@ -47,6 +47,8 @@ class Job:
     adapter: str | None = None
     spans: list[tuple[str, int]] = field(default_factory=list)
     """Versions of the weights, with the number of the first token that each made."""
+    by_token: bool = False
+    """Whether it came to vLLM's endpoint for tokens."""
 
 
 class FakeServer:
@@ -168,7 +170,7 @@ class FakeServer:
     dialect: Dialect
     guarded = "/"
     """Paths for which it wants a key."""
-    generate_path = ""
+    generate_paths: tuple[str, ...] = ()
     is_ready = True
 
     def job(self, body: dict[str, Any]) -> Job:
@@ -251,7 +253,7 @@ class FakeServer:
         if not has_key and parts.path.startswith(self.guarded):
             _write(writer, 401, "who are you?")
             return True
-        if parts.path == self.generate_path:
+        if parts.path in self.generate_paths:
             return await self._generate(body, reader, writer)
         if self.stuck is not None and parts.path.endswith(LOADS):
             await self.stuck.wait()
@@ -352,15 +354,38 @@ class FakeVLLM(FakeServer):
     guarded = "/v1"
     experts: Callable[[Job], Any] | None = None
     """Those that it says it sent a request's tokens to."""
+    generate_paths = (Dialect.generate_path, Dialect.tokens_path)
+    tokens_per_image = 4
+    says_prompt = True
 
-    @property
-    def generate_path(self) -> str:
-        return self.dialect.generate_path
+    def _reset(self) -> None:
+        super()._reset()
+        self.images: dict[str, str] = {}
+        """The images that it has, by the names that it was told."""
+
+    async def _generate(
+        self, body: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
+        for part in body.get("content_parts", ()):
+            assert part["type"] == "image_url"
+            if part["url"] is not None:
+                self.images[part["uuid"]] = part["url"]
+            elif part["uuid"] not in self.images:
+                self.bodies.append(body)
+                _write(writer, 400, "Cache miss for image at index 0 but data is not provided.")
+                return True
+        return await super()._generate(body, reader, writer)
 
     def job(self, body: dict[str, Any]) -> Job:
-        if self.dialect.by_token:
+        by_token = "token_ids" in body
+        assert by_token or not self.dialect.by_token
+        if by_token:
             assert bool(body.get("cache_salt")) is self.dialect.keeps
-            body = {**body, **body["sampling_params"], "prompt": body["token_ids"]}
+            prompt, parts = list[int](), body.get("content_parts", [])
+            assert body["token_ids"].count(self.dialect.placeholder) == len(parts)
+            for token in body["token_ids"]:
+                prompt += [token] * (self.tokens_per_image if token == self.dialect.placeholder else 1)
+            body = {**body, **body["sampling_params"], "prompt": prompt}
         certain = body["top_p"] < 0.01 and self.processed_logprobs
         return Job(
             body["prompt"],
@@ -369,11 +394,12 @@ class FakeVLLM(FakeServer):
             body["stream_interval"],
             logprob=0.0 if certain else LOGPROB,
             adapter=None if body["model"] == "policy" else body["model"],
+            by_token=by_token,
         )
 
     def event(self, job: Job, start: int) -> dict[str, Any]:
         new = job.made[start:]
-        if self.dialect.by_token:
+        if job.by_token:
             content = [{"token_id": token, "logprob": job.logprob} for token in new]
             choice = {
                 "index": 0,
@@ -383,7 +409,8 @@ class FakeVLLM(FakeServer):
             }
             if job.end and self.experts is not None:
                 choice["routed_experts"] = _as_text(self.experts(job))
-            return {"choices": [{**choice, "weight_versions": self._spans(job) if job.end else None}]}
+            said = {"prompt_token_ids": job.prompt} if self.says_prompt and not start else {}
+            return {"choices": [{**choice, "weight_versions": self._spans(job) if job.end else None}], **said}
         logprobs = {"token_logprobs": [job.logprob] * len(new), "tokens": ["?"] * len(new)}
         choice = {"index": 0, "text": "?", "token_ids": new, "finish_reason": job.end, "logprobs": logprobs}
         return {"id": "cmpl-1", "choices": [choice if new else {**choice, "logprobs": None}]}
@@ -455,7 +482,7 @@ class FakeVLLM(FakeServer):
 
 class FakeSGLang(FakeServer):
     dialect: Dialect = SGLang()
-    generate_path = "/generate"
+    generate_paths = ("/generate",)
     incremental = False
 
     @property
@@ -587,6 +614,7 @@ def ask() -> Callable[..., GenerateRequest]:
         return GenerateRequest(
             request_id=name,
             input_ids=np.asarray(ids, np.int32),
+            images=params.pop("images", ()),
             params=SampleParams(max_tokens=max_tokens + earlier, **params),
             max_tokens=max_tokens,
             seed=7,

@@ -39,7 +39,7 @@ def hurry(monkeypatch) -> None:
         "engine._TRY_AGAIN_S": 0.01,
         "link._ASK_EVERY_S": 0.01,
         "link._HEALTH_EVERY_S": 0.01,
-        "engine._BUSY_FIRST_S": 0.01,
+        "link._BUSY_FIRST_S": 0.01,
         "link._TRY_AGAIN_S": 0.01,
     }.items():
         monkeypatch.setattr(f"forebay.engines.servers.{name}", seconds)
@@ -264,7 +264,7 @@ async def test_a_busy_server_is_asked_again_and_not_lost(server, connect, ask, s
 
 
 async def test_a_server_that_is_busy_for_ever_is_lost(vllm, connect, ask, monkeypatch):
-    monkeypatch.setattr("forebay.engines.servers.engine._BUSY_LIMIT_S", 0.02)
+    monkeypatch.setattr("forebay.engines.servers.link._BUSY_LIMIT_S", 0.02)
     engine = connect(vllm)
     await engine.bring_up()
     vllm.answers = [(503, "too many requests")] * 1000

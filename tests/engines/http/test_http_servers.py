@@ -258,7 +258,7 @@ def test_an_option_has_requests_go_where_experts_are_stated(tiny, tmp_path):
     (plain,) = build(tiny, tmp_path, servers=1)
     (stating,) = build(tiny, tmp_path, servers=1, options=[RETURN_EXPERTS])
     assert not plain._dialect.by_token
-    assert stating._dialect.generate_path == "/inference/v1/generate"
+    assert stating._dialect.by_token
     assert {RETURN_EXPERTS, "--enable-scale-out"} <= set(stating._server._command(1))
 
 

@@ -111,9 +111,13 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     Raises:
         ConfigError: a server is not there, or serves less than the run's context.
     """
+    from transformers import AutoConfig
+
     settings = HTTPArguments(**arguments)
-    dialect = DIALECTS[kind](keeps=settings.in_flight == "keep", options=settings.options)
     scratch, model_folder = surroundings.scratch, surroundings.model_folder
+    dialect = DIALECTS[kind](keeps=settings.in_flight == "keep", options=settings.options)
+    model_config = AutoConfig.from_pretrained(model_folder, local_files_only=True)
+    dialect.placeholder = getattr(model_config, "image_token_id", None)
     # Only a server that is started here is known to be set up for adapters.
     takes_adapters = settings.servers if settings.takes_adapters is None else settings.takes_adapters
     lora_rank = surroundings.lora_rank if takes_adapters else 0
@@ -159,7 +163,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
 
     def command(options: list[str], port: int) -> list[str]:
         own = dialect.command(str(served.resolve()), port, context, surroundings.dtype, lora_rank)
-        own += dialect.tokens_options.split() if dialect.by_token else []
+        own += dialect.tokens_options.split() if dialect.by_token or dialect.placeholder is not None else []
         own += dialect.sleep_options.split() if surroundings.takes_turns else []
         own += dialect.transfer_options if reads_trainer else ()
         if settings.memory_share is not None:

@@ -18,12 +18,14 @@ import base64
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forebay.engines.base import GenerateRequest, request_seed
+from forebay.models.images import one_for_each
 from forebay.types import SampleParams
 
 if TYPE_CHECKING:
@@ -66,6 +68,8 @@ class Dialect:
     """
 
     generate_path = "/v1/completions"
+    tokens_path = "/inference/v1/generate"
+    """Where requests go that are to say which weights made them, or where they were sent, or have images."""
     health = Call("GET", "/health")
     """Whether there is a server; answered while it is paused, too. vLLM's knows of its own process only: it
     is fine while the model's hangs."""
@@ -92,7 +96,7 @@ class Dialect:
     abandon: tuple[Call, ...] = (Call("POST", "/finish_weight_update", may_refuse=True),)
     """End an update of which not all buckets came, so that another can begin."""
     tokens_options = "--enable-scale-out"
-    """Arguments of a server whose requests are to say which weights made them, or where they were sent."""
+    """Arguments of a server whose requests go to `tokens_path`."""
     sleep_options = "--enable-sleep-mode"
     """Arguments of a server that is to `sleep`."""
     transfer_options: tuple[str, ...] = ("--weight-transfer-config", '{"backend": "ipc"}')
@@ -136,16 +140,21 @@ class Dialect:
     )
     """How it must be started to take adapters, for errors."""
 
+    placeholder: int | None = None
+    """The token id that stands for images in the model's prompts; whoever builds the engine knows it."""
+
     def __init__(self, *, keeps: bool = False, options: Sequence[str] = ()) -> None:
         """`options` are those that the server is started with."""
         self.keeps = keeps
         self.by_token = keeps or RETURN_EXPERTS in options
-        """Whether requests go to vLLM's endpoint for tokens."""
-        if self.by_token and self.generate_path == Dialect.generate_path:
-            self.generate_path = "/inference/v1/generate"
+        """Whether all requests go to vLLM's endpoint for tokens, and not those with images only."""
 
     def check(self, request: GenerateRequest) -> None:
         """Raise ValueError where the server cannot report the distribution that `request` is drawn from."""
+
+    def path(self, body: Mapping[str, Any]) -> str:
+        """Where this request goes."""
+        return self.tokens_path if "token_ids" in body else self.generate_path
 
     def body(
         self, request: GenerateRequest, model: str, max_tokens: int, *, adapters: str | None, version: str
@@ -156,7 +165,7 @@ class Dialect:
         """
         params, ids = request.params, request.input_ids.tolist()
         sampling = {
-            **_sampling(params),
+            **_sampling(params, self.placeholder),
             "max_tokens": max_tokens,
             "top_p": params.top_p,
             "top_k": params.top_k,
@@ -165,10 +174,17 @@ class Dialect:
             "logprobs": 0,
         }
         name = {"model": model if adapters is None else ADAPTER_NAME, "stream": True}
-        if self.by_token:
+        if self.by_token or request.images:
             # With a salt for each version, no request finds what older weights have cached.
-            salt = {"cache_salt": version or "start"} if self.keeps else {}
-            return {**name, "token_ids": ids, "sampling_params": sampling, **salt}
+            further: dict[str, Any] = {"cache_salt": version or "start"} if self.keeps else {}
+            if request.images:
+                # The server expands each placeholder to as many as its image takes, and says what it has.
+                ids = one_for_each(request.input_ids, request.images, self.placeholder)
+                # With names for each version, it finds no image as an older tower saw it.
+                names = [f"{blake2b(image, digest_size=8).hexdigest()}-{version}" for image in request.images]
+                parts = [{"type": "image_url", "uuid": name} for name in names]
+                further |= {"content_parts": parts, "return_token_ids": True}
+            return {**name, "token_ids": ids, "sampling_params": sampling, **further}
         return {**name, **sampling, "prompt": ids, "return_token_ids": True}
 
     def read(self, event: dict[str, Any], num_made: int) -> Piece:
@@ -194,13 +210,15 @@ class Dialect:
         choice = event["choices"][0]
         ids, experts = choice["token_ids"] or [], choice.get("routed_experts")
         logprobs: list[float] = []
-        if ids and self.by_token:
+        # The endpoint for tokens has one form, and that for completions another.
+        if ids and "content" in choice["logprobs"]:
             logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
         elif ids:
             logprobs = choice["logprobs"]["token_logprobs"]
         piece = Piece(
             ids=ids,
             logprobs=logprobs,
+            prompt_ids=event.get("prompt_token_ids"),
             finish_reason=choice["finish_reason"],
             versions=_versions(choice),
             routed_experts=None if experts is None else _routed_experts(experts),
@@ -294,6 +312,8 @@ class Piece:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    prompt_ids: list[int] | None = None
+    """With the begin of an answer to a prompt with images: what the server made of it."""
     routed_experts: NDArray[Any] | None = None
     """With the end of an answer: those of all its tokens, from the first of the prompt on."""
     versions: tuple[tuple[str, int, int], ...] = ()
@@ -357,7 +377,9 @@ class SGLang(Dialect):
     )
 
     def check(self, request: GenerateRequest) -> None:
-        """Refuse top-k and top-p."""
+        """Refuse images, top-k and top-p."""
+        if request.images:
+            raise ValueError("SGLang does not say which tokens it makes of a prompt with images; use vLLM")
         if request.params.top_k or request.params.top_p < 1:
             raise ValueError(
                 f"request {request.request_id!r} has top_k {request.params.top_k} and top_p "
@@ -375,7 +397,7 @@ class SGLang(Dialect):
             **({"extra_key": version} if self.keeps else {}),
             "input_ids": request.input_ids.tolist(),
             "sampling_params": {
-                **_sampling(request.params),
+                **_sampling(request.params, self.placeholder),
                 "max_new_tokens": max_tokens,
                 "top_p": 1.0,
                 "top_k": -1,
@@ -464,7 +486,7 @@ TOKENS_PER_PIECE = 16
 """Asked of servers that take it. One event per token costs both sides more than it tells."""
 
 
-def _sampling(params: SampleParams) -> dict[str, Any]:
+def _sampling(params: SampleParams, placeholder: int | None) -> dict[str, Any]:
     """Settings with the same names at both servers.
 
     A model's generation config may set penalties and more: all are overridden, because what is drawn from
@@ -477,7 +499,8 @@ def _sampling(params: SampleParams) -> dict[str, Any]:
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "stop": list(params.stop),
-        "stop_token_ids": list(params.stop_token_ids),
+        # A placeholder that the model writes is none, and ends the answer.
+        "stop_token_ids": [*params.stop_token_ids, *([] if placeholder is None else [placeholder])],
         "skip_special_tokens": False,
         "stream_interval": TOKENS_PER_PIECE,
     }

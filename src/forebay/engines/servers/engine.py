@@ -42,8 +42,16 @@ from forebay.aio.time_limits import timeout
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.local.stopping import StopTexts
 from forebay.engines.servers.dialects import CACHE, WEIGHTS, BadAnswer, Dialect
+from forebay.engines.servers.images import SentImages, check_prompt
 from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
-from forebay.engines.servers.link import NO_LIMITS, Busy, Refused, ServerFailed, ServerLink, Watch
+from forebay.engines.servers.link import (
+    NO_LIMITS,
+    Refused,
+    ServerFailed,
+    ServerLink,
+    Watch,
+    when_not_busy,
+)
 from forebay.engines.servers.stream import Stream
 from forebay.engines.servers.weights import ServerWeights
 from forebay.engines.weights.files import WeightFiles, WrittenWeights
@@ -96,6 +104,7 @@ class HTTPEngine:
         self._stop_texts = None if tokenizer is None else StopTexts(tokenizer)
         self._weights = ServerWeights(self._link, lora_rank=lora_rank, bucket_device=bucket_device)
         self._start_limit_s = start_limit_s
+        self._images = SentImages()
         self._streams: dict[Stream, None] = {}
         self._by_id: dict[str, list[Stream]] = {}
         """The same by the ids of their requests, which need not differ: a pool asks for all ids in turn."""
@@ -125,8 +134,6 @@ class HTTPEngine:
         """
         request.check(self.max_context_tokens)
         self._dialect.check(request)
-        if request.images:
-            raise ValueError("servers place images in a prompt anew, so they are given none")
         stream = Stream(request, self._stop_texts, self._weights.steps)
         self._streams[stream] = None
         self._by_id.setdefault(request.request_id, []).append(stream)
@@ -323,7 +330,7 @@ class HTTPEngine:
             self._not_loading.set()
 
     def _lose(self, why: str) -> None:
-        why = why.removeprefix(f"{self}: ")
+        why, self._images = why.removeprefix(f"{self}: "), SentImages()
         # A server that never was up is still a new one: it is set up wrongly, not lost.
         self._enter(State.NEW if self._state is State.NEW else State.LOST, why)
         for stream in self._streams:
@@ -365,36 +372,31 @@ class HTTPEngine:
         with self._watch.reading():
             try:
                 async with stream.leg(step=self.model_step):
-                    await self._read(stream)
+                    await when_not_busy(lambda: self._read(stream))
             except Refused as error:
                 stream.end("error", str(error))
             except (EngineLost, BadAnswer) as error:
                 stream.end("error", str(error), lost=True)
 
     async def _read(self, stream: Stream) -> None:
-        """Read one leg. A server that is busy is asked again; it has done nothing yet."""
-        loop = asyncio.get_running_loop()
-        until_s, delay_s = loop.time() + _BUSY_LIMIT_S, _BUSY_FIRST_S
-        while True:
-            try:
-                return await self._read_answer(stream)
-            except Busy as busy:
-                if loop.time() > until_s:
-                    raise
-                await asyncio.sleep(max(delay_s, busy.after_s))
-                delay_s = min(2 * delay_s, _BUSY_MOST_S)
-
-    async def _read_answer(self, stream: Stream) -> None:
+        """Read one leg."""
         request = stream.rest()
         max_tokens = min(request.max_tokens, self.max_context_tokens - len(request.input_ids))
-        weights = self._weights
-        body = self._dialect.body(
-            request, self._model, max_tokens, adapters=weights.adapters, version=weights.label
-        )
-        async with contextlib.aclosing(self._link.events(body)) as events:
+
+        def make() -> dict[str, Any]:
+            weights = self._weights
+            return self._dialect.body(
+                request, self._model, max_tokens, adapters=weights.adapters, version=weights.label
+            )
+
+        sending = self._images.sending(request.images, make)
+        async with sending as (body, taken), contextlib.aclosing(self._link.events(body, taken)) as events:
             async for event in events:
                 self._watch.heard()
-                stream.add(self._dialect.read(event, stream.num_in_leg))
+                piece = self._dialect.read(event, stream.num_in_leg)
+                if request.images and not stream.num_in_leg:
+                    check_prompt(request, piece.prompt_ids)
+                stream.add(piece)
                 if stream.found_stop_text:
                     return
         if not stream.end_leg():
@@ -483,9 +485,6 @@ class State(Enum):
     LOST = auto()
     CLOSED = auto()
 
-
-_BUSY_FIRST_S, _BUSY_MOST_S, _BUSY_LIMIT_S = 0.5, 30.0, 600.0
-"""Until a busy server is asked again: doubled each time, up to the second; after the third it has failed."""
 
 _SLEEP_LIMIT_S = 120.0
 """The time that a server gets to copy its weights to the CPU and free the rest."""

@@ -20,7 +20,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -206,8 +214,10 @@ class ServerLink:
                 f"{logprobs[0]:.3f}, not 0); {dialect.help}"
             )
 
-    async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """The server-sent events of a generation.
+    async def events(
+        self, body: dict[str, Any], taken: Callable[[], None] = lambda: None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The server-sent events of a generation; `taken` is called once the server has taken it.
 
         Raises:
             EngineLost: the server cannot be reached, or went away in the middle.
@@ -216,13 +226,14 @@ class ServerLink:
             ServerFailed: the server cannot serve it.
             BadAnswer: it sends something else.
         """
-        async with self._sent(Call("POST", self.dialect.generate_path, body)) as response:
+        async with self._sent(Call("POST", self.dialect.path(body), body)) as response:
             if (status := response.status) != _OK:
                 problem = f"{self} {_answered(status, await response.read())}"
                 if status in _BUSY:
                     raise Busy(problem, _retry_after_s(response.headers))
                 blame = 400 <= status < 500 and status not in _MAY_PASS
                 raise (Refused if blame else ServerFailed)(problem)
+            taken()
             rest = b""
             async for chunk in response.content.iter_any():
                 # After the last blank line an event has begun whose rest is to come.
@@ -377,6 +388,24 @@ class Busy(EngineLost):
     def __init__(self, message: str, after_s: float) -> None:
         super().__init__(message)
         self.after_s = after_s
+
+
+async def when_not_busy(ask: Callable[[], Awaitable[None]]) -> None:
+    """Ask a server, and again while it is busy: it has done nothing yet."""
+    loop = asyncio.get_running_loop()
+    until_s, delay_s = loop.time() + _BUSY_LIMIT_S, _BUSY_FIRST_S
+    while True:
+        try:
+            return await ask()
+        except Busy as busy:
+            if loop.time() > until_s:
+                raise
+            await asyncio.sleep(max(delay_s, busy.after_s))
+            delay_s = min(2 * delay_s, _BUSY_MOST_S)
+
+
+_BUSY_FIRST_S, _BUSY_MOST_S, _BUSY_LIMIT_S = 0.5, 30.0, 600.0
+"""Until a busy server is asked again: doubled each time, up to the second; after the third it has failed."""
 
 
 class Refused(ValueError):

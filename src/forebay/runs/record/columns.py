@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from forebay.agents.extra_fields import conversation_of, facts_of
 from forebay.ledger import GroupLife
-from forebay.models.images import IMAGES, Images, images_of
+from forebay.models.images import IMAGES, REPLY_IMAGES, Images, images_of, reply_images_of
 from forebay.produce.strategies.context import GROUP_GENERATE_TIME_KEY
 from forebay.types import RolloutState, made_by
 from forebay.watching.activity import Span
@@ -47,6 +47,8 @@ TOKENS = {
 """Lists with an entry per response token; empty where nothing is known."""
 DOCUMENTS = ("prompt", "response", "conversation", "reward", "truth", "facts", "error")
 """Long texts; ``conversation``, ``reward``, ``truth`` and ``facts`` are JSON, or empty."""
+IMAGE_COLUMNS = {IMAGES: images_of, REPLY_IMAGES: reply_images_of}
+"""The images of the prompt, and those of the replies in the conversation after it, each in their order."""
 
 
 class Left(NamedTuple):
@@ -66,7 +68,7 @@ def rollouts_table(left: Sequence[Left]) -> Any:
     import pyarrow as pa
 
     rows: list[dict[str, Any]] = []
-    images: dict[Images, int] = {}
+    images: dict[str, dict[Images, int]] = {name: {} for name in IMAGE_COLUMNS}
     for batch in left:
         learned = {} if batch.learned is None else _learned_by_rollout(batch.learned)
         for group in batch.groups:
@@ -77,13 +79,15 @@ def rollouts_table(left: Sequence[Left]) -> Any:
                 row |= {"member": member, "token_ids": state.response_ids, "mask": state.response_mask}
                 row |= {"model_steps": state.response_model_steps, "logprobs": state.logprobs}
                 row |= {"trainer_logprobs": trainer_logprobs, "advantages": advantages}
-                row[IMAGES] = images.setdefault(images_of(state), len(images))
+                for name, known in images.items():
+                    row[name] = known.setdefault(IMAGE_COLUMNS[name](state), len(known))
                 rows.append(row)
     columns: dict[str, Any] = {name: pa.array([row[name] for row in rows], pa.string()) for name in TEXTS}
     columns |= {name: pa.array([row[name] for row in rows], pa.large_string()) for name in DOCUMENTS}
-    # As data URLs with blanks between; the members of a group share one text.
-    places, urls = pa.array([row[IMAGES] for row in rows], pa.int32()), [*map(_as_urls, images)]
-    columns[IMAGES] = pa.DictionaryArray.from_arrays(places, pa.array(urls, pa.string()))
+    for name, known in images.items():
+        # As data URLs with blanks between; the members of a group share one text.
+        places, urls = pa.array([row[name] for row in rows], pa.int32()), [*map(_as_urls, known)]
+        columns[name] = pa.DictionaryArray.from_arrays(places, pa.array(urls, pa.string()))
     for name, kind in NUMBERS.items():
         # NaN becomes null, which averages in SQL leave out.
         columns[name] = pa.array(np.asarray([row[name] for row in rows], kind), from_pandas=True)

@@ -33,8 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from forebay.config import ConfigError
 from forebay.io.safe_files import write_json
 from forebay.ledger import GroupLife
-from forebay.models.images import IMAGES
-from forebay.runs.record.columns import TEXTS, Left, rollouts_table, spans_table
+from forebay.runs.record.columns import IMAGE_COLUMNS, TEXTS, Left, rollouts_table, spans_table
 from forebay.runs.record.grams import LEAST_BYTES, SEARCHED, SUFFIX, TEXT_BYTES, index_texts, write_index
 from forebay.types import RolloutState
 from forebay.watching.activity import Span
@@ -285,7 +284,8 @@ def _row_groups(tables: Iterable[Any]) -> Iterator[Any]:
     rest = None
     for table in tables:
         rest = table if rest is None else pa.concat_tables([rest, table])
-        text_bytes = 1 + sum(rest[name].nbytes for name in (*SEARCHED, IMAGES) if name in rest.column_names)
+        long = [name for name in (*SEARCHED, *IMAGE_COLUMNS) if name in rest.column_names]
+        text_bytes = 1 + sum(rest[name].nbytes for name in long)
         size = min(ROW_GROUP, 1 + len(rest) * TEXT_BYTES // text_bytes)
         while len(rest) >= size:
             yield rest[:size]
@@ -400,7 +400,7 @@ _PARQUET: Mapping[str, Any] = {
     "compression": "zstd",
     "compression_level": 1,
     # Not the token lists and long texts: theirs would only grow.
-    "use_dictionary": [*TEXTS, IMAGES, *Span._fields[2:]],
+    "use_dictionary": [*TEXTS, *IMAGE_COLUMNS, *Span._fields[2:]],
     # All images of a row group, once each.
     "dictionary_pagesize_limit": 2 * TEXT_BYTES,
 }

@@ -250,7 +250,7 @@ export async function rollout(root: HTMLElement, run: string, given: Record<stri
     misjudged(row),
     h("section", {}, h("h2", {}, "Prompt"), pictures(row), h("pre", { class: "text", tabindex: 0 }, row.prompt), row.truth ? h("p", { class: "dim" }, `expected: ${row.truth}`) : null),
     h("section", {}, h("h2", {}, "Response"), row.token_ids.length ? [found.pieces ? null : h("pre", { class: "text", tabindex: 0 }, row.response), h("label", { for: "color" }, "color by ", pick), tokens, told] : h("p", { class: "dim" }, row.outcome === "dropped" ? "The response of an expired group is not kept." : row.response || "No tokens.")),
-    row.conversation ? h("section", {}, h("h2", {}, "Conversation"), ...conversation(row.conversation)) : null,
+    row.conversation ? h("section", {}, h("h2", {}, "Conversation"), ...conversation(row)) : null,
     details("Reward", row.reward),
     details("Facts", row.facts),
     h("section", {}, h("h2", {}, "Life of its group"), h("ol", { class: "life" }, ...lifeInWords(row, found.life, found.spans, judges).map((said) => h("li", {}, said))), lifeTable(found.life, found.spans, judges)),
@@ -267,9 +267,14 @@ function inTime(run: string, row: Line, spans: Span[]): HTMLElement | null {
   return h("a", { href: address("timeline", run, { from: (from - around).toFixed(3), to: (to + around).toFixed(3), name: row.rollout_id }) }, "on the timeline");
 }
 
-/** The images of the prompt, in their order; a history of an older version has none. */
+/** A history of an older version has none. */
+function urlsIn(images: string | undefined): string[] {
+  return images ? images.split(" ") : [];
+}
+
+/** The images of the prompt, in their order. */
 function pictures(row: Member): HTMLElement | null {
-  const urls: string[] = row.images ? row.images.split(" ") : [];
+  const urls = urlsIn(row.images);
   return urls.length ? h("div", { class: "pictures" }, ...urls.map((url, at) => h("img", { src: url, alt: `image ${at + 1} of the prompt` }))) : null;
 }
 
@@ -290,18 +295,26 @@ function pretty(json: string): string {
   }
 }
 
-export function conversation(json: string): HTMLElement[] {
+/** The messages of a conversation, its images where they stand: those of the prompt first, then those of the replies. */
+export function conversation(row: Member): HTMLElement[] {
   // Of any agent: what stands in it is looked at before it is shown.
   let messages: Record<string, any>[];
   try {
-    messages = JSON.parse(json);
+    messages = JSON.parse(row.conversation);
   } catch {
-    return [h("pre", { class: "text", tabindex: 0 }, json)];
+    return [h("pre", { class: "text", tabindex: 0 }, row.conversation)];
   }
+  const left = [...urlsIn(row.images), ...urlsIn(row.reply_images)];
+  const piece = (part: any): HTMLElement | null => {
+    const url = part?.type === "image" || part?.type === "image_url" ? left.shift() : undefined;
+    if (url) return h("div", { class: "pictures" }, h("img", { src: url, alt: "image of the conversation" }));
+    const text = typeof part === "string" ? part : typeof part?.text === "string" ? part.text : part ? JSON.stringify(part, null, 1) : "";
+    return text ? h("pre", { class: "text", tabindex: 0 }, text) : null;
+  };
   return messages.map((message) => {
     const calls = message.tool_calls ? h("pre", { class: "call" }, JSON.stringify(message.tool_calls, null, 1)) : null;
-    const content = typeof message.content === "string" ? message.content : message.content ? JSON.stringify(message.content, null, 1) : "";
-    return h("div", { class: `message ${["user", "assistant", "tool", "system"].includes(message.role) ? message.role : "other"}` }, h("strong", {}, String(message.role ?? "?"), message.name ? ` ${message.name}` : ""), content ? h("pre", { class: "text", tabindex: 0 }, content) : null, calls);
+    const pieces = (Array.isArray(message.content) ? message.content : [message.content]).map(piece);
+    return h("div", { class: `message ${["user", "assistant", "tool", "system"].includes(message.role) ? message.role : "other"}` }, h("strong", {}, String(message.role ?? "?"), message.name ? ` ${message.name}` : ""), ...pieces, calls);
   });
 }
 
@@ -364,7 +377,7 @@ export async function group(root: HTMLElement, run: string, given: Record<string
     pictures(first),
     h("pre", { class: "text", tabindex: 0 }, first.prompt),
     first.truth ? h("p", { class: "dim" }, `expected: ${first.truth}`) : null,
-    h("div", { class: "members" }, ...members.map((row) => h("article", { class: "card" }, h("header", {}, h("a", { class: "item", href: address("rollout", run, { id: row.rollout_id }) }, `${row.member}`), " ", outcomeBadge(row), " ", h("span", { class: "dim" }, `score ${number(row.score)}, advantage ${number(row.advantage)}, ${number(row.num_tokens)} tokens`)), row.conversation ? conversation(row.conversation) : h("pre", { class: "text", tabindex: 0 }, row.response || row.error)))),
+    h("div", { class: "members" }, ...members.map((row) => h("article", { class: "card" }, h("header", {}, h("a", { class: "item", href: address("rollout", run, { id: row.rollout_id }) }, `${row.member}`), " ", outcomeBadge(row), " ", h("span", { class: "dim" }, `score ${number(row.score)}, advantage ${number(row.advantage)}, ${number(row.num_tokens)} tokens`)), row.conversation ? conversation(row) : h("pre", { class: "text", tabindex: 0 }, row.response || row.error)))),
     h("section", {}, h("h2", {}, "Life"), lifeTable(life, [], new Map())),
   );
   return () => undefined;

@@ -169,8 +169,9 @@ export interface Member extends Found {
   conversation: string;
   reward: string;
   facts: string;
-  /** Data URLs with blanks between; not in a history of an older version. */
+  /** Data URLs with blanks between, of the prompt and of the replies; not in a history of an older version. */
   images?: string;
+  reply_images?: string;
 }
 
 /** With its response tokens. */

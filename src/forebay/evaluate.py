@@ -145,8 +145,8 @@ class EvalConfig(TaskEvalConfig):
     """Of sampling in evaluations; 0: the likeliest token each time."""
     mode: Literal["pause", "beside"] = "pause"
     """``pause``: production rests meanwhile. ``beside``: it goes on, and so does training; an engine of its
-    own holds the weights of the step. Of several processes, servers, or engines and workers on a cluster it is
-    the last, else one more."""
+    own holds the weights of the step. Of several processes, servers, or engines and workers on Ray it is the
+    last, else one more."""
     best: str = EVAL_SCORE
     """The metric whose highest value names the best checkpoint, which is kept besides `keep_checkpoints`;
     evaluate and save at the same steps."""

@@ -100,8 +100,8 @@ class EngineActor:
 
         Now and then the number of tokens of those that run, by number.
         """
-        calls, pool = [self._generate(request, caller) for request in requests], built(self._pool)
-        async for some in as_they_end(calls, lambda number: pool.num_made(requests[number].request_id)):
+        calls = [self._generate(request, caller) for request in requests]
+        async for some in as_they_end(calls, lambda n: built(self._pool).num_made(requests[n].request_id)):
             yield some
 
     async def _generate(self, request: GenerateRequest, caller: str) -> Completion | ValueError:

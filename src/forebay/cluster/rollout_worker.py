@@ -121,7 +121,7 @@ class RolloutWorker:
                 copied_s = report.at_s
                 if copies := self._copies(copied):
                     yield copies
-            # Not a wait: what changes is told together.
+            # A pace: what changes meanwhile is told together.
             await asyncio.sleep(min(PUSH_EVERY_S, copied_s + self._copy_every_s - report.at_s))
 
     async def generate(self, number: int, loop: LoopName, states: Group, is_partial: bool) -> Group:

@@ -151,7 +151,6 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
         bucket_device=f"cuda:{device}" if reads_trainer else None,
     )
     wanted = surroundings.model.max_context
-
     if settings.urls:
         at_address = partial(_at_address, kind, engine, arguments, wanted, key)
         return scalable([at_address(url) for url in settings.urls], at_address)

@@ -212,7 +212,7 @@ def test_texts_beside_images_have_the_format_and_the_limit_of_results() -> None:
         return what * 5, b"a file", "behind"
 
     loop = make_loop([], tools=[look], result_format="Seen: {result}", max_result_characters=8)
-    environment, state = loop.environment, make_group()[0]
+    environment, state = loop.turns.environment, make_group()[0]
 
     async def step() -> Any:
         await environment.reset(state)
@@ -477,7 +477,7 @@ def test_a_run_file_names_tools_and_what_does_not_fit_is_said() -> None:
         )
 
     loop = build(tools=["calculator", "python"], max_turns=3, tool_timeout_s=2)
-    assert list(loop.environment.tools) == ["calculator", "python"]
+    assert list(loop.turns.environment.tools) == ["calculator", "python"]
     for family, arguments, message in (
         ("qwen", {}, "missing a required argument: 'tools'"),
         ("qwen", {"tools": []}, "name at least one tool"),

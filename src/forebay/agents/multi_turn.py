@@ -32,7 +32,7 @@ from pydantic import Field
 from forebay.agents.base import AgentLoop
 from forebay.agents.chat.conversation import cut_unanswered
 from forebay.agents.chat.rendering import IncrementRenderer, PromptRenderer
-from forebay.agents.environments import Environment, Memory, build_environment, find_environment
+from forebay.agents.environments import Memory, build_environment, find_environment
 from forebay.agents.extra_fields import CONVERSATION_KEY, TURNS_KEY
 from forebay.aio.tasks import is_cancelled
 from forebay.aio.time_limits import time_limit, timeout
@@ -50,41 +50,56 @@ ENVIRONMENT_TIMEOUT_S = 60.0
 """Longer than a game or a look-up takes, short enough to notice an environment that hangs."""
 
 
-class TurnArguments(StrictModel, strict=True):
-    """Keys of agents whose model takes turns with an environment."""
-
-    max_turns: int = Field(default=8, ge=1)
-    """Turns of the model; the environment still replies to the last, and tools called in it are run."""
-    max_turn_tokens: int | None = Field(default=None, ge=1)
-    """A turn is cut after so many tokens, and the environment reads what there is; None: no limit."""
-    max_context: int | None = Field(default=None, ge=1)
-    """Tokens of prompt, turns and replies together; None: what the engine allows, in a run at most
-    ``train.token_budget``."""
-
-
-class TurnsAgentLoop(AgentLoop):
-    """Lets the model and an environment take turns; `take_turns_with` says which, in ``set_up``.
+class MultiTurnAgentLoop(AgentLoop):
+    """Lets the model and an environment take turns.
 
     Invariants: tokens the model wrote are never changed; the environment's have mask 0, logprob 0 and the
     model step of the token before them; ``sample_params.max_tokens`` bounds the model's tokens over all
     turns; ``response`` is the text of the model's latest turn; ``finish_reason`` is ``length`` where a limit
     ended the episode or the last turn. Without a judge the reward is the sum of the environment's.
+
+    Args:
+        arguments: those of `Arguments`, by name; `environment` may also be an `Environment`. The others are
+            of every `AgentLoop`.
+
+    Raises:
+        ConfigError: an argument does not fit.
+        ValueError: the chat template cannot render the environment's replies.
     """
 
-    arguments: TurnArguments
+    class Arguments(StrictModel, strict=True):
+        """Keys of a ``multi_turn`` agent in a run file."""
+
+        environment: Annotated[Any, checked_by(find_environment)]
+        """The environment that answers the model: ``live``, ``second_chances`` or ``package.module:Class`` of
+        an `Environment`, or a table with such a ``name`` and its ``arguments``."""
+        max_turns: int = Field(default=8, ge=1)
+        """Turns of the model; the environment still replies to the last."""
+        max_turn_tokens: int | None = Field(default=None, ge=1)
+        """A turn is cut after so many tokens, and the environment reads what there is; None: no limit."""
+        max_context: int | None = Field(default=None, ge=1)
+        """Tokens of prompt, turns and replies together; None: what the engine allows, in a run at most
+        ``train.token_budget``."""
+        environment_timeout_s: float | None = Field(default=ENVIRONMENT_TIMEOUT_S, gt=0)
+        """Seconds for one reply, without what it waits for a sandbox, after which the rollout is FAILED;
+        None: no limit. To resume a rollout may take as long as its replies together."""
+
+    arguments: Arguments
     is_whole_at_awaits = True
 
-    def take_turns_with(self, environment: Environment, timeout_s: float | None) -> None:
-        """Use this environment, each of whose replies may take so long.
-
-        Raises:
-            ValueError: the chat template cannot render its replies.
-        """
-        self.environment, self._timeout_s = environment, timeout_s
-        self._name = f"environment {type(environment).__name__}"
+    def set_up(self) -> None:
+        """Make the environment."""
+        self.environment = build_environment(self.arguments.environment)
+        self._name = f"environment {type(self.environment).__name__}"
         self._prompts = PromptRenderer(self.tokenizer)
-        self._increments = IncrementRenderer(self.tokenizer, roles=environment.roles)
+        self._increments = IncrementRenderer(self.tokenizer, roles=self.environment.roles)
         self._calls = Interruptible()
+
+    @classmethod
+    def prompt_tools(cls, arguments: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        """The tools that the environment offers in the prompt."""
+        tools = getattr(find_environment(arguments["environment"]), "prompt_tools", None)
+        return None if tools is None else list(tools)
 
     def go_on(self) -> None:
         """Let the environment be called again."""
@@ -136,7 +151,7 @@ class TurnsAgentLoop(AgentLoop):
             finally:
                 state.extra_fields[EPISODE_KEY] = asdict(record)
         finally:
-            limit_s = self._timeout_s
+            limit_s = self.arguments.environment_timeout_s
             try:
                 async with timeout(limit_s) as limit:
                     await self.environment.close(state)
@@ -265,48 +280,12 @@ class TurnsAgentLoop(AgentLoop):
 
     async def _call(self, call: Any, state: RolloutState, num_replies: int = 1) -> Any:
         """Wait for the environment, so that a pause ends it and a stall names it."""
-        one_s = self._timeout_s
+        one_s = self.arguments.environment_timeout_s
         limit_s = None if one_s is None else one_s * num_replies
         what = f"{self._name}, turn {state.extra_fields.get(TURNS_KEY, 0)}"
         with self.span(TOOL, state) as activity:
             activity.note = what
             return await self._calls.run(call, what, limit_s)
-
-
-class MultiTurnAgentLoop(TurnsAgentLoop):
-    """Takes turns with the environment that its arguments name; all else is that of `TurnsAgentLoop`.
-
-    Args:
-        arguments: those of `Arguments`, by name; `environment` may also be an `Environment`. The others are
-            of every `AgentLoop`.
-
-    Raises:
-        ConfigError: an argument does not fit.
-        ValueError: the chat template cannot render the environment's replies.
-    """
-
-    class Arguments(TurnArguments, strict=True):
-        """Keys of a ``multi_turn`` agent in a run file."""
-
-        environment: Annotated[Any, checked_by(find_environment)]
-        """The environment that answers the model: ``live``, ``second_chances`` or ``package.module:Class`` of
-        an `Environment`, or a table with such a ``name`` and its ``arguments``."""
-        environment_timeout_s: float | None = Field(default=ENVIRONMENT_TIMEOUT_S, gt=0)
-        """Seconds for one reply, without what it waits for a sandbox, after which the rollout is FAILED;
-        None: no limit. To resume a rollout may take as long as its replies together."""
-
-    arguments: Arguments
-
-    def set_up(self) -> None:
-        """Make the environment."""
-        environment = build_environment(self.arguments.environment)
-        self.take_turns_with(environment, self.arguments.environment_timeout_s)
-
-    @classmethod
-    def prompt_tools(cls, arguments: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-        """The tools that the environment offers in the prompt."""
-        tools = getattr(find_environment(arguments["environment"]), "prompt_tools", None)
-        return None if tools is None else list(tools)
 
 
 @dataclass

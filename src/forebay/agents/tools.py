@@ -21,13 +21,14 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from forebay.agents.base import AgentLoop
 from forebay.agents.chat.rendering import NO_TOOLS
 from forebay.agents.chat.tool_calls import Parser, ToolCall, api_call, check_parser, choose_parser
 from forebay.agents.environments import Environment, Memory, Reply
 from forebay.agents.extra_fields import TOOL_CALLS_KEY, TOOL_ERRORS_KEY
-from forebay.agents.multi_turn import TurnArguments, TurnsAgentLoop
+from forebay.agents.multi_turn import MultiTurnAgentLoop
 from forebay.aio.time_limits import time_limit
-from forebay.config import checked_by
+from forebay.config import StrictModel, checked_by
 from forebay.tools import Tool, ToolError, build_tool, find_tool, schema_of
 from forebay.tools.contract import Result, Schema
 from forebay.types import Message, RolloutState
@@ -190,13 +191,13 @@ def _check_format(text: str) -> None:
         raise ValueError("result_format must hold {result}, where the result goes")
 
 
-class ToolAgentLoop(TurnsAgentLoop):
+class ToolAgentLoop(AgentLoop):
     """Lets the model call tools until it answers.
 
-    Invariants: as for `TurnsAgentLoop`. The calls of one turn run at the same time and their results come in
-    the order of the calls. An error of a call is a result that the model reads; a tool that is broken fails
-    the rollout. ``extra_fields`` count turns, calls and errors, and ``tool_calls`` are those of all turns. A
-    rollout whose ``tool_choice`` is ``"none"`` is offered no tools.
+    Invariants: as for `MultiTurnAgentLoop`, whose turns these are. The calls of one turn run at the same
+    time and their results come in the order of the calls. An error of a call is a result that the
+    model reads; a tool that is broken fails the rollout. ``extra_fields`` count turns, calls and errors, and
+    ``tool_calls`` are those of all turns. A rollout whose ``tool_choice`` is ``"none"`` is offered no tools.
 
     Args: arguments: those of `Arguments`, by name; `tools` may also hold functions and `Tool` objects, and
     `parser` be a function (see `forebay.agents.chat.tool_calls`). The others are of every `AgentLoop`.
@@ -206,7 +207,7 @@ class ToolAgentLoop(TurnsAgentLoop):
         ValueError: the chat template does not render results, or shows no dialect of calls.
     """
 
-    class Arguments(TurnArguments, strict=True):
+    class Arguments(StrictModel, strict=True):
         """Keys of a ``tools`` agent in a run file."""
 
         tools: Annotated[Sequence[Annotated[Any, checked_by(find_tool)]], checked_by(_check_tools)]
@@ -215,6 +216,13 @@ class ToolAgentLoop(TurnsAgentLoop):
         parser: Annotated[Any, checked_by(check_parser)] = None
         """How the model writes calls: a dialect's name, or a regular expression with a group ``arguments``
         and perhaps one ``name``; None: as its chat template shows."""
+        max_turns: int = Field(default=8, ge=1)
+        """Turns of the model; the tools called in the last are still run."""
+        max_turn_tokens: int | None = Field(default=None, ge=1)
+        """A turn is cut after so many tokens; None: no limit."""
+        max_context: int | None = Field(default=None, ge=1)
+        """Tokens of prompt, turns and results together; None: what the engine allows, in a run at most
+        ``train.token_budget``."""
         tool_timeout_s: float | None = Field(default=TOOL_TIMEOUT_S, gt=0)
         """Seconds for each call, from when it has its thread or sandbox; None: no limit."""
         max_result_characters: int = Field(default=MAX_RESULT_CHARACTERS, ge=0)
@@ -226,14 +234,41 @@ class ToolAgentLoop(TurnsAgentLoop):
         """Text of those messages, with ``{result}`` where the result goes: ``Result: {result}``."""
 
     arguments: Arguments
+    is_whole_at_awaits = True
 
     def set_up(self) -> None:
-        """Make the tools, and take turns with them."""
-        environment = ToolEnvironment(self.arguments, choose_parser(self.arguments.parser, self.tokenizer))
-        # Every call has a time of its own, after which the model reads that it has passed.
-        self.take_turns_with(environment, None)
+        """Make the tools, and the loop that takes turns with them."""
+        own = self.arguments
+        self.turns = MultiTurnAgentLoop(
+            self.rollout_controller,
+            self.judge,
+            self.tokenizer,
+            sample_params=self.sample_params,
+            activities=self.activities,
+            environment=ToolEnvironment(own, choose_parser(own.parser, self.tokenizer)),
+            **own.model_dump(include={"max_turns", "max_turn_tokens", "max_context"}),
+            # Every call has a time of its own, after which the model reads that it has passed.
+            environment_timeout_s=None,
+        )
 
     @classmethod
     def prompt_tools(cls, arguments: Mapping[str, Any]) -> list[Schema] | None:
         """The schemas of the tools."""
         return [schema_of(tool) for tool in arguments["tools"]]
+
+    async def generate_sample(self, state: RolloutState) -> RolloutState:
+        """Produce, or go on with, one rollout in place."""
+        self.turns.activities = self.activities
+        return await self.turns.generate_sample(state)
+
+    def go_on(self) -> None:
+        """Let tools be called again."""
+        self.turns.go_on()
+
+    async def pause(self) -> None:
+        """End turns and tool calls; their rollouts end as ABORTED."""
+        await self.turns.pause()
+
+    async def close(self) -> None:
+        """Close the tools and the judge."""
+        await self.turns.close()

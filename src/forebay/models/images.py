@@ -17,6 +17,7 @@ import io
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,14 @@ def with_pictures(message: Sequence[Message], images: Images) -> list[Message]:
     for holder, image in zip(holders, images, strict=True):
         holder["image"] = _picture(image)
     return chat
+
+
+def placeholder_of(folder: Path) -> int | None:
+    """The token id that stands for images in prompts of the model in `folder`; None if it takes none."""
+    from transformers import AutoConfig
+
+    found: int | None = getattr(AutoConfig.from_pretrained(folder), "image_token_id", None)
+    return found
 
 
 def one_for_each(ids: IntArray, images: Images, placeholder: int | None) -> list[int]:

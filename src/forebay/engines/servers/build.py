@@ -33,6 +33,7 @@ from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
 from forebay.engines.weights.files import WeightFiles, shared_weights, write_untied
 from forebay.io.address import is_loopback
 from forebay.models import context_of, find_device
+from forebay.models.images import placeholder_of
 
 DIALECTS: dict[str, type[Dialect]] = {"vllm": Dialect, "sglang": SGLang}
 
@@ -111,13 +112,10 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     Raises:
         ConfigError: a server is not there, or serves less than the run's context.
     """
-    from transformers import AutoConfig
-
     settings = HTTPArguments(**arguments)
     scratch, model_folder = surroundings.scratch, surroundings.model_folder
     dialect = DIALECTS[kind](keeps=settings.in_flight == "keep", options=settings.options)
-    model_config = AutoConfig.from_pretrained(model_folder, local_files_only=True)
-    dialect.placeholder = getattr(model_config, "image_token_id", None)
+    dialect.placeholder = placeholder_of(model_folder)
     # Only a server that is started here is known to be set up for adapters.
     takes_adapters = settings.servers if settings.takes_adapters is None else settings.takes_adapters
     lora_rank = surroundings.lora_rank if takes_adapters else 0
@@ -153,7 +151,6 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
         bucket_device=f"cuda:{device}" if reads_trainer else None,
     )
     wanted = surroundings.model.max_context
-
     if settings.urls:
         at_address = partial(_at_address, kind, engine, arguments, wanted, key)
         return scalable([at_address(url) for url in settings.urls], at_address)

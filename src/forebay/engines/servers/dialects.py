@@ -141,7 +141,7 @@ class Dialect:
     """How it must be started to take adapters, for errors."""
 
     placeholder: int | None = None
-    """The token id that stands for images in the model's prompts; whoever builds the engine knows it."""
+    """The token id that stands for images in the prompts of the model; it is set with the engine."""
 
     def __init__(self, *, keeps: bool = False, options: Sequence[str] = ()) -> None:
         """`options` are those that the server is started with."""

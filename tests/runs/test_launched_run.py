@@ -142,6 +142,24 @@ def test_two_processes_of_torchrun_train_as_one_rank(run_file, tmp_path, of_one_
     assert load_config(RunConfig, tmp_path / "run" / "run.toml").train.ranks == 2
 
 
+def test_torchrun_starts_a_killed_run_again_and_it_goes_on(run_file, tmp_path):
+    kill_once = "    if flag.exists():\n        flag.unlink()\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+    with start(FOREBAY, ["train", run_file, f"output={tmp_path}"]) as once:
+        once.communicate(timeout=100)
+    judge, flag = tmp_path / "parity.py", tmp_path / "flag"
+    flag.touch()
+    head, body = judge.read_text().split("    return")
+    judge.write_text(
+        f"import os, signal, pathlib\nflag = pathlib.Path({str(flag)!r})\n{head}{kill_once}    return{body}"
+    )
+    again = ["-m", "forebay", "train", "--resume", tmp_path / "run", "steps=3", "train.ranks=2"]
+    torchrun = start(TORCHRUN, ["--standalone", "--nproc-per-node=2", "--max-restarts=1", *again])
+    said, _ = torchrun.communicate(timeout=100)
+    assert torchrun.returncode == 0, said
+    assert not flag.exists()
+    assert [row["train_step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+
+
 def test_tasks_of_srun_on_two_machines_train_as_one_rank(run_file, tmp_path, of_one_rank):
     """Machines by the variables alone: weights go over connections, not through memory."""
     addresses = [each.address for own in psutil.net_if_addrs().values() for each in own if each.family == 2]
@@ -207,8 +225,12 @@ def test_another_number_of_ranks_than_processes_is_one_sentence(run_file, tmp_pa
 
 def test_a_rank_that_does_not_come_is_named_and_a_stranger_is_none(monkeypatch):
     monkeypatch.setattr(ranks, "START_LIMIT_S", 1.0)
-    monkeypatch.setattr(launched, "_store", lambda place: SimpleNamespace(set=lambda _, told: connect(told)))
-    strangers = []
+    monkeypatch.setattr(
+        launched,
+        "_store",
+        lambda place: SimpleNamespace(set=lambda _, told: connect(told), delete_key=deleted.append),
+    )
+    strangers, deleted = [], []
 
     def connect(told):
         host, port, _ = told.split()
@@ -218,7 +240,7 @@ def test_a_rank_that_does_not_come_is_named_and_a_stranger_is_none(monkeypatch):
     beside = launched.joined(Place(0, 3, 0, 3, 0, "127.0.0.1", has_store=True))
     with pytest.raises(RankError, match=r"ranks 1, 2 of 3 did not come within 1 s"), beside:
         pass
-    assert launched.beside is None
+    assert (launched.beside, deleted) == (None, ["forebay"])
     strangers[0].close()
 
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,12 @@ class Beside:
         """
         size, token = self._place.size, secrets.token_hex(16)
         deadline_s = time.monotonic() + ranks.START_LIMIT_S
-        with socket.create_server((self._home, 0), backlog=2 * size) as listener:
+        with ExitStack() as stack:
+            listener = stack.enter_context(socket.create_server((self._home, 0), backlog=2 * size))
             store = _store(self._place)
             store.set("forebay", f"{self._home} {listener.getsockname()[1]} {token}")
+            # torchrun keeps its store when it starts all again, and ranks would look for this process.
+            stack.callback(store.delete_key, "forebay")
             while missing := [n for n, rank in enumerate(self._joined, 1) if len(rank.channels) < 2]:
                 listener.settimeout(max(0.01, deadline_s - time.monotonic()))
                 try:
@@ -80,6 +83,7 @@ class Beside:
         except Exception:
             channel.close()
             return
+        sock.settimeout(ranks.START_LIMIT_S)
         channels = [*self._joined[number - 1].channels, channel]
         self._joined[number - 1] = Rank(channels, gpu, sock.getpeername()[0])
 

@@ -199,18 +199,15 @@ class LocalRanks(Ranks):
                 process.start()
                 for sock in theirs:
                     sock.close()
-                self._ranks.append(Rank([connect(sock) for sock in ours], rank, home, process))
+                channels = [connect(sock, START_LIMIT_S) for sock in ours]
+                self._ranks.append(Rank(channels, rank, home, process))
             begun.pop_all()
         self._ranks += joined
-        self._set_limit(START_LIMIT_S)
         told = (num_ranks, meeting, device, threads, limit_s)
         self._ask(START, [(n, rank.gpu, rank.address, *told) for n, rank in enumerate(self._ranks)])
-        self._set_limit(limit_s)
-
-    def _set_limit(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        for rank in self._ranks:
-            for channel in rank.channels:
+        for started in self._ranks:
+            for channel in started.channels:
                 channel.sock.settimeout(limit_s)
 
     @property

@@ -9,7 +9,8 @@
 
 A choice costs the logarithm of the number of engines. An engine has room for as many requests as it runs at
 once (``max_running``) and as its cache holds on average (``cache_tokens``); what it does not say is no limit.
-Prompts do not count there: the members of a group share theirs. A straggler makes less than a tenth of the
+Prompts do not count there: the members of a group share theirs. Those of a session wait for its own engine,
+whose cache has their earlier tokens, as long as it is up and no straggler. A straggler makes less than a tenth of the
 median's tokens by second of a request: it is named once, and counts as that much busier, so that it gets
 fewer.
 """
@@ -82,15 +83,17 @@ class Members:
 
     def remove(self, engine: Engine) -> Member:
         """Take `engine` out; it gets no requests any more."""
-        [number] = (member.number for member in self if member.engine is engine)
-        self._by_number[number].is_up = False
-        return self._by_number.pop(number)
+        [member] = (member for member in self if member.engine is engine)
+        member.is_up = False
+        member.line.wake()
+        return self._by_number.pop(member.number)
 
     def get(self, number: int | None) -> Member | None:
-        """The engine with this number, if it is a member, up and has room."""
+        """The engine with this number, if it is a member, up and has room beside those that wait for it."""
         member = None if number is None else self._by_number.get(number)
-        has_room = member is not None and member.is_up and len(member.in_flight) < member.most
-        return member if has_room else None
+        if member is None or not member.is_up:
+            return None
+        return member if len(member.in_flight) + len(member.line) < member.most else None
 
     def least_busy(self) -> Member | None:
         """The member with the least load; None if no engine that is up has room."""
@@ -103,13 +106,9 @@ class Members:
         return None
 
     def choose(self, session_id: str | None) -> Member | None:
-        """The session's engine if it is up, has room and is no straggler, else `least_busy`."""
-        least_busy = self.least_busy()
-        if session_id is None or least_busy is None:
-            return least_busy
-        member = self.get(self._engine_of_session.pop(session_id, None))
-        if member is None or member.slowness > 1:
-            member = least_busy
+        """`least_busy`, from now on the engine of the session."""
+        if (member := self.least_busy()) is None or session_id is None:
+            return member
         self._engine_of_session[session_id] = member.number
         if len(self._engine_of_session) > _MAX_SESSIONS:
             # The first is the one unused for longest.
@@ -134,6 +133,12 @@ class Members:
         woken by: the end of a request, `wake` / produces: one request more at that engine
         """
 
+        session_id, request_id = call.request.session_id, call.request.request_id
+        own = self._by_number.get(self._engine_of_session.pop(session_id or "", -1))
+        if own is not None and own.is_up and own.slowness == 1 and session_id is not None:
+            self._engine_of_session[session_id] = own.number
+            if await self._enter_own(own, call, ends):
+                return own, self.begin(own, request_id)
         # Those that have begun go first: what is half done grows stale, and holds up its group.
         line = self._continued if call.parts or call.request.num_earlier else self._new
 
@@ -146,14 +151,32 @@ class Members:
             if len(line) or not is_decided():
                 with call.queued:
                     await line.wait(is_decided)
-            member = None if ends() else self.choose(call.request.session_id)
-            return None if member is None else (member, self.begin(member, call.request.request_id))
+            member = None if ends() else self.choose(session_id)
+            return None if member is None else (member, self.begin(member, request_id))
         finally:
             # There may be room for the next as well; and an end is for all.
             self.wake()
 
-    def wake(self) -> None:
-        """Look at the first in line; to be called when an engine may have got room, or none will."""
+    async def _enter_own(self, own: Member, call: Call, ends: Callable[[], bool]) -> bool:
+        """Wait for room at the session's engine, whose cache has its earlier tokens; False: it is away."""
+
+        def is_decided() -> bool:
+            return ends() or not own.is_up or len(own.in_flight) < own.most
+
+        if len(own.line) or not is_decided():
+            try:
+                with call.queued:
+                    await own.line.wait(is_decided)
+            finally:
+                # Whether it takes the place or not: there may be room for others, and an end is for all.
+                self.note_load(own)
+                asyncio.get_running_loop().call_soon(self.wake, own)
+        return own.is_up and not ends()
+
+    def wake(self, *those: Member) -> None:
+        """Look at the first in line, also of `those`; when an engine may have got room, or none will."""
+        for member in those:
+            member.line.wake()
         (self._continued if len(self._continued) else self._new).wake()
 
     def begin(self, member: Member, request_id: str) -> Begun:
@@ -175,7 +198,7 @@ class Members:
         if self._num_ended >= _LOOK_EVERY * len(self):
             self._num_ended = 0
             self._judge()
-        self.wake()
+        self.wake(member)
 
     def _judge(self) -> None:
         # Lengths change in the course of a run: what is past counts less and less.
@@ -265,6 +288,8 @@ class Member:
     in_flight: list[Begun] = field(default_factory=list)
     most: float = math.inf
     """How many of them it has room for."""
+    line: Gate = field(default_factory=Gate)
+    """Requests of its sessions that wait for room."""
     bringing_up: asyncio.Task[None] | None = None
     loading: asyncio.Future[tuple[BaseException | None]] | None = None
     """The load of weights that came while it was brought up; the result has the error, or None."""

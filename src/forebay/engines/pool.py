@@ -4,7 +4,7 @@
 
     complete(request) --> queued: continued rollouts first, then in order of arrival
                               |
-                          [an engine that is up and has room: the session's, else the least busy]
+                          [the session's engine, else the least busy that is up and has room]
                               |                              |
                           completion                    lost, with the tokens so far
                                                              |
@@ -373,7 +373,7 @@ class EnginePool:
 
     def _note(self) -> None:
         self._changes.note()
-        self._members.wake()
+        self._members.wake(*self._members)
 
     async def scale(self, parts: str, change: str) -> str:
         """Have engines or other ``parts`` join or leave, as ``+2`` or ``-1``; ValueError, as here, if not."""

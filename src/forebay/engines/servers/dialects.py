@@ -231,7 +231,7 @@ class Dialect:
         cache, num_ranks = config["cache_config"], config["parallel_config"]["data_parallel_size"]
         # The blocks are those of all ranks, the requests those of one.
         num_requests = config["scheduler_config"]["max_num_seqs"] * num_ranks
-        return num_requests, cache["num_gpu_blocks"] * cache["block_size"]
+        return num_requests, (cache["num_gpu_blocks"] or 0) * cache["block_size"]
 
     def load(self, folder: str, version: str) -> tuple[Call, ...]:
         """Take over the weights in `folder` while paused, and forget what the old ones computed."""

@@ -4,7 +4,7 @@
 
     trainer: train step, moves between device and CPU  --+-- one turn at a time
     reader:  with live.reading() as step: next(weights) -+
-             live.copy_to(layout, memory) ---------------'   all of them, also from several ranks at once
+             live.copy_to(layout, memory) ---------------'   also from several ranks at once
 
 Trainers and engines do not know each other, so what both must agree on is here.
 """
@@ -14,9 +14,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from forebay.io.shared import Layout, MemoryFile, write
+from forebay.io.shared import Layout, Memory, write
 from forebay.models.config import Precision
 from forebay.models.starting_weights import Weights
 
@@ -53,30 +53,35 @@ class LiveWeights:
         step: Callable[[], int],
         *,
         sizes: Callable[[], Weights] | None = None,
-        copy: Callable[[Layout, MemoryFile], None] | None = None,
+        copy: Callable[[Layout, Any], None] | None = None,
     ) -> None:
         """Code that changes or moves the weights holds `turn`; `step()` is their current model step.
 
-        `sizes` gives tensors without content, of the weights' names, dtypes and shapes, and `copy` puts the
-        weights into memory; left out, both is done by reading.
+        `sizes` gives tensors without content, of the weights' names, dtypes and shapes, and `copy` puts some
+        of the weights into memory; left out, both is done by reading.
         """
         self.read = read
         self.dtype = dtype
         """In which engines hold those of floating point; `read` gives them as the trainer has them."""
-        self._turn, self._step, self._sizes, self._copy = turn, step, sizes or read, copy
+        self.step = step
+        """Their model step, until the next train step changes them."""
+        self._turn, self._sizes, self._copy = turn, sizes or read, copy or self._copy_by_reading
 
     def sizes(self) -> Weights:
         """Tensors of the names, dtypes and shapes that a loop over this object has, without content."""
         return cast(((name, tensor.to("meta")) for name, tensor in self._sizes()), self.dtype)
 
-    def copy_to(self, layout: Layout, memory: MemoryFile) -> None:
-        """Put all of them into `memory`, laid out as `sizes` are."""
-        with self.reading():
+    def copy_to(self, layout: Layout, memory: Memory) -> int:
+        """Put those that are laid out, in the order of `sizes`, into `memory`; the step that they are of."""
+        with self.reading() as step:
             # Ranks write their own blocks there; reading would first collect all weights elsewhere.
-            if self._copy is not None:
-                return self._copy(layout, memory)
-            # Not cast before: writing casts, to the dtypes that were laid out.
-            write(layout, memory.data, self.read())
+            self._copy(layout, memory)
+        return step
+
+    def _copy_by_reading(self, layout: Layout, memory: Memory) -> None:
+        names = {name for name, *_ in layout}
+        # Not cast before: writing casts, to the dtypes that were laid out.
+        write(layout, memory.data, ((name, tensor) for name, tensor in self.read() if name in names))
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         return cast(self.read(), self.dtype)
@@ -85,4 +90,4 @@ class LiveWeights:
     def reading(self) -> Iterator[int]:
         """Wait for a train step that is under way, and keep off the next; the step of the weights."""
         with self._turn:
-            yield self._step()
+            yield self.step()

@@ -394,10 +394,14 @@ class TrainController:
 
     def live_weights(self) -> LiveWeights:
         """The current weights, adapters merged, in the precision of the engines."""
-        source, dtype = self._learner, self._engine_dtype
-        copy = source.copy_weights if isinstance(source, RankedLearner) else None
+        source = self._learner
         return LiveWeights(
-            source.weights, dtype, self._turn, lambda: self.train_step, sizes=source.sizes, copy=copy
+            source.weights,
+            self._engine_dtype,
+            self._turn,
+            lambda: self.train_step,
+            sizes=source.sizes,
+            copy=source.copy_weights,
         )
 
     def offload(self, *, weights: bool) -> None:

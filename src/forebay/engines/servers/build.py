@@ -122,10 +122,13 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
             "in_flight = 'keep' is for whole weights; set takes_adapters = false, or leave it out"
         )
     device = _trainer_gpu(surroundings) if surroundings.shares_gpu else None
-    # Adapters are small, and servers read them from files only.
-    reads_trainer = device is not None and not lora_rank
-    if reads_trainer and kind == "sglang":
-        _check_is_first(device)
+    transfer_options = dialect.transfer_options.get("cpu" if device is None else "cuda")
+    bucket_device = None
+    # Adapters are small, and servers read them from files only. Those of others may be on other machines.
+    if settings.servers and transfer_options is not None and not (lora_rank or settings.weights_folder):
+        bucket_device = "cpu" if device is None else f"cuda:{device}"
+        if kind == "sglang":
+            _check_is_first(device)
     served, shared = model_folder, dict[str, str]()
     if settings.servers and kind == "vllm":
         import torch
@@ -140,13 +143,18 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     starting_dtype = surroundings.dtype if settings.servers else None
     engine = partial(
         HTTPEngine,
-        files=WeightFiles(folder.resolve(), served, written_out=shared, starting_dtype=starting_dtype),
+        files=WeightFiles(
+            folder.resolve(),
+            served,
+            written_out=shared,
+            starting_dtype=starting_dtype,
+            bucket_device=bucket_device,
+        ),
         dialect=dialect,
         tokenizer=surroundings.tokenizer,
         start_limit_s=settings.start_limit_s,
         api_key=key,
         lora_rank=lora_rank,
-        bucket_device=f"cuda:{device}" if reads_trainer else None,
     )
     wanted = surroundings.model.max_context
 
@@ -161,7 +169,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
         own = dialect.command(str(served.resolve()), port, context, surroundings.dtype, lora_rank)
         own += dialect.tokens_options.split() if dialect.by_token else []
         own += dialect.sleep_options.split() if surroundings.takes_turns else []
-        own += dialect.transfer_options if reads_trainer else ()
+        own += (transfer_options or ()) if bucket_device else ()
         if settings.memory_share is not None:
             own += [dialect.memory_option, f"{settings.memory_share:.3f}"]
         return [settings.python, *own, *options]
@@ -169,6 +177,8 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     # A server that cannot be started is an error now.
     command([], 0)
     environment = dict(dialect.environment)
+    if bucket_device == "cpu":
+        environment["PYTHONPATH"] = str(Path(__file__).with_name("vllm_plugin"))
     if device is not None:
         # As the trainer's own process counts them.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -217,10 +227,11 @@ def _numbered(
     """A server of this machine, with its number where options and environment name it."""
     options = [option.replace("{server}", number) for option in settings.options]
     own = {name: value.replace("{server}", number) for name, value in (settings.environment or {}).items()}
+    paths = [environment.get("PYTHONPATH"), own.get("PYTHONPATH", os.environ.get("PYTHONPATH"))]
     return LocalServer(
         partial(command, options),
         log=log,
-        environment={**environment, **own},
+        environment={**environment, **own, "PYTHONPATH": os.pathsep.join(filter(None, paths)) or None},
         start_limit_s=settings.start_limit_s,
     )
 

@@ -17,7 +17,7 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -27,13 +27,6 @@ ALIGNMENT = 64
 
 Layout = Sequence[tuple[str, str, Sequence[int], int, int]]
 """For each tensor its name, torch's name of the dtype, shape, first byte, and the byte after the last."""
-
-
-class Memory(Protocol):
-    """Bytes that tensors are laid out in."""
-
-    data: torch.Tensor
-    """uint8, on any device."""
 
 
 class MemoryFile:

@@ -18,8 +18,21 @@ from forebay.engines.base import EngineLost
 from forebay.engines.servers.dialects import Dialect, SGLang
 from forebay.engines.weights import buckets as bucket_module
 from forebay.engines.weights.buckets import Buckets
+from forebay.io.shared import views
 from forebay.models.live_weights import LiveWeights
 from forebay.types import RolloutState, SampleParams
+
+
+class Source:
+    """Some weights, as a trainer has them."""
+
+    def __init__(self, read: Any) -> None:
+        self.read = self.sizes = read
+
+    def copy_weights(self, layout: Any, memory: Any) -> None:
+        weights = dict(self.read())
+        for name, place in views(layout, memory.data):
+            place.copy_(weights[name])
 
 
 class Weights:
@@ -27,7 +40,7 @@ class Weights:
 
     def __init__(self, step: int = 0) -> None:
         self.step, self.turn = step, threading.Lock()
-        self.live = LiveWeights(self.read, "bfloat16", self.turn, lambda: self.step)
+        self.live = LiveWeights(Source(self.read), "bfloat16", self.turn, lambda: self.step)
 
     def read(self) -> Any:
         for name, shape in {"w": (3,), "wide": (5, 7), "last": (2, 2)}.items():
@@ -53,7 +66,7 @@ async def test_buckets_hold_everything_in_order_and_no_more_than_they_may(monkey
     monkeypatch.setattr(bucket_module, "BUCKET_BYTES", 32)
     given_weights = [(str(i), torch.randn(size)) for i, size in enumerate((5, 0, 1, 40, 3, 3))]
     given_weights += [("ids", torch.arange(6)), ("after", torch.randn(2))]
-    live = LiveWeights(lambda: given_weights, "bfloat16", threading.Lock(), int)
+    live = LiveWeights(Source(lambda: given_weights), "bfloat16", threading.Lock(), int)
     buckets, found = Buckets(live, "cpu", written_out={"again": "3"}), []
     for number in range(len(buckets)):
         async with buckets.reading(number) as bucket:

@@ -123,12 +123,11 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
         )
     device = _trainer_gpu(surroundings) if surroundings.shares_gpu else None
     transfer_options = dialect.transfer_options.get("cpu" if device is None else "cuda")
-    bucket_device = None
     # Adapters are small, and servers read them from files only. Those of others may be on other machines.
-    if settings.servers and transfer_options is not None and not (lora_rank or settings.weights_folder):
-        bucket_device = "cpu" if device is None else f"cuda:{device}"
-        if kind == "sglang":
-            _check_is_first(device)
+    by_files = not settings.servers or transfer_options is None or lora_rank or settings.weights_folder
+    bucket_device = None if by_files else "cpu" if device is None else f"cuda:{device}"
+    if bucket_device and kind == "sglang":
+        _check_is_first(device)
     served, shared = model_folder, dict[str, str]()
     if settings.servers and kind == "vllm":
         import torch

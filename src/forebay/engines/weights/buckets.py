@@ -108,8 +108,9 @@ class Buckets:
         self._filled = {number: filling for number, filling in self._filled.items() if filling.num_readers}
         self._free.clear()
         if self._device != "cpu":
-            # It waits for the device.
-            await asyncio.to_thread(_free_device)
+            # Both wait for the device.
+            await asyncio.to_thread(torch.cuda.ipc_collect)
+            await asyncio.to_thread(torch.cuda.empty_cache)
 
     def fill(self, number: int, memory: MemoryFile | GPUMemory | None = None) -> Bucket:
         """One bucket, in `memory` if that has room; for a thread, since it waits for a train step."""
@@ -118,7 +119,7 @@ class Buckets:
             size = max(layout[-1][-1], BUCKET_BYTES)
             memory = MemoryFile(size) if self._device == "cpu" else GPUMemory(size, self._device)
         own = [(self._sources.get(place[0], place[0]), *place[1:]) for place in layout]
-        step = self.weights.copy_to(own, memory)
+        step = self.weights.copy_to(own, memory if isinstance(memory, MemoryFile) else memory.data)
         if isinstance(memory, GPUMemory):
             # The server reads in another stream.
             torch.cuda.current_stream(memory.data.device).synchronize()
@@ -190,9 +191,3 @@ class GPUMemory:
         _, arguments = reduce_tensor(self.data)  # type: ignore[no-untyped-call]
         gpu = str(torch.cuda.get_device_properties(self.data.device).uuid)
         return {"ipc_handles_pickled": base64.b64encode(pickle.dumps({gpu: arguments})).decode()}
-
-
-def _free_device() -> None:
-    """Give the memory of buckets back to the device, once the servers that mapped it have let go of it."""
-    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
-    torch.cuda.empty_cache()

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from forebay.config import look_up
-from forebay.io.shared import Layout, MemoryFile, views
+from forebay.io.shared import Layout, views
 from forebay.models import Precision, attention, precision_on, routing
 from forebay.models.images import Sight
 from forebay.models.live_weights import cast
@@ -376,8 +376,8 @@ class Learner:
         """Tensors of the names, dtypes and shapes of `weights`, without content."""
         return ((name, value.to("meta")) for name, value, _ in lora.named_parts(self.model))
 
-    def copy_weights(self, layout: Layout, memory: MemoryFile | torch.Tensor, *, merged: bool = True) -> None:
-        """Put this rank's blocks of the weights that are laid out into `memory`; a tensor is of bytes."""
+    def copy_weights(self, layout: Layout, memory: Any, *, merged: bool = True) -> None:
+        """Put this rank's blocks of the weights that are laid out into `memory`, as `Source` has it."""
         places = dict(views(layout, memory.data))
         for name, place, block in lora.own_blocks(self.model, merged=merged, only=places):
             places[name][place].copy_(block)

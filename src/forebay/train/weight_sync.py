@@ -102,14 +102,12 @@ async def sync_weights(
         # Also a `BaseDiffersError`, which is one of these.
         except AdaptersRefusedError as refusal:
             logger.warning("all weights of step %d are handed over, adapters merged: %s", model_step, refusal)
-    if live is None or not getattr(receiver, "takes_live_weights", False):
-        weights = await gather(source.weights, dtype)
-        await receiver.update_weights(weights, model_step)
-        return _num_bytes(weights)
-    taker: Any = receiver
-    await taker.update_weights(live, model_step)
-    return _num_bytes(live.sizes())
+    takes_live = live is not None and getattr(receiver, "takes_live_weights", False)
+    weights: Any = live if takes_live else await gather(source.weights, dtype)
+    await receiver.update_weights(weights, model_step)
+    return _num_bytes(weights)
 
 
-def _num_bytes(weights: Weights) -> int:
-    return sum(tensor.nbytes for _, tensor in weights)
+def _num_bytes(weights: Weights | LiveWeights) -> int:
+    sizes = weights.sizes() if isinstance(weights, LiveWeights) else weights
+    return sum(tensor.nbytes for _, tensor in sizes)

@@ -27,6 +27,7 @@ from forebay.models.config import TinyConfig
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
 from forebay.models.tiny import write_tiny
+from forebay.train import TrainConfig, TrainController
 from forebay.train.model.lora import adapter_config, adapter_weights, add_lora, model_weights
 from forebay.train.weight_sync import sync_weights
 from forebay.types import RolloutState, SampleParams, Status
@@ -382,3 +383,40 @@ async def test_live_weights_and_held_requests(folder, trainer, tmp_path):
         assert not list(tmp_path.rglob("weights")), "nothing went over the disk"
     finally:
         await controller.close()
+
+
+async def test_two_ranks_train_and_the_server_computes_what_they_do(folder, tmp_path, warm, monkeypatch):
+    """Each bucket is filled by both ranks, and loaded by vLLM: no rank has it all, and no disk is used."""
+    monkeypatch.setattr("forebay.engines.weights.buckets.BUCKET_BYTES", 1 << 19)
+    controller = controller_for(folder, tmp_path)
+    config = TrainConfig(ranks=2, lr=1e-2, token_budget=400)
+    ranked = TrainController(load_model(folder), config, pad_token_id=0)
+    try:
+        for step in range(3):
+            num_bytes = await ranked.sync_weights(controller)
+            assert num_bytes > 2 << 19, "one bucket would do"
+            states = [
+                RolloutState(
+                    [],
+                    rollout_id=f"{step}:{number}",
+                    prompt_ids=PROMPT,
+                    sample_params=SampleParams(max_tokens=40),
+                )
+                for number in range(4)
+            ]
+            await asyncio.gather(*map(controller.generate_sample, states))
+            for number, state in enumerate(states):
+                assert state.status is Status.COMPLETED, state.error_msg
+                assert set(state.response_model_steps.tolist()) == {step}
+                state.reward = {"score": float(number % 2)}
+            batch = ranked.pack([states])
+            trainers = ranked.compute_logprobs(batch)
+            servers = np.concatenate([state.logprobs for state in states])
+            np.testing.assert_allclose(servers, trainers, atol=1e-5)
+            await asyncio.to_thread(ranked.fit, [states])
+            # The weights of before would not do.
+            assert np.abs(ranked.compute_logprobs(batch) - servers).max() > 1e-3
+        assert not list(tmp_path.rglob("weights"))
+    finally:
+        await controller.close()
+        ranked.close()

@@ -139,16 +139,13 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     if settings.api_key_env is not None and key is None:
         raise ConfigError(f"api_key_env: the environment variable {settings.api_key_env} is not set")
     folder = scratch / "weights" if settings.weights_folder is None else Path(settings.weights_folder)
-    starting_dtype = surroundings.dtype if settings.servers else None
+    dtype = surroundings.dtype if settings.servers else None
+    files = WeightFiles(
+        folder.resolve(), served, written_out=shared, starting_dtype=dtype, bucket_device=bucket_device
+    )
     engine = partial(
         HTTPEngine,
-        files=WeightFiles(
-            folder.resolve(),
-            served,
-            written_out=shared,
-            starting_dtype=starting_dtype,
-            bucket_device=bucket_device,
-        ),
+        files=files,
         dialect=dialect,
         tokenizer=surroundings.tokenizer,
         start_limit_s=settings.start_limit_s,

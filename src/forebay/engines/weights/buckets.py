@@ -126,9 +126,9 @@ class Buckets:
         return Bucket(layout=layout, memory=memory, step=step)
 
     def _begin(self, number: int) -> _Filling:
-        """Fill the bucket, unless it is there, or on the way."""
-        filling = self._filled.get(number)
-        if filling is not None and filling.is_outdated(self.weights.step()):
+        """Fill the bucket, unless it is there, of the weights of now, or on the way."""
+        task = self._filled[number].task if number in self._filled else None
+        if task and task.done() and (task.exception() or task.result().step != self.weights.step()):
             self._forget(number)
         if number not in self._filled:
             while len(self._filled) >= (NUM_KEPT if self._device == "cpu" else 1):
@@ -152,9 +152,6 @@ class _Filling:
 
     task: asyncio.Task[Bucket]
     num_readers: int = 0
-
-    def is_outdated(self, step: int) -> bool:
-        return self.task.done() and (self.task.exception() is not None or self.task.result().step != step)
 
 
 def split(sizes: Weights) -> Iterator[Layout]:

@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 
     from forebay.engines.weights.buckets import Buckets
 
+    Given = dict[str, torch.Tensor] | LiveWeights
+
 NUM_KEPT = 2
 """The current weights, and those that a slow server may still be reading; as many of adapters."""
 
@@ -166,7 +168,7 @@ class WeightFiles:
 
     async def _write(
         self,
-        weights: dict[str, torch.Tensor] | LiveWeights,
+        weights: Given,
         model_step: int,
         adapters: AdapterConfig | None,
         after: asyncio.Task[WrittenWeights] | None,
@@ -216,9 +218,7 @@ class WeightFiles:
             )
         return base
 
-    def _write_folder(
-        self, weights: dict[str, torch.Tensor] | LiveWeights, name: str, adapters: AdapterConfig | None
-    ) -> Path:
+    def _write_folder(self, weights: Given, name: str, adapters: AdapterConfig | None) -> Path:
         from safetensors.torch import save_file
 
         if self._part is None:
@@ -234,18 +234,11 @@ class WeightFiles:
                 for found in itertools.chain.from_iterable(small):
                     if not found.match(_WEIGHT_INDEX):
                         shutil.copyfile(found, unfinished / found.name)
-            where: dict[str, str] = {}
             for file, part in self._parts(weights, is_whole=adapters is None):
                 save_file(part, unfinished / file, metadata={"format": "pt"})
-                where |= dict.fromkeys(part, file)
-            if isinstance(weights, LiveWeights):
-                index = json.dumps({"metadata": {}, "weight_map": where})
-                (unfinished / "model.safetensors.index.json").write_text(index, encoding="utf-8")
         return self._part.folder / name
 
-    def _parts(
-        self, weights: dict[str, torch.Tensor] | LiveWeights, *, is_whole: bool
-    ) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    def _parts(self, weights: Given, *, is_whole: bool) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
         """The files to write, with what is in each: of live weights a bucket, else all."""
         from forebay.engines.weights.buckets import Buckets
 

@@ -136,7 +136,7 @@ class EngineActor:
             await self._pool.abort(list(self._pool.progress(caller)))
 
     async def load_weights(
-        self, weights: tuple[Layout, ByteArray], model_step: int, adapters: AdapterConfig | None
+        self, weights: tuple[Layout, ByteArray], model_step: int, adapters: AdapterConfig | None = None
     ) -> None:
         """Take over the weights that are laid out in these bytes, or the adapters, and serve.
 

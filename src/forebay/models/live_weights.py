@@ -37,9 +37,9 @@ class Source(Protocol):
         """Tensors of the weights' names, dtypes and shapes, without content."""
 
     def copy_weights(self, layout: Layout, memory: Any) -> None:
-        """Put the weights that are laid out, cast as they are there, into `memory`.
+        """Put the weights that are laid out, cast as they are there, into the bytes of ``memory.data``.
 
-        This is a `MemoryFile` (`forebay.io.shared`) or, on a trainer's device, a tensor of bytes.
+        Ranks take a `MemoryFile` (`forebay.io.shared`), which they map.
         """
 
 

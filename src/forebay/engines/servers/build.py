@@ -140,12 +140,11 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
         raise ConfigError(f"api_key_env: the environment variable {settings.api_key_env} is not set")
     folder = scratch / "weights" if settings.weights_folder is None else Path(settings.weights_folder)
     dtype = surroundings.dtype if settings.servers else None
-    files = WeightFiles(
-        folder.resolve(), served, written_out=shared, starting_dtype=dtype, bucket_device=bucket_device
-    )
     engine = partial(
         HTTPEngine,
-        files=files,
+        files=WeightFiles(
+            folder.resolve(), served, written_out=shared, starting_dtype=dtype, bucket_device=bucket_device
+        ),
         dialect=dialect,
         tokenizer=surroundings.tokenizer,
         start_limit_s=settings.start_limit_s,
@@ -172,13 +171,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
 
     # A server that cannot be started is an error now.
     command([], 0)
-    environment = dict(dialect.environment)
-    if bucket_device == "cpu":
-        environment["PYTHONPATH"] = str(Path(__file__).with_name("vllm_plugin"))
-    if device is not None:
-        # As the trainer's own process counts them.
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device] if visible else str(device)
+    environment = _environment(dialect, device, has_plugin=bucket_device == "cpu")
     numbers = map(str, itertools.count())
 
     def another(url: str = "") -> HTTPEngine:
@@ -191,6 +184,18 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
         return engine(server, model=MODEL_NAME, max_context_tokens=context)
 
     return scalable([another() for _ in range(settings.servers)], another)
+
+
+def _environment(dialect: Dialect, device: int | None, *, has_plugin: bool) -> dict[str, str | None]:
+    """The variables of all servers that are started; `device` is the trainer's, if it is shared."""
+    environment = dict(dialect.environment)
+    if has_plugin:
+        environment["PYTHONPATH"] = str(Path(__file__).with_name("vllm_plugin"))
+    if device is not None:
+        # As the trainer's own process counts them.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device] if visible else str(device)
+    return environment
 
 
 def _at_address(

@@ -119,7 +119,7 @@ class Buckets:
             size = max(layout[-1][-1], BUCKET_BYTES)
             memory = MemoryFile(size) if self._device == "cpu" else GPUMemory(size, self._device)
         own = [(self._sources.get(place[0], place[0]), *place[1:]) for place in layout]
-        step = self.weights.copy_to(own, memory if isinstance(memory, MemoryFile) else memory.data)
+        step = self.weights.copy_to(own, memory)
         if isinstance(memory, GPUMemory):
             # The server reads in another stream.
             torch.cuda.current_stream(memory.data.device).synchronize()
@@ -135,7 +135,7 @@ class Buckets:
                 self._forget(next(iter(self._filled)))
             memory = self._free.pop() if self._free else None
             task = asyncio.create_task(asyncio.to_thread(self.fill, number, memory))
-            # Told to those that wait for it; nobody may, for one that was to be the next.
+            # Told to those that wait for it; there may be none, for one that was to be the next.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
             self._filled[number] = _Filling(task)
         return self._filled[number]

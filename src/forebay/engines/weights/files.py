@@ -55,12 +55,6 @@ if TYPE_CHECKING:
 NUM_KEPT = 2
 """The current weights, and those that a slow server may still be reading; as many of adapters."""
 
-_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-"""Files of a model folder besides weights."""
-
-_WEIGHT_INDEX = "*.index.json"
-"""Says which file has which tensor; there is only one file here."""
-
 
 class WeightFiles:
     """The weights that all servers of a run should have, as a model folder.
@@ -128,7 +122,7 @@ class WeightFiles:
 
         The tensors are read before it returns. One of two that share their memory (tied weights) is left
         out, as in a saved model. With `adapters`, peft's config of them, `weights` are LoRA adapters. Live
-        weights are not written where servers map buckets; else bucket by bucket, so that nobody has them all.
+        weights are not written where servers map buckets; else bucket by bucket, each a file.
 
         Raises:
             ConfigError: the folder cannot be written to, or there is no room left.
@@ -286,6 +280,12 @@ class WrittenWeights:
     live: Buckets | None = None
     """The place to read the weights from: nothing is in the folder."""
 
+
+_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+"""Files of a model folder besides weights."""
+
+_WEIGHT_INDEX = "*.index.json"
+"""Says which file has which tensor; servers read all files that are here."""
 
 _RUN_PREFIX, _LOCK = "run-", "lock"
 

@@ -10,8 +10,8 @@ Trainers and engines do not know each other, so what both must agree on is here.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
+from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forebay.io.shared import Layout
@@ -50,14 +50,12 @@ class LiveWeights:
 
     ::
 
-        weights = LiveWeights(learner, "bfloat16", threading.Lock(), int)
+        weights = LiveWeights(learner, "bfloat16", Lock(), int)
         layout, num_bytes = lay_out(weights.sizes())
         weights.copy_to(layout, MemoryFile(num_bytes))  # 0
     """
 
-    def __init__(
-        self, source: Source, dtype: Precision, turn: threading.Lock, step: Callable[[], int]
-    ) -> None:
+    def __init__(self, source: Source, dtype: Precision, turn: Lock, step: Callable[[], int]) -> None:
         """Engines hold those of floating point in `dtype`.
 
         Code that changes or moves the weights holds `turn`; `step()` is their current model step.

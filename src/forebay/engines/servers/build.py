@@ -54,7 +54,8 @@ class HTTPArguments(StrictModel, strict=True):
     environment: Mapping[str, str] | None = None
     """Further environment variables of the servers; ``{server}`` likewise (for ``CUDA_VISIBLE_DEVICES``)."""
     weights_folder: str | None = None
-    """Where weights are handed over; None: in the run's folder. In ``/dev/shm``: through memory."""
+    """Where files with weights are handed over, all weights if given; None: in the run's folder. In
+    ``/dev/shm``: through memory."""
     start_limit_s: float = Field(default=START_LIMIT_S, gt=0)
     """Seconds that a server may take to start, or to come back."""
     takes_adapters: bool | None = None

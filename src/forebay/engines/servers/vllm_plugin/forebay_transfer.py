@@ -20,11 +20,9 @@ class SharedMemory(IPCWeightTransferEngine):  # type: ignore[misc]
         sizes = update_info["tensor_sizes"]
         data = torch.from_file(update_info["path"], shared=True, size=sum(sizes), dtype=torch.uint8)
         parts = data.to(self.device, copy=True).split(sizes)  # type: ignore[no-untyped-call]
-        dtypes = [getattr(torch, name) for name in update_info["dtype_names"]]
-        columns = zip(update_info["names"], parts, dtypes, update_info["shapes"], strict=True)
-        self.model.load_weights(
-            [(name, part.view(dtype).view(shape)) for name, part, dtype, shape in columns]
-        )
+        columns = zip(parts, update_info["dtype_names"], update_info["shapes"], strict=True)
+        tensors = [part.view(getattr(torch, kind)).view(shape) for part, kind, shape in columns]
+        self.model.load_weights(list(zip(update_info["names"], tensors, strict=True)))
 
 
 def register() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from safetensors.torch import load_file
 
 from forebay.config import ConfigError, load_config, parse_config, read_toml
 from forebay.environments.config import FragmentRunConfig
@@ -377,6 +378,10 @@ def test_step_time_is_that_of_generation_training_and_sync(tmp_path):
     assert row["time/checkpoint_s"] > 0
     parts = [row[f"time/{name}_s"] for name in ("generate", "train", "sync")]
     assert row["step_s"] == pytest.approx(sum(parts))
+    assert row["sync/share"] == pytest.approx(row["time/sync_s"] / row["step_s"])
+    # All float32 weights of its model, once.
+    files = (tmp_path / "run" / "model").glob("*.safetensors")
+    assert row["sync/bytes"] == sum(tensor.nbytes for file in files for tensor in load_file(file).values())
     assert row["tokens_per_s"] == pytest.approx(row["produce/tokens"] / row["step_s"])
 
 

@@ -102,8 +102,8 @@ async def test_an_engine_that_leaves_over_its_probe_is_not_checked(monkeypatch: 
         up.pop(1, None)
         raise WeightsDifferError(f"engine {number} generated nothing")
 
-    async def nothing(*_: Any) -> None:
-        pass
+    async def nothing(*_: Any) -> int:
+        return 0
 
     class Controller:
         engines_up = property(lambda self: dict(up))
@@ -116,6 +116,7 @@ async def test_an_engine_that_leaves_over_its_probe_is_not_checked(monkeypatch: 
         weight_check=SimpleNamespace(probe=probe),
         metrics=SimpleNamespace(log=lambda step, metrics: logged.append(metrics)),
         train_step=1,
+        synced_bytes=0,
     )
     with pytest.raises(WeightsDifferError, match="engine 0"):
         await evaluation.sync_weights(run)

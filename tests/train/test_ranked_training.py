@@ -285,6 +285,15 @@ def test_an_engine_gets_whole_merged_weights(make_model, make_groups, ranks, set
     assert not hasattr(plain, "adapters")
 
 
+def test_calls_from_several_threads_take_turns(make_model, ranks):
+    """As of a server that comes back, and reads weights, while the trainer makes its passes."""
+    names = [name for name, _ in trainer_for(make_model(), ranks, num_ranks=2)._learner.sizes()] * 3
+    with ThreadPoolExecutor(4) as threads:
+        answers = threads.map(lambda name: ranks.call("blocks", [([name], True)] * 2), names)
+    for name, of_ranks in zip(names, answers, strict=True):
+        assert [found for blocks in of_ranks for found, *_ in blocks] == [name] * 2
+
+
 def test_an_engine_that_takes_adapters_gets_no_more(make_model, make_groups, ranks):
     one, two = (trainer_for(make_model(), where, lora_rank=2) for where in (None, ranks))
     got, expected = Receiver(), Receiver()

@@ -84,12 +84,13 @@ class RayTrainer:
         logprobs: FloatArray = self._call("call", "compute_logprobs", batch)
         return logprobs
 
-    async def sync_weights(self, rollout_controller: ClusterController) -> None:
-        """Give the current weights to every engine; PartLost as of `fit`."""
+    async def sync_weights(self, rollout_controller: ClusterController) -> int:
+        """Give the current weights to every engine; the bytes of one engine; PartLost as of `fit`."""
         step_ref, weights_ref = self._actor.weights.options(num_returns=2).remote()
         # The weights themselves stay where they are.
-        step = await self._result(step_ref, "weights")
+        step, num_bytes = await self._result(step_ref, "weights")
         await rollout_controller.update_weights(Published(weights_ref, step), step)
+        return int(num_bytes)
 
     def begin_save(self, path: Path | str) -> None:
         """Begin a checkpoint folder, which is written beside `fit`; PartLost as of `fit`."""
@@ -190,11 +191,11 @@ class TrainerActor:
         """Any other method of the `TrainController`."""
         return getattr(self._trainer, method)(*arguments)
 
-    def weights(self) -> tuple[int, tuple[Layout, ByteArray]]:
-        """The step of the weights, and the weights: two results, of which the caller fetches the first."""
+    def weights(self) -> tuple[tuple[int, int], tuple[Layout, ByteArray]]:
+        """Their step and bytes, and the weights: two results, of which the caller fetches the first."""
         live: LiveWeights = self._trainer.live_weights()
         layout, num_bytes = lay_out(live.sizes())
         if num_bytes != self._memory.num_bytes:
             self._memory = MemoryFile(num_bytes)
         live.copy_to(layout, self._memory)
-        return self._trainer.model_step, (layout, self._memory.data.numpy())
+        return (self._trainer.model_step, num_bytes), (layout, self._memory.data.numpy())

@@ -277,9 +277,7 @@ class EnginePool:
             ConfigError: they cannot be written to where the engines read them.
         """
         shared = weights if isinstance(weights, LiveWeights) else list(weights)
-        # Newcomers may read live ones from the trainer's own memory, which is to change afterwards.
-        waits = isinstance(weights, LiveWeights)
-        await self._load(model_step, lambda member: member.engine.load_weights(shared, model_step), waits)
+        await self._load(model_step, lambda member: member.engine.load_weights(shared, model_step))
 
     @property
     def takes_live_weights(self) -> bool:
@@ -308,12 +306,12 @@ class EnginePool:
             lambda member: cast("Any", member.engine).load_adapters(shared, model_step, config=config),
         )
 
-    async def _load(self, model_step: int, load: Load, waits: bool = False) -> None:
+    async def _load(self, model_step: int, load: Load) -> None:
         self._given_step = model_step
         self._wake()
         what = f"load the weights of step {model_step}"
         left = self._left
-        if any(member.is_up for member in left) and not waits:
+        if any(member.is_up for member in left):
             for member in left:
                 if not member.is_up:
                     loading = answered(load(member), f"{member} was asked to {what}", LOAD_LIMIT_S)

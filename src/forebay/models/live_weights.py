@@ -2,21 +2,19 @@
 
 ::
 
-    trainer: train step, moves between device and CPU  --+-- one turn at a time
-    reader:  with live.reading() as step: next(weights) -+
-             live.copy_to(layout, memory) ---------------'   all of them, also from several ranks at once
+    trainer: train step, moves between device and CPU --+-- one turn at a time
+    reader:  live.copy_to(layout, memory) --------------'   all or some of them, from several ranks at once
 
 Trainers and engines do not know each other, so what both must agree on is here.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Protocol
 
-from forebay.io.shared import Layout, MemoryFile, write
+from forebay.io.shared import Layout
 from forebay.models.config import Precision
 from forebay.models.starting_weights import Weights
 
@@ -32,57 +30,49 @@ def cast(weights: Weights, dtype: Precision) -> Iterator[tuple[str, torch.Tensor
         yield name, tensor.detach().to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
 
 
+class Source(Protocol):
+    """The model that is trained, on one rank or several."""
+
+    def sizes(self) -> Weights:
+        """Tensors of the weights' names, dtypes and shapes, without content."""
+
+    def copy_weights(self, layout: Layout, memory: Any) -> None:
+        """Put the weights that are laid out, cast as they are there, into the bytes of ``memory.data``.
+
+        Ranks take a `MemoryFile` (`forebay.io.shared`), which they map.
+        """
+
+
 class LiveWeights:
     """All weights of a model that is being trained, as they are at the moment of reading.
 
-    Invariants: while a block of `reading` is open, no train step changes them; every `read` begins anew, and
-    so does every loop over this object, which gives them in `dtype`.
+    Invariant: while some are copied, no train step changes them.
 
     ::
 
-        weights = LiveWeights(model.named_parameters, "bfloat16", threading.Lock(), int)
-        with weights.reading() as step:
-            step, next(iter(weights.read()))[0]  # (0, 'model.embed_tokens.weight')
+        weights = LiveWeights(learner, "bfloat16", Lock(), int)
+        layout, num_bytes = lay_out(weights.sizes())
+        weights.copy_to(layout, MemoryFile(num_bytes))  # 0
     """
 
-    def __init__(
-        self,
-        read: Callable[[], Weights],
-        dtype: Precision,
-        turn: threading.Lock,
-        step: Callable[[], int],
-        *,
-        sizes: Callable[[], Weights] | None = None,
-        copy: Callable[[Layout, MemoryFile], None] | None = None,
-    ) -> None:
-        """Code that changes or moves the weights holds `turn`; `step()` is their current model step.
+    def __init__(self, source: Source, dtype: Precision, turn: Lock, step: Callable[[], int]) -> None:
+        """Engines hold those of floating point in `dtype`.
 
-        `sizes` gives tensors without content, of the weights' names, dtypes and shapes, and `copy` puts the
-        weights into memory; left out, both is done by reading.
+        Code that changes or moves the weights holds `turn`; `step()` is their current model step.
         """
-        self.read = read
-        self.dtype = dtype
-        """In which engines hold those of floating point; `read` gives them as the trainer has them."""
-        self._turn, self._step, self._sizes, self._copy = turn, step, sizes or read, copy
+        self._source, self._dtype, self._turn = source, dtype, turn
+        self.step = step
+        """Their model step, until the next train step changes them."""
 
     def sizes(self) -> Weights:
-        """Tensors of the names, dtypes and shapes that a loop over this object has, without content."""
-        return cast(((name, tensor.to("meta")) for name, tensor in self._sizes()), self.dtype)
+        """Tensors of the names, dtypes and shapes that engines have, without content."""
+        return cast(self._source.sizes(), self._dtype)
 
-    def copy_to(self, layout: Layout, memory: MemoryFile) -> None:
-        """Put all of them into `memory`, laid out as `sizes` are."""
-        with self.reading():
-            # Ranks write their own blocks there; reading would first collect all weights elsewhere.
-            if self._copy is not None:
-                return self._copy(layout, memory)
-            # Not cast before: writing casts, to the dtypes that were laid out.
-            write(layout, memory.data, self.read())
+    def copy_to(self, layout: Layout, memory: Any) -> int:
+        """Put the weights that are laid out into `memory`, as of `Source`; the step that they are of.
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return cast(self.read(), self.dtype)
-
-    @contextmanager
-    def reading(self) -> Iterator[int]:
-        """Wait for a train step that is under way, and keep off the next; the step of the weights."""
+        Waits for a train step that is under way.
+        """
         with self._turn:
-            yield self._step()
+            self._source.copy_weights(layout, memory)
+            return self.step()

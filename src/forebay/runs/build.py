@@ -91,6 +91,8 @@ class Run(rollout_parts.Rollouts):
     """Finished train steps."""
     history: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[dict[str, float]] = field(default_factory=list)
+    synced_bytes: int = 0
+    """Weights that each engine was given since the last report."""
     lag_limit: int | None = None
     """Train steps that rollouts may be behind since the guard lowered it; None: as configured."""
     saving: asyncio.Task[None] | None = None

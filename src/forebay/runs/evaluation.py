@@ -38,7 +38,7 @@ async def sync_weights(run: Run) -> None:
     with phase(run, "sync", SYNC):
         if run.turns is not None:
             await run.turns.leave()
-        await run.trainer.sync_weights(run.controller)
+        run.synced_bytes += await run.trainer.sync_weights(run.controller)
         if run.weight_check is None:
             return
         # Engines that are not up take over the weights when they come back, unchecked.
@@ -88,7 +88,7 @@ async def evaluate(run: Run, label: str, eval_sets: Sequence[EvalSet] | None = N
         # One at a time: its engine holds the weights of one step.
         await evaluation_ended(run)
         with phase(run, "sync", SYNC):
-            await run.trainer.sync_weights(run.eval_controller)
+            run.synced_bytes += await run.trainer.sync_weights(run.eval_controller)
         # With its step: when it ends, the run may be further on.
         working = _evaluate_beside(run, run.eval_controller, label, eval_sets, run.train_step)
         run.evaluating = asyncio.create_task(working, name=f"evaluation {label}")

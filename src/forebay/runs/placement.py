@@ -107,8 +107,8 @@ class Trainer(Protocol):
     ) -> TrainBatch:
         """Make one train step on `groups`, and return the batch that was trained."""
 
-    async def sync_weights(self, rollout_controller: Any) -> None:
-        """Give the current weights to what generates."""
+    async def sync_weights(self, rollout_controller: Any) -> int:
+        """Give the current weights to what generates; the bytes that one engine was given."""
 
     def pack(self, groups: Iterable[Sequence[RolloutState]]) -> TrainBatch:
         """A batch as the trainer cuts it."""

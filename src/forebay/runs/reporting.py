@@ -25,17 +25,21 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
         losses = {f"engines/{name}": count for name, count in run.controller.counts().items() if count}
     # An evaluation or a checkpoint since the last report is not part of the step.
     wall_s = sum(phases[name].wall_s for name in STEP_PHASES if name in phases)
+    sync_s = phases["sync"].wall_s if "sync" in phases else 0.0
     values = {
         **batch_numbers(groups),
         "tokens_per_s": batch.produced_tokens / wall_s if wall_s > 0 else 0.0,
         "step_s": wall_s,
         **{f"time/{name}_s": wall for name, (wall, _) in phases.items()},
+        "sync/bytes": float(run.synced_bytes),
+        "sync/share": sync_s / wall_s if wall_s > 0 else 0.0,
         **{f"cpu/{name}_s": cpu for name, (_, cpu) in phases.items()},
         **run.status.step_values(train_step, groups),
         **batch.metrics(),
         **losses,
         **metrics,
     }
+    run.synced_bytes = 0
     values |= raise_alarms(run, {"train_step": float(train_step), **values})
     run.history.append({"train_step": float(train_step), **values})
     run.metrics.log(train_step, values)

@@ -287,10 +287,11 @@ class TimedTrainer:
         self.model_step += 1
         return SimpleNamespace(metrics={})
 
-    async def sync_weights(self, controller: RolloutController) -> None:
+    async def sync_weights(self, controller: RolloutController) -> int:
         """Take the time that the weights take."""
         await asyncio.sleep(self._cluster.sync_s)
         await controller.update_weights([], self.model_step)
+        return 0
 
     def begin_save(self, path: Path) -> None:
         """Do nothing: the manager takes the time of a checkpoint."""

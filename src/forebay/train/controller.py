@@ -391,18 +391,17 @@ class TrainController:
             batch = self.compute_ref_logprobs(batch)
         return self.train(self.compute_advantages(batch) if comes_last else batch)
 
-    async def sync_weights(self, rollout_controller: weight_sync.WeightReceiver) -> None:
-        """Give the current weights, adapters merged, to what generates rollouts. Not during `train`."""
-        live, step = self.live_weights(), self.model_step
-        await weight_sync.sync_weights(self._learner, rollout_controller, step, dtype=live.dtype, live=live)
+    async def sync_weights(self, rollout_controller: weight_sync.WeightReceiver) -> int:
+        """Give the current weights, adapters merged, to what generates rollouts; the bytes of one engine.
+
+        Not during `train`.
+        """
+        step, dtype, live = self.model_step, self._engine_dtype, self.live_weights()
+        return await weight_sync.sync_weights(self._learner, rollout_controller, step, dtype=dtype, live=live)
 
     def live_weights(self) -> LiveWeights:
         """The current weights, adapters merged, in the precision of the engines."""
-        source, dtype = self._learner, self._engine_dtype
-        copy = source.copy_weights if isinstance(source, RankedLearner) else None
-        return LiveWeights(
-            source.weights, dtype, self._turn, lambda: self.train_step, sizes=source.sizes, copy=copy
-        )
+        return LiveWeights(self._learner, self._engine_dtype, self._turn, lambda: self.train_step)
 
     def offload(self, *, weights: bool) -> None:
         """Move the moments, and the models if asked, to the host's memory; one rank only."""

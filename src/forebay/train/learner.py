@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from forebay.config import look_up
+from forebay.io.shared import Layout, views
 from forebay.models import Precision, attention, empty_cache, precision_on, routing
 from forebay.models.images import Sight
 from forebay.models.live_weights import cast
@@ -375,6 +376,12 @@ class Learner:
     def sizes(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of the names, dtypes and shapes of `weights`, without content."""
         return ((name, value.to("meta")) for name, value, _ in lora.named_parts(self.model))
+
+    def copy_weights(self, layout: Layout, memory: Any, *, merged: bool = True) -> None:
+        """Put this rank's blocks of the weights that are laid out into `memory`, as `Source` has it."""
+        places = dict(views(layout, memory.data))
+        for name, place, block in lora.own_blocks(self.model, merged=merged, only=places):
+            places[name][place].copy_(block)
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The adapters' weights, by their names in peft's files; none without LoRA."""

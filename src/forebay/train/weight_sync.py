@@ -68,8 +68,8 @@ async def sync_weights(
     *,
     dtype: Precision = "float32",
     live: LiveWeights | None = None,
-) -> None:
-    """Give `receiver` the adapters, if it takes them, else all weights, and return once they are in use.
+) -> int:
+    """Give `receiver` the adapters, if it takes them, else all weights; the bytes, once they are in use.
 
     Whole weights are cast to `dtype` here, once for all engines; adapters stay float32. A receiver whose
     engines read the trainer's memory by themselves gets `live` ones instead.
@@ -90,17 +90,24 @@ async def sync_weights(
         held_step = getattr(receiver, "model_step", 0)
         try:
             try:
-                return await receiver.update_adapters(adapters, model_step, config=config)
+                await receiver.update_adapters(adapters, model_step, config=config)
             except BaseDiffersError:
                 if held_step > 0:
                     raise
                 # The starting weights are those of step 0, since new adapters change nothing.
                 base = partial(source.weights, merged=False)
                 await receiver.update_weights(await gather(base, dtype), 0)
-                return await receiver.update_adapters(adapters, model_step, config=config)
+                await receiver.update_adapters(adapters, model_step, config=config)
+            return _num_bytes(adapters)
         # Also a `BaseDiffersError`, which is one of these.
         except AdaptersRefusedError as refusal:
             logger.warning("all weights of step %d are handed over, adapters merged: %s", model_step, refusal)
-    if live is not None and getattr(receiver, "takes_live_weights", False):
-        return await receiver.update_weights(live, model_step)
-    await receiver.update_weights(await gather(source.weights, dtype), model_step)
+    takes_live = live is not None and getattr(receiver, "takes_live_weights", False)
+    weights: Any = live if takes_live else await gather(source.weights, dtype)
+    await receiver.update_weights(weights, model_step)
+    return _num_bytes(weights)
+
+
+def _num_bytes(weights: Weights | LiveWeights) -> int:
+    sizes = weights.sizes() if isinstance(weights, LiveWeights) else weights
+    return sum(tensor.nbytes for _, tensor in sizes)

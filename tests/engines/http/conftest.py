@@ -199,7 +199,7 @@ class FakeServer:
 
     def _load(self, folder: str) -> None:
         assert self.state == "paused", "weights were loaded while requests ran"
-        assert (Path(folder) / "model.safetensors").is_file()
+        assert list(Path(folder).glob("model*.safetensors"))
         assert "weights" not in self.asleep, "weights were loaded into memory that is not there"
         self.loaded.append(Path(folder))
         self.lacks_weights = False
@@ -587,7 +587,8 @@ async def connect(tmp_path: Path) -> AsyncIterator[Callable[..., HTTPEngine]]:
     files = WeightFiles(tmp_path / "weights")
     made: list[HTTPEngine] = []
 
-    def make(server: FakeServer, **arguments: Any) -> HTTPEngine:
+    def make(server: FakeServer, bucket_device: str | None = None, **arguments: Any) -> HTTPEngine:
+        files.bucket_device = bucket_device
         given = {"model": "policy", "max_context_tokens": CONTEXT, "files": files, "dialect": server.dialect}
         made.append(HTTPEngine(server.url, **{**given, **arguments}))
         return made[-1]

@@ -17,9 +17,22 @@ from forebay.engines import RolloutController
 from forebay.engines.base import EngineLost
 from forebay.engines.servers.dialects import Dialect, SGLang
 from forebay.engines.weights import buckets as bucket_module
-from forebay.engines.weights.buckets import buckets
+from forebay.engines.weights.buckets import Buckets
+from forebay.io.shared import views
 from forebay.models.live_weights import LiveWeights
 from forebay.types import RolloutState, SampleParams
+
+
+class Source:
+    """Some weights, as a trainer has them."""
+
+    def __init__(self, read: Any) -> None:
+        self.read = self.sizes = read
+
+    def copy_weights(self, layout: Any, memory: Any) -> None:
+        weights = dict(self.read())
+        for name, place in views(layout, memory.data):
+            place.copy_(weights[name])
 
 
 class Weights:
@@ -27,7 +40,7 @@ class Weights:
 
     def __init__(self, step: int = 0) -> None:
         self.step, self.turn = step, threading.Lock()
-        self.live = LiveWeights(self.read, "bfloat16", self.turn, lambda: self.step)
+        self.live = LiveWeights(Source(self.read), "bfloat16", self.turn, lambda: self.step)
 
     def read(self) -> Any:
         for name, shape in {"w": (3,), "wide": (5, 7), "last": (2, 2)}.items():
@@ -49,20 +62,23 @@ async def vllm(start_fake, fake_kinds) -> Any:
     return await start_fake(fake_kinds["FakeVLLM"])
 
 
-def test_buckets_hold_everything_in_order_and_no_more_than_they_may() -> None:
+async def test_buckets_hold_everything_in_order_and_no_more_than_they_may(monkeypatch) -> None:
+    monkeypatch.setattr(bucket_module, "BUCKET_BYTES", 32)
     given_weights = [(str(i), torch.randn(size)) for i, size in enumerate((5, 0, 1, 40, 3, 3))]
     given_weights += [("ids", torch.arange(6)), ("after", torch.randn(2))]
-    found = []
-    for bucket in buckets(given_weights, "bfloat16", "cpu", bucket_bytes=32):
-        assert len(set(bucket.dtypes)) == 1
-        assert sum(bucket.sizes) <= max(32, bucket.sizes[0])
-        data = torch.from_file(
-            bucket.memory.handle["path"], shared=True, size=sum(bucket.sizes), dtype=torch.uint8
-        )
-        for name, dtype, part in zip(bucket.names, bucket.dtypes, data.split(bucket.sizes), strict=True):
-            found.append((name, part.clone().view(getattr(torch, dtype))))
-    assert [name for name, _ in found] == [name for name, _ in given_weights]
-    for (_, got), (_, wanted) in zip(found, given_weights, strict=True):
+    live = LiveWeights(Source(lambda: given_weights), "bfloat16", threading.Lock(), int)
+    buckets, found = Buckets(live, "cpu", written_out={"again": "3"}), []
+    for number in range(len(buckets)):
+        async with buckets.reading(number) as bucket:
+            sizes = [stop - start for *_, start, stop in bucket.layout]
+            assert len({dtype for _, dtype, *_ in bucket.layout}) == 1
+            assert sum(sizes) <= max(32, sizes[0])
+            data = torch.from_file(bucket.handle["path"], shared=True, size=sum(sizes), dtype=torch.uint8)
+            for (name, dtype, *_), part in zip(bucket.layout, data.split(sizes), strict=True):
+                found.append((name, part.clone().view(getattr(torch, dtype))))
+    expected = [*given_weights, ("again", given_weights[3][1])]
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    for (_, got), (_, wanted) in zip(found, expected, strict=True):
         assert torch.equal(got, wanted.bfloat16() if wanted.is_floating_point() else wanted)
 
 
@@ -74,13 +90,12 @@ def test_a_bucket_on_a_gpu_is_told_by_one_handle_under_the_gpu_s_name(monkeypatc
     monkeypatch.setattr(
         torch.multiprocessing.reductions, "reduce_tensor", lambda data: (None, (1, data.nbytes))
     )
-    memory = bucket_module._Memory(8, "cpu")
-    memory._file = None
-    assert pickle.loads(base64.b64decode(memory.handle["ipc_handles_pickled"])) == {"GPU-7": (1, 8)}
+    handle = bucket_module.GPUMemory(8, "cpu").handle
+    assert pickle.loads(base64.b64decode(handle["ipc_handles_pickled"])) == {"GPU-7": (1, 8)}
 
 
 async def test_weights_come_in_buckets_and_the_server_confirms_them(vllm, connect, ask, monkeypatch):
-    monkeypatch.setattr(buckets, "__kwdefaults__", {"bucket_bytes": 80})
+    monkeypatch.setattr(bucket_module, "BUCKET_BYTES", 80)
     engine, weights = connect(vllm, bucket_device="cpu"), Weights(step=4)
     await engine.bring_up()
     assert engine.takes_live_weights
@@ -234,8 +249,9 @@ async def test_a_held_request_that_is_cut_counts_as_of_the_oldest_weights(vllm, 
 def test_sglang_is_given_tensors_as_torch_shares_them(monkeypatch) -> None:
     pickled: list[Any] = []
     monkeypatch.setattr(bucket_module.ForkingPickler, "dump", lambda self, tensors: pickled.append(tensors))
-    (bucket,) = buckets(Weights(2).read(), "float32", "cpu")
-    call = SGLang().bucket(bucket)
+    buckets = Buckets(Weights(2).live, "cpu")
+    assert len(buckets) == 1
+    call = SGLang().bucket(buckets.fill(0))
     assert (call.path, call.body["flush_cache"]) == ("/update_weights_from_tensor", False)
     assert [(name, tensor.tolist()) for name, tensor in pickled[0]] == [
         (name, tensor.tolist()) for name, tensor in Weights(2).read()

@@ -21,11 +21,13 @@ import torch
 from forebay.config import Component
 from forebay.engines import EngineSurroundings, RolloutController, build_engines
 from forebay.engines.local.sampling import Sampling, draw
+from forebay.io.shared import views
 from forebay.models import ModelConfig, load_model, load_tokenizer
 from forebay.models.config import TinyConfig
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
 from forebay.models.tiny import write_tiny
+from forebay.train import TrainConfig, TrainController
 from forebay.train.model.lora import adapter_config, adapter_weights, add_lora, model_weights
 from forebay.train.weight_sync import sync_weights
 from forebay.types import RolloutState, SampleParams, Status
@@ -61,6 +63,13 @@ class Trainer:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
         self.keep()
         return list(self.model.named_parameters())
+
+    def sizes(self) -> Any:
+        return self.model.named_parameters()
+
+    def copy_weights(self, layout: Any, memory: Any) -> None:
+        for name, place in views(layout, memory.data):
+            place.copy_(self.model.get_parameter(name).detach())
 
     def logprobs(self, prompt: list[int], ids: list[int], step: int, **how: Any) -> np.ndarray:
         """Of each response token under the distribution that `how` draws from, by the weights of `step`."""
@@ -333,92 +342,12 @@ async def test_adapters_alone_give_what_merged_weights_would_have_given(folder, 
         await controller.close()
 
 
-TRANSFER = '''
-from dataclasses import dataclass
-
-import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-)
-
-
-@dataclass
-class Init(WeightTransferInitInfo):
-    packed: bool = False
-
-
-@dataclass
-class Update(WeightTransferUpdateInfo):
-    names: list
-    dtype_names: list
-    shapes: list
-    tensor_sizes: list
-    path: str
-
-
-class Memory(WeightTransferEngine):
-    """Reads shared memory, as vLLM's own engine reads that of a GPU."""
-
-    init_info_cls, update_info_cls = Init, Update
-
-    def init_transfer_engine(self, init_info):
-        assert init_info.packed
-
-    def start_weight_update(self):
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-        initialize_layerwise_reload(self.model)
-
-    def finish_weight_update(self):
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-        finalize_layerwise_reload(self.model, self.model_config)
-
-    def update_weights(self, update_info):
-        self.receive_weights(self.parse_update_info(update_info))
-
-    def receive_weights(self, info):
-        data = torch.from_file(info.path, shared=True, size=sum(info.tensor_sizes), dtype=torch.uint8)
-        columns = zip(info.names, info.dtype_names, info.shapes, data.split(info.tensor_sizes))
-        self.model.load_weights(
-            [(name, part.clone().view(getattr(torch, kind)).view(size)) for name, kind, size, part in columns]
-        )
-
-    def shutdown(self):
-        pass
-
-
-def register():
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
-    if "memory" not in Factory._registry:
-        Factory.register_engine("memory", Memory)
-'''
-
-
 async def test_live_weights_and_held_requests(folder, trainer, tmp_path):
-    """The cycle of a GPU's buckets, over shared memory: vLLM loads a transfer engine for it as a plug-in."""
-    plugin = tmp_path / "lib"
-    (plugin / "memory_transfer-1.dist-info").mkdir(parents=True)
-    (plugin / "memory_transfer.py").write_text(TRANSFER)
-    (plugin / "memory_transfer-1.dist-info/METADATA").write_text("Name: memory-transfer\nVersion: 1\n")
-    (plugin / "memory_transfer-1.dist-info/entry_points.txt").write_text(
-        "[vllm.general_plugins]\nmemory = memory_transfer:register\n"
-    )
-    controller = controller_for(
-        folder,
-        tmp_path,
-        options=["--enforce-eager", "--weight-transfer-config", '{"backend": "memory"}'],
-        environment={"PYTHONPATH": str(plugin)},
-        in_flight="keep",
-    )
-    engine = controller.engines[0]
-    engine._weights.bucket_device = "cpu"
-    turn = threading.Lock()
-
-    def read() -> Any:
-        yield from trainer.model.named_parameters()
-        # Written out for vLLM on a CPU, which packs it.
-        yield "lm_head.weight", trainer.model.lm_head.weight
-
-    live = LiveWeights(read, "float32", turn, lambda: trainer.step)
+    """vLLM's own cycle, over shared memory: it loads Forebay's transfer engine as a plug-in."""
+    controller = controller_for(folder, tmp_path, in_flight="keep")
+    engine, turn = controller.engines[0], threading.Lock()
+    # The output layer is the embedding to the trainer, and written out for vLLM on a CPU, which packs it.
+    live = LiveWeights(trainer, "float32", turn, lambda: trainer.step)
     trainer._restore(trainer.step)
     try:
         await controller.update_weights(live, trainer.step)
@@ -451,5 +380,43 @@ async def test_live_weights_and_held_requests(folder, trainer, tmp_path):
         check(trainer, await controller.generate_sample(rollout("new", 20, temperature=0.0)), temperature=0.0)
         link = engine._link
         assert (await link.do([link.dialect.version]))["weight_version"] == engine._weights.label
+        assert not list(tmp_path.rglob("weights")), "nothing went over the disk"
     finally:
         await controller.close()
+
+
+async def test_two_ranks_train_and_the_server_computes_what_they_do(folder, tmp_path, warm, monkeypatch):
+    """Each bucket is filled by both ranks, and loaded by vLLM: no rank has it all, and no disk is used."""
+    monkeypatch.setattr("forebay.engines.weights.buckets.BUCKET_BYTES", 1 << 19)
+    controller = controller_for(folder, tmp_path)
+    config = TrainConfig(ranks=2, lr=1e-2, token_budget=400)
+    ranked = TrainController(load_model(folder), config, pad_token_id=0)
+    try:
+        for step in range(3):
+            num_bytes = await ranked.sync_weights(controller)
+            assert num_bytes > 2 << 19, "one bucket would do"
+            states = [
+                RolloutState(
+                    [],
+                    rollout_id=f"{step}:{number}",
+                    prompt_ids=PROMPT,
+                    sample_params=SampleParams(max_tokens=40),
+                )
+                for number in range(4)
+            ]
+            await asyncio.gather(*map(controller.generate_sample, states))
+            for number, state in enumerate(states):
+                assert state.status is Status.COMPLETED, state.error_msg
+                assert set(state.response_model_steps.tolist()) == {step}
+                state.reward = {"score": float(number % 2)}
+            batch = ranked.pack([states])
+            trainers = ranked.compute_logprobs(batch)
+            servers = np.concatenate([state.logprobs for state in states])
+            np.testing.assert_allclose(servers, trainers, atol=1e-5)
+            await asyncio.to_thread(ranked.fit, [states])
+            # The weights of before would not do.
+            assert np.abs(ranked.compute_logprobs(batch) - servers).max() > 1e-3
+        assert not list(tmp_path.rglob("weights"))
+    finally:
+        await controller.close()
+        ranked.close()

@@ -55,7 +55,8 @@ class HTTPArguments(StrictModel, strict=True):
     environment: Mapping[str, str] | None = None
     """Further environment variables of the servers; ``{server}`` likewise (for ``CUDA_VISIBLE_DEVICES``)."""
     weights_folder: str | None = None
-    """Where weights are handed over; None: in the run's folder. In ``/dev/shm``: through memory."""
+    """Where files with weights are handed over, all weights if given; None: in the run's folder. In
+    ``/dev/shm``: through memory."""
     start_limit_s: float = Field(default=START_LIMIT_S, gt=0)
     """Seconds that a server may take to start, or to come back."""
     takes_adapters: bool | None = None
@@ -124,9 +125,11 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
             "in_flight = 'keep' is for whole weights; set takes_adapters = false, or leave it out"
         )
     device = _trainer_gpu(surroundings) if surroundings.shares_gpu else None
-    # Adapters are small, and servers read them from files only.
-    reads_trainer = device is not None and not lora_rank
-    if reads_trainer and kind == "sglang":
+    transfer_options = dialect.transfer_options.get("cpu" if device is None else "cuda")
+    # Adapters are small, and servers read them from files only. Those of others may be on other machines.
+    by_files = not settings.servers or transfer_options is None or lora_rank or settings.weights_folder
+    bucket_device = None if by_files else "cpu" if device is None else f"cuda:{device}"
+    if bucket_device and kind == "sglang":
         _check_is_first(device)
     served, shared = model_folder, dict[str, str]()
     if settings.servers and kind == "vllm":
@@ -139,16 +142,17 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     if settings.api_key_env is not None and key is None:
         raise ConfigError(f"api_key_env: the environment variable {settings.api_key_env} is not set")
     folder = scratch / "weights" if settings.weights_folder is None else Path(settings.weights_folder)
-    starting_dtype = surroundings.dtype if settings.servers else None
+    dtype = surroundings.dtype if settings.servers else None
     engine = partial(
         HTTPEngine,
-        files=WeightFiles(folder.resolve(), served, written_out=shared, starting_dtype=starting_dtype),
+        files=WeightFiles(
+            folder.resolve(), served, written_out=shared, starting_dtype=dtype, bucket_device=bucket_device
+        ),
         dialect=dialect,
         tokenizer=surroundings.tokenizer,
         start_limit_s=settings.start_limit_s,
         api_key=key,
         lora_rank=lora_rank,
-        bucket_device=f"cuda:{device}" if reads_trainer else None,
     )
     wanted = surroundings.model.max_context
     if settings.urls:
@@ -162,19 +166,14 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
         own = dialect.command(str(served.resolve()), port, context, surroundings.dtype, lora_rank)
         own += dialect.tokens_options.split() if dialect.by_token or dialect.placeholder is not None else []
         own += dialect.sleep_options.split() if surroundings.takes_turns else []
-        own += dialect.transfer_options if reads_trainer else ()
+        own += (transfer_options or ()) if bucket_device else ()
         if settings.memory_share is not None:
             own += [dialect.memory_option, f"{settings.memory_share:.3f}"]
         return [settings.python, *own, *options]
 
     # A server that cannot be started is an error now.
     command([], 0)
-    # Torch's allocator is set for the trainer: a server whose segments expand cannot sleep.
-    environment = {**dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")), **dialect.environment}
-    if device is not None:
-        # As the trainer's own process counts them.
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device] if visible else str(device)
+    environment = _environment(dialect, device, has_plugin=bucket_device == "cpu")
     numbers = map(str, itertools.count())
 
     def another(url: str = "") -> HTTPEngine:
@@ -187,6 +186,19 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
         return engine(server, model=MODEL_NAME, max_context_tokens=context)
 
     return scalable([another() for _ in range(settings.servers)], another)
+
+
+def _environment(dialect: Dialect, device: int | None, *, has_plugin: bool) -> dict[str, str | None]:
+    """The variables of all servers that are started; `device` is the trainer's, if it is shared."""
+    # Torch's allocator is set for the trainer: a server whose segments expand cannot sleep.
+    environment = {**dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")), **dialect.environment}
+    if has_plugin:
+        environment["PYTHONPATH"] = str(Path(__file__).with_name("vllm_plugin"))
+    if device is not None:
+        # As the trainer's own process counts them.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device] if visible else str(device)
+    return environment
 
 
 def _at_address(
@@ -219,10 +231,11 @@ def _numbered(
     """A server of this machine, with its number where options and environment name it."""
     options = [option.replace("{server}", number) for option in settings.options]
     own = {name: value.replace("{server}", number) for name, value in (settings.environment or {}).items()}
+    paths = [environment.get("PYTHONPATH"), own.get("PYTHONPATH", os.environ.get("PYTHONPATH"))]
     return LocalServer(
         partial(command, options),
         log=log,
-        environment={**environment, **own},
+        environment={**environment, **own, "PYTHONPATH": os.pathsep.join(filter(None, paths)) or None},
         start_limit_s=settings.start_limit_s,
     )
 

@@ -99,8 +99,12 @@ class Dialect:
     """Arguments of a server whose requests go to `tokens_path`."""
     sleep_options = "--enable-sleep-mode"
     """Arguments of a server that is to `sleep`."""
-    transfer_options: tuple[str, ...] = ("--weight-transfer-config", '{"backend": "ipc"}')
-    """Arguments of a server that is to take weights in buckets."""
+    transfer_options: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "cuda": ("--weight-transfer-config", '{"backend": "ipc"}'),
+        # In `vllm_plugin`.
+        "cpu": ("--weight-transfer-config", '{"backend": "forebay"}'),
+    }
+    """Arguments of a server that is to take weights in buckets, by the device that these are on."""
     memory_option = "--gpu-memory-utilization"
     """Name of the argument for the share of the device's memory that the server may take."""
     # Not top-k of 1: of tokens that are equally likely it would keep all.
@@ -256,12 +260,13 @@ class Dialect:
 
         By a handle of the memory that they lie in, one after another.
         """
+        names, dtypes, shapes, starts, stops = zip(*bucket.layout, strict=True)
         info = {
-            "names": bucket.names,
-            "dtype_names": bucket.dtypes,
-            "shapes": bucket.shapes,
-            "tensor_sizes": bucket.sizes,
-            **bucket.memory.handle,
+            "names": names,
+            "dtype_names": dtypes,
+            "shapes": shapes,
+            "tensor_sizes": [stop - start for start, stop in zip(starts, stops, strict=True)],
+            **bucket.handle,
         }
         return Call("POST", "/update_weights", {"update_info": info})
 
@@ -349,7 +354,8 @@ class SGLang(Dialect):
     pause = (Call("POST", "/pause_generation", {"mode": "abort"}),)
     hold = (Call("POST", "/pause_generation", {"mode": "in_place"}),)
     release = (Call("POST", "/continue_generation", {}),)
-    begin = abandon = transfer_options = ()
+    begin = abandon = ()
+    transfer_options: ClassVar[Mapping[str, tuple[str, ...]]] = {"cuda": ()}
     tokens_options = ""
     sleep_options = "--enable-memory-saver --enable-weights-cpu-backup"
     memory_option = "--mem-fraction-static"

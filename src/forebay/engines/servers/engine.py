@@ -71,6 +71,9 @@ class HTTPEngine:
         completion = await engine.generate(request)
     """
 
+    takes_live_weights = True
+    """Live weights go to the server in buckets, or into the folder that it loads."""
+
     def __init__(
         self,
         server: str | LocalServer,
@@ -83,13 +86,12 @@ class HTTPEngine:
         start_limit_s: float = START_LIMIT_S,
         api_key: str | None = None,
         lora_rank: int = 0,
-        bucket_device: str | None = None,
     ) -> None:
         """`server` is an address or a server to start; `model` is what it calls the model.
 
-        `files` is shared by all engines of a run. `start_limit_s` is how long a server that others start may
-        be away, and how long one may take to be ready. `api_key` goes with every request. `lora_rank` is the
-        highest rank of adapters that it was started for; it finds live weights on `bucket_device`, else none.
+        `files` is shared by all engines of a run. `start_limit_s` is how long a server that others start
+        may be away, and how long one may take to be ready for use. `api_key` goes with every request.
+        `lora_rank` is the highest rank of adapters that the server was started for; 0: none.
         """
         self.max_context_tokens = max_context_tokens
         """The most tokens, prompt and response together, one request may reach."""
@@ -102,7 +104,7 @@ class HTTPEngine:
         self._files = files
         files.num_users += 1
         self._stop_texts = None if tokenizer is None else StopTexts(tokenizer)
-        self._weights = ServerWeights(self._link, lora_rank=lora_rank, bucket_device=bucket_device)
+        self._weights = ServerWeights(self._link, lora_rank=lora_rank)
         self._start_limit_s = start_limit_s
         self._images = SentImages()
         self._streams: dict[Stream, None] = {}
@@ -230,7 +232,8 @@ class HTTPEngine:
                 raise
 
     async def load_weights(self, weights: Weights, model_step: int) -> None:
-        """Write these parameters to a folder (once for all engines that share it) and let the server load it.
+        """Write these parameters to a folder (once for all engines that share it) and let the server load it;
+        or live ones, where servers map the trainer's memory, to that.
 
         Running requests wait meanwhile and go on over the new weights.
 
@@ -241,11 +244,6 @@ class HTTPEngine:
             RuntimeError: the engine is closed.
         """
         await self._update(weights, model_step)
-
-    @property
-    def takes_live_weights(self) -> bool:
-        """Whether `load_weights` may be given `LiveWeights`: the server reads the trainer's memory."""
-        return self._weights.bucket_device is not None
 
     @property
     def takes_adapters(self) -> bool:

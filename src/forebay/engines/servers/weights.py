@@ -3,7 +3,7 @@
 ::
 
     take(written)   whole weights:   load the folder                         label: version
-                    live ones:       begin, bucket, bucket, ..., end         label: version, which it confirms
+                    buckets:         begin, bucket, bucket, ..., end         label: version, which it confirms
                     adapters:        load their base, unless it is there     label: version of the base
                                      load the adapters                       label: version of base + adapters
                                        | refused: AdaptersRefusedError, the server goes on as it was
@@ -18,15 +18,17 @@ The server must be paused for all but `has`: the engine does that, and sees to t
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from forebay.engines.servers.dialects import CACHE, WEIGHTS, Call
 from forebay.engines.servers.link import Refused, ServerFailed, ServerLink
 from forebay.engines.weights.files import WrittenWeights
-from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdaptersRefusedError
+
+if TYPE_CHECKING:
+    from forebay.engines.weights.buckets import Buckets
 
 
 class ServerWeights:
@@ -37,19 +39,15 @@ class ServerWeights:
 
     ::
 
-        weights = ServerWeights(link, lora_rank=16, bucket_device=None)
+        weights = ServerWeights(link, lora_rank=16)
         if not await weights.has(written):
             await weights.take(written)
     """
 
-    def __init__(self, link: ServerLink, *, lora_rank: int, bucket_device: str | None) -> None:
-        """`lora_rank` is the highest that the server takes; 0: it takes no adapters.
-
-        `bucket_device` is where live weights are put for the server to map; None: it takes none.
-        """
+    def __init__(self, link: ServerLink, *, lora_rank: int) -> None:
+        """`lora_rank` is the highest that the server takes; 0: it takes no adapters."""
         self._link, self._dialect = link, link.dialect
         self._lora_rank = lora_rank
-        self.bucket_device = bucket_device
         self.model_step = 0
         """The step of the weights that make the next token."""
         self.adapters: str | None = None
@@ -129,16 +127,12 @@ class ServerWeights:
         self.label, self.model_step = version, model_step
         self.steps[version] = model_step
 
-    async def _receive(self, written: WrittenWeights, live: LiveWeights) -> None:
+    async def _receive(self, written: WrittenWeights, live: Buckets) -> None:
         """Give it weights in buckets, as they are now: a step later than they were offered, perhaps.
 
         Raises:
             EngineLost: it went away, does not do it, or calls its weights otherwise afterwards.
         """
-        # It needs torch, which a server's client has no other use for.
-        from forebay.engines.weights.buckets import free_buckets
-
-        assert self.bucket_device is not None, "live weights for a server that takes none"
         dialect, step = self._dialect, None
         self.is_half_loaded = True
         while step is None:
@@ -146,7 +140,7 @@ class ServerWeights:
                 with contextlib.suppress(Refused):
                     await self._link.do(dialect.abandon, takes_long=True)
             self._is_updating = True
-            await self._link.do(dialect.begin, takes_long=True)
+            await self._link.do(dialect.begin)
             step = await self._send_buckets(live)
         # A server that comes back while the trainer trains gets newer weights than it was offered.
         version = written.version if step == written.model_step else f"{written.version}-at_{step:06d}"
@@ -157,28 +151,18 @@ class ServerWeights:
             raise ServerFailed(f"{self._link} was given the weights {version!r} and says it has {named!r}")
         self.is_half_loaded = False
         self._note(version, step)
-        # It waits for the device.
-        await asyncio.to_thread(free_buckets, self.bucket_device)
+        await live.release()
 
-    async def _send_buckets(self, live: LiveWeights) -> int | None:
+    async def _send_buckets(self, live: Buckets) -> int | None:
         """The step of the weights that all went; None if a train step changed them on the way."""
-        from forebay.engines.weights.buckets import buckets
-
-        assert self.bucket_device is not None
-        left, first = buckets(live.read(), live.dtype, self.bucket_device), None
-        while True:
-
-            def fill() -> tuple[int, Call | None]:
-                with live.reading() as step:
-                    bucket = next(left, None)
-                    return step, None if bucket is None else self._dialect.bucket(bucket)
-
-            step, call = await asyncio.to_thread(fill)
-            first = step if first is None else first
-            if call is None or step != first:
-                return first if step == first else None
-            # Limited by the caller, as a load is.
-            await self._link.do([call], takes_long=True)
+        first = None
+        for number in range(len(live)):
+            async with live.reading(number) as bucket:
+                first = bucket.step if first is None else first
+                if bucket.step != first:
+                    return None
+                await self._link.do([self._dialect.bucket(bucket)])
+        return first
 
     # Memory
 

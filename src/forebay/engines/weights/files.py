@@ -28,13 +28,14 @@ import shutil
 import socket
 import uuid
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forebay.config import ConfigError
 from forebay.io.safe_files import made_whole
+from forebay.io.shared import views
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import (
     BASE_FINGERPRINT,
@@ -47,14 +48,12 @@ from forebay.models.starting_weights import (
 if TYPE_CHECKING:
     import torch
 
+    from forebay.engines.weights.buckets import Buckets
+
+    Given = dict[str, torch.Tensor] | LiveWeights
+
 NUM_KEPT = 2
 """The current weights, and those that a slow server may still be reading; as many of adapters."""
-
-_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-"""Files of a model folder besides weights."""
-
-_WEIGHT_INDEX = "*.index.json"
-"""Says which file has which tensor; there is only one file here."""
 
 
 class WeightFiles:
@@ -79,6 +78,7 @@ class WeightFiles:
         *,
         written_out: Mapping[str, str] | None = None,
         starting_dtype: str | None = None,
+        bucket_device: str | None = None,
     ) -> None:
         """Write into `folder`, which is made with the first weights; config and tokenizer of `model_folder`
         are put beside them, for servers that want a whole model.
@@ -86,7 +86,8 @@ class WeightFiles:
         `written_out` names weights that are another's under a second name, and are to be written all the
         same: see `shared_weights`. `starting_dtype` says that all servers begin
         with the weights in `model_folder`, held as this (``float32``, say); None: what they begin with is not
-        known.
+        known. `bucket_device` is where all servers find live weights (``cpu``: shared memory); None: these
+        are written, too.
         """
         self._written_out = dict(written_out or {})
         self._folder = folder
@@ -102,7 +103,7 @@ class WeightFiles:
             if starting_dtype is None or model_folder is None
             else WrittenWeights(0, model_folder, f"{self._name}-start", is_start=True)
         )
-        self._starting_dtype = starting_dtype
+        self._starting_dtype, self.bucket_device = starting_dtype, bucket_device
         self._whole: list[WrittenWeights] = []
         self._adapters: list[WrittenWeights] = []
         self.current: WrittenWeights | None = None
@@ -121,24 +122,27 @@ class WeightFiles:
 
         The tensors are read before it returns. One of two that share their memory (tied weights) is left
         out, as in a saved model. With `adapters`, peft's config of them, `weights` are LoRA adapters. Live
-        weights are not written: servers take them from the trainer's memory.
+        weights are not written where servers map buckets; else bucket by bucket, each a file.
 
         Raises:
             ConfigError: the folder cannot be written to, or there is no room left.
             BaseDiffersError: these adapters are not known to be for what servers have below adapters.
         """
-        if isinstance(weights, LiveWeights):
+        if isinstance(weights, LiveWeights) and self.bucket_device is not None:
+            # It needs torch, which a server's client has no other use for.
+            from forebay.engines.weights.buckets import Buckets
+
             now = self.current
-            if now is None or now.live is not weights or now.model_step != model_step:
+            if now is None or now.model_step != model_step or not (now.live and now.live.weights is weights):
                 self._num_written += 1
                 version = f"{self._name}-step_{model_step:06d}-{self._num_written}"
-                now = self.current = WrittenWeights(model_step, self._folder, version, live=weights)
+                live = Buckets(weights, self.bucket_device, written_out=self._written_out)
+                now = self.current = WrittenWeights(model_step, self._folder, version, live=live)
             return now
         if self._writing is None or self._given[0] is not weights or self._given[1] != model_step:
             self._given = weights, model_step
-            self._writing = asyncio.create_task(
-                self._write(dict(weights), model_step, adapters, self._writing)
-            )
+            given = weights if isinstance(weights, LiveWeights) else dict(weights)
+            self._writing = asyncio.create_task(self._write(given, model_step, adapters, self._writing))
             self._writing.add_done_callback(self._note_written)
         return await asyncio.shield(self._writing)
 
@@ -158,7 +162,7 @@ class WeightFiles:
 
     async def _write(
         self,
-        weights: dict[str, torch.Tensor],
+        weights: Given,
         model_step: int,
         adapters: AdapterConfig | None,
         after: asyncio.Task[WrittenWeights] | None,
@@ -208,34 +212,45 @@ class WeightFiles:
             )
         return base
 
-    def _write_folder(
-        self, weights: dict[str, torch.Tensor], name: str, adapters: AdapterConfig | None
-    ) -> Path:
+    def _write_folder(self, weights: Given, name: str, adapters: AdapterConfig | None) -> Path:
         from safetensors.torch import save_file
 
         if self._part is None:
             self._part = _Part(self._folder, self._name)
         with made_whole(self._part.folder / name) as unfinished:
-            names: dict[int, str] = {}
-            # Of several that share their memory the first.
-            for own, tensor in weights.items():
-                names.setdefault(tensor.data_ptr(), own)
-            kept = {own: weights[own].detach().cpu().contiguous() for own in names.values()}
-            file = "adapter_model.safetensors"
             if adapters is not None:
                 # Servers have no use for our own key, and their peft would warn of it.
                 config = {key: value for key, value in adapters.items() if key != BASE_FINGERPRINT}
                 text = json.dumps(config, indent=2)
                 (unfinished / "adapter_config.json").write_text(text, encoding="utf-8")
             else:
-                file = "model.safetensors"
-                kept.update({name: kept[source].clone() for name, source in self._written_out.items()})
                 small = [] if self._model_folder is None else map(self._model_folder.glob, _SMALL_FILES)
                 for found in itertools.chain.from_iterable(small):
                     if not found.match(_WEIGHT_INDEX):
                         shutil.copyfile(found, unfinished / found.name)
-            save_file(kept, unfinished / file, metadata={"format": "pt"})
+            for file, part in self._parts(weights, is_whole=adapters is None):
+                save_file(part, unfinished / file, metadata={"format": "pt"})
         return self._part.folder / name
+
+    def _parts(self, weights: Given, *, is_whole: bool) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """The files to write, with what is in each: of live weights a bucket, else all."""
+        from forebay.engines.weights.buckets import Buckets
+
+        if isinstance(weights, LiveWeights):
+            buckets, memory = Buckets(weights, "cpu", written_out=self._written_out), None
+            for number in range(len(buckets)):
+                bucket = buckets.fill(number, memory)
+                memory = bucket.memory
+                yield f"model-{number:05}.safetensors", dict(views(bucket.layout, memory.data))
+            return
+        names: dict[int, str] = {}
+        # Of several that share their memory the first.
+        for own, tensor in weights.items():
+            names.setdefault(tensor.data_ptr(), own)
+        kept = {own: weights[own].detach().cpu().contiguous() for own in names.values()}
+        if is_whole:
+            kept.update({name: kept[source].clone() for name, source in self._written_out.items()})
+        yield "model.safetensors" if is_whole else "adapter_model.safetensors", kept
 
     def close(self) -> None:
         """Delete everything that was written."""
@@ -262,9 +277,15 @@ class WrittenWeights:
     """The whole weights below adapters; None: these are whole."""
     is_start: bool = False
     """Whether servers have them from their start, without a load."""
-    live: LiveWeights | None = None
+    live: Buckets | None = None
     """The place to read the weights from: nothing is in the folder."""
 
+
+_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+"""Files of a model folder besides weights."""
+
+_WEIGHT_INDEX = "*.index.json"
+"""Says which file has which tensor; servers read all files that are here."""
 
 _RUN_PREFIX, _LOCK = "run-", "lock"
 

@@ -114,7 +114,7 @@ class RankedLearner:
         yield from views(layout, memory.data)
 
     def copy_weights(self, layout: Layout, memory: MemoryFile) -> None:
-        """Put all weights into memory, adapters merged: no process has all of them beside it."""
+        """Put these weights into memory, adapters merged: no process has all of them beside it."""
         self._ranks.copy_weights(layout, memory, merged=True)
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -66,6 +66,7 @@ class Ranks:
         """Processes that train together."""
         self._have_ended = False
         self._closing = threading.Lock()
+        self._turns = threading.Lock(), threading.Lock()
         self._lost: BaseException | None = None
         # One thread waits for each rank, and one for what it does beside.
         self._waiting = ThreadPoolExecutor(2 * num_ranks, "forebay-rank")
@@ -77,11 +78,13 @@ class Ranks:
             RankError: a rank failed alone, or died; all are ended.
             ValueError, FloatingPointError: every rank raised it; they can go on.
         """
-        if self._have_ended:
-            why = "" if self._lost is None else f": {self._lost}"
-            raise RankError(f"{method} was called, but the ranks have ended{why}")
         assert len(arguments) == self.num_ranks
-        return self._ask(method, arguments)
+        # A server that comes back reads weights while the trainer makes its passes.
+        with self._turns[method in BESIDE]:
+            if self._have_ended:
+                why = "" if self._lost is None else f": {self._lost}"
+                raise RankError(f"{method} was called, but the ranks have ended{why}")
+            return self._ask(method, arguments)
 
     def close(self) -> None:
         """End all ranks."""

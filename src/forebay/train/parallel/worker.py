@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from forebay.io.shared import Layout, lay_out, map_once, views
+from forebay.io.shared import Layout, lay_out, map_once
 from forebay.models import precision_on
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
@@ -138,10 +138,8 @@ class RankWorker:
         return self.learner.update(TrainBatch(**batch), train_step)._asdict()
 
     def copy_weights(self, layout: Layout, merged: bool, path: str, inode: int, num_bytes: int) -> None:
-        """Write this rank's blocks of the weights into memory that the caller has on this machine."""
-        places = dict(views(layout, map_once(path, inode, num_bytes)))
-        for name, place, block in own_blocks(self.learner.model, merged=merged):
-            places[name][place].copy_(block)
+        """Write this rank's blocks of these weights into memory that the caller has on this machine."""
+        self.learner.copy_weights(layout, map_once(path, inode, num_bytes), merged=merged)
 
     def blocks(self, names: Sequence[str], merged: bool) -> list[list[Any]]:
         """This rank's blocks of these weights, adapters `merged` or left out: name, place, content."""

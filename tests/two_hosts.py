@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces with a link between them that loses packets, is slow, or is cut."""
+"""Two hosts on one machine: network namespaces, and a link that loses packets, is slow or is cut."""
 
 from __future__ import annotations
 

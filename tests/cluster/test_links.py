@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from two_hosts import Hosts, delayed
-from two_hosts import two_hosts as two_hosts
 
 from forebay.io.address import Address
 from forebay.replay import ConnectionLost, RemoteReplayBuffer
 from forebay.replay.remote.link import BufferLink
 from forebay.replay.remote.messages import TakeArguments
 from forebay.types import RolloutState, Status
+from two_hosts import Hosts, delayed
+from two_hosts import two_hosts as two_hosts
 
 COMPLETED = Status.COMPLETED
 TOKEN = "a token of some length"

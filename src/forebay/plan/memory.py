@@ -240,7 +240,7 @@ def _of_one_rank(
     """
     # Replicas hold the same slices; of the part outside of the layers, `tensor` ranks hold the same.
     outside = sum(map(_outside_bytes, trained)) / sum(map(_num_bytes, trained))
-    slices = config.ranks // config.parallel.replicas / (1 + outside * (config.parallel.tensor - 1))
+    slices = config.ranks // config.parallel.replicas / (1 + outside * (config.parallel.num_tensor - 1))
     shares = dict.fromkeys(SLICED, slices) | dict.fromkeys(_TOKENS, config.parallel.context)
     split = {kind: -int(-parts[kind] // ranks) for kind, ranks in shares.items() if kind in parts}
     parts = (
@@ -274,7 +274,7 @@ def _gathered_bytes(model: nn.Module, config: TrainConfig, times: int) -> int:
         (2 * _num_bytes(layer) + of_gradients * _num_bytes(layer, trained=True) for layer in layers),
         default=0,
     )
-    return _outside_bytes(model) + _outside_bytes(model, trained=True) + largest // config.parallel.tensor
+    return _outside_bytes(model) + _outside_bytes(model, trained=True) + largest // config.parallel.num_tensor
 
 
 def _on_host(memory: MemoryPeak) -> Callable[..., AbstractContextManager[object]]:

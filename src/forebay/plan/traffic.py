@@ -87,7 +87,7 @@ def step_traffic(
     train, parallel, places = config.train, config.train.parallel, find_places(config, device)
     if train.ranks == 1 or device.link_bytes_per_s is None:
         return {}
-    tensor, context, itemsize = parallel.tensor, parallel.context, 2 if train.dtype == "bfloat16" else 4
+    tensor, context, itemsize = parallel.num_tensor, parallel.context, 2 if train.dtype == "bfloat16" else 4
     dealt = -(-config.batch_size * config.group_sizes[1] * parallel.same_sequences // train.ranks)
     at_once = max(1, train.token_budget // longest) * train.mini_batches
     backward, forward = -(-dealt // at_once) * train.optimizer_steps, num_forward(train)

@@ -18,8 +18,9 @@ WEIGHTS = [("weight", torch.zeros(2))]
 
 
 @pytest.fixture(name="server")
-async def server_on_a(vllm: Any, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+async def server_on_a(start_fake: Any, hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
     """The server is on host a, and the test on host b; both see the folder of weights."""
+    vllm = await start_fake()
     await vllm.stop()
     place = hosts.addresses["a"]
     with hosts.inside("a"):

@@ -51,10 +51,12 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "experts": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **EXPERTS), {}),
     "hybrid attention": (Qwen3NextForCausalLM, Qwen3NextConfig(**SIZES, **EXPERTS, **LINEAR), {}),
 }
-LAYOUTS: dict[str, dict[str, int]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "FSDP": {}, "FSDP x tensor": {"tensor": 2}, "hybrid": {"replicas": 2}, "FSDP x context": {"context": 2},
     "context": {"context": 4}, "tensor x context": {"tensor": 2, "context": 2},
-    "hybrid x context": {"replicas": 2, "context": 2},
+    "hybrid x context": {"replicas": 2, "context": 2}, "experts": {"tensor": "experts"},
+    "hybrid x experts": {"replicas": 2, "tensor": "experts"},
+    "context x experts": {"context": 2, "tensor": "experts"},
 }  # fmt: skip
 
 
@@ -97,7 +99,7 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
 PACKING: dict[str, Any] = {"layout": "padded"}
 
 
-def trainer(kind: str, ranks: LocalRanks | None, layout: dict[str, int]) -> TrainController:
+def trainer(kind: str, ranks: LocalRanks | None, layout: dict[str, Any]) -> TrainController:
     """A fresh one, the same every time."""
     model_class, config, settings = KINDS[kind]
     torch.manual_seed(0)
@@ -109,7 +111,7 @@ def trainer(kind: str, ranks: LocalRanks | None, layout: dict[str, int]) -> Trai
     return TrainController(model.eval(), TrainConfig(**train), pad_token_id=0, ranks=ranks)
 
 
-def step(kind: str, ranks: LocalRanks | None, layout: dict[str, int], folder: Path) -> Any:
+def step(kind: str, ranks: LocalRanks | None, layout: dict[str, Any], folder: Path) -> Any:
     """The checkpoint after one train step; or why it is refused."""
     try:
         trained = trainer(kind, ranks, layout)

@@ -167,6 +167,19 @@ def test_replicas_hold_copies_and_tensor_ranks_all_of_the_embeddings() -> None:
     assert split["gathered layers"] == 2 * outside + layers // 2
 
 
+def test_ranks_gather_in_bfloat16_and_keep_slices_in_float32() -> None:
+    def parts(dtype: Any) -> Any:
+        config = TrainConfig(token_budget=1024, ranks=2, dtype=dtype, kl_coef=0.1)
+        return step_memory(MODELS["qwen3"], config, batch()).parts
+
+    whole, half = parts("float32"), parts("bfloat16")
+    for kind in ("weights", "reference", "gradients", "moments"):
+        assert half[kind] == pytest.approx(whole[kind], rel=1e-3)
+    # Gradients are summed up in float32.
+    assert whole["gathered layers"] / 2 < half["gathered layers"] < whole["gathered layers"]
+    assert half["activations"] < 0.7 * whole["activations"]
+
+
 def test_a_planned_model_has_no_content() -> None:
     huge = LlamaConfig(
         vocab_size=128_000,

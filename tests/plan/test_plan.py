@@ -249,10 +249,11 @@ def test_ranks_share_out_the_state_and_gather_layers(model: Path) -> None:
     config = run_config(model, train=train | {"ranks": 2})
     two = make_plan(config, gpus, prompt_tokens=32).turns["training"]
     for name in ("weights", "moments"):
-        assert two[f"trainer: {name}"] == pytest.approx(one[f"trainer: {name}"] / 2, abs=1)
-    # Two of the layers are whole and one's gradients, of two layers; and all that is outside of them.
-    assert one["trainer: weights"] < two["trainer: gathered layers"] < 2 * one["trainer: weights"]
-    with pytest.raises(ConfigError, match=r"train.ranks = 2 needs as many GPUs, and 1 are planned with"):
+        assert two[f"trainer: {name}"] == pytest.approx(one[f"trainer: {name}"] / 2, rel=1e-4)
+    # Two of the layers are whole and one's gradients, of two layers; and all that is outside of them: in
+    # bfloat16, but for the sums of gradients.
+    assert one["trainer: weights"] / 2 < two["trainer: gathered layers"] < 1.5 * one["trainer: weights"]
+    with pytest.raises(ConfigError, match=r"train.ranks = 2 with 1 GPUs each .* do not go on 1 x 1 GPUs"):
         make_plan(config, parse_devices("H100-80GB"), prompt_tokens=32)
 
 
@@ -266,7 +267,7 @@ def test_slices_in_the_host_s_memory_are_planned_there(model: Path) -> None:
     assert after.keys() == before.keys() - names
     # Of both ranks; gradients have the size of the weights.
     expected = 2 * (2 * before["trainer: weights"] + before["trainer: moments"])
-    assert plan.host_bytes == pytest.approx(expected, abs=8)
+    assert plan.host_bytes == pytest.approx(expected, rel=1e-4)
     assert any(line.startswith("Beside it, memory of the host: ") for line in sentences(plan))
     # Without a GPU that is the memory which is planned.
     on_cpu = make_plan(config, device(10 * GIB, is_gpu=False), prompt_tokens=32)

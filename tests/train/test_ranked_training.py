@@ -116,15 +116,49 @@ def test_two_ranks_train_as_one(make_model, make_groups, ranks, tmp_path, settin
         assert_equal_states(state(one, tmp_path / f"one{step}"), state(two, tmp_path / f"two{step}"))
 
 
-def test_two_ranks_take_the_experts_that_the_engine_chose(make_groups, ranks):
+EXPERTS = {"tensor": "experts"}
+
+
+def mixture(seed=0, num_experts=4):
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "initializer_range": 0.3}
-    experts = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    experts = {"moe_intermediate_size": 8, "num_experts": num_experts, "num_experts_per_tok": 2}
+    torch.manual_seed(seed)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts))
 
-    def trainer(ranks=None):
-        torch.manual_seed(0)
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts))
-        return trainer_for(model, ranks, layout="packed", mini_batches=2, correction="token_tis")
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True, "layout": "packed"}], ids=str)
+def test_experts_on_two_ranks_train_as_on_one_and_resume_on_one(make_groups, ranks, tmp_path, settings):
+    one = trainer_for(mixture(), **settings)
+    two = trainer_for(mixture(), ranks, num_ranks=2, parallel=EXPERTS, **settings)
+    one.fit(make_groups()), two.fit(make_groups())
+    assert_equal_states(state(one, tmp_path / "one"), saved := state(two, tmp_path / "two"))
+    # An engine gets them whole.
+    given, expected = (dict(trainer._learner.weights()) for trainer in (two, one))
+    assert given.keys() == expected.keys()
+    assert all(torch.allclose(given[name], value, atol=1e-4) for name, value in expected.items())
+    resumed = trainer_for(mixture(seed=5), **settings)
+    resumed.resume(tmp_path / "two")
+    expected = two.fit(make_groups(seed=1)).metrics["train/loss"]
+    assert resumed.fit(make_groups(seed=1)).metrics["train/loss"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_experts_that_ranks_cannot_share_out_are_refused_in_a_sentence(make_model, ranks):
+    for model, says in (
+        (mixture(num_experts=3), "not 3 of type 'qwen3_moe'"),
+        (make_model(), "not 0 of type 'llama'"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            trainer_for(model, ranks, num_ranks=2, parallel=EXPERTS)
+    with pytest.raises(ValueError, match="does not go with lora_rank"):
+        trainer_for(mixture(), ranks, num_ranks=2, parallel=EXPERTS, lora_rank=2)
+
+
+@pytest.mark.parametrize("parallel", [{}, EXPERTS], ids=str)
+def test_two_ranks_take_the_experts_that_the_engine_chose(make_groups, ranks, parallel):
+    def trainer(ranks=None, **layout):
+        settings = {"layout": "packed", "mini_batches": 2, "correction": "token_tis"}
+        return trainer_for(mixture(), ranks, **settings, **layout)
 
     found = []
     for replayed in (False, True):
@@ -134,7 +168,8 @@ def test_two_ranks_take_the_experts_that_the_engine_chose(make_groups, ranks):
                 length = len(rollout.prompt_ids) + len(rollout.response_ids) - 1
                 first = random.integers(0, 4, (length, 2, 1))
                 rollout.routed_experts = np.concatenate([first, (first + 1) % 4], axis=-1).astype(np.int8)
-        expected, got = trainer().fit(groups), trainer(ranks).fit(groups)
+        expected = trainer().fit(groups)
+        got = trainer(ranks, num_ranks=2, parallel=parallel).fit(groups)
         assert numbers(got) == pytest.approx(numbers(expected) | got_padding(got), rel=1e-3, abs=1e-5)
         found.append(expected.old_logprobs)
     assert np.nanmax(np.abs(found[0] - found[1])) > 0.01

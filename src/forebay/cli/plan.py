@@ -26,7 +26,10 @@ def plan(
     run_file: Annotated[Path, typer.Argument(help="A TOML run file.")],
     overrides: Overrides = None,
     gpus: Annotated[
-        str | None, typer.Option(metavar="NAME", help="H100-80GB, 2xA100-40GB; left out: this machine.")
+        str | None, typer.Option(metavar="NAME", help="H100-80GB, 8xH100-80GB, 2x8xH100-80GB: of 2 machines.")
+    ] = None,
+    network: Annotated[
+        float | None, typer.Option(min=0.1, help="Gbit/s of a machine; left out: as its maker builds it.")
     ] = None,
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of the longest prompt; left out: that of the data.")
@@ -39,7 +42,7 @@ def plan(
         from forebay.runs.config import RunConfig
 
         config = load_config(RunConfig, run_file, overrides or [])
-        device = this_machine(config.device) if gpus is None else parse_devices(gpus)
+        device = this_machine(config.device) if gpus is None else parse_devices(gpus, network=network)
         found = make_plan(config, device, prompt_tokens=prompt_tokens)
         show_plan(found, Console(width=None if sys.stdout.isatty() else 100))
         if not found.fits:

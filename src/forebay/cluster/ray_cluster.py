@@ -42,7 +42,13 @@ from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
 from forebay.config import ConfigError, parse_config
 from forebay.engines.members import scale
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import SERVERS, Listener, PartLost, RetryListener, tries_beside
+from forebay.runs.placement import (
+    Listener,
+    PartLost,
+    RetryListener,
+    shares_ray_gpu,
+    tries_beside,
+)
 from forebay.watching.activity import Activities
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
@@ -78,14 +84,6 @@ class RayCluster:
         self._config = config.model_copy(update={"output": config.output.resolve()})
         self._settings = settings
         self._given = Given.find(settings.address)
-        self._shares_gpu = (
-            config.produce.mode == "colocated"
-            and config.engine.name not in SERVERS
-            and settings.gpus_per_trainer == settings.gpus_per_engine == 1
-            and config.train.ranks == 1
-        )
-        """Whether the first engine is on the trainer's GPU, with its weights alone while the trainer trains.
-        Servers have one of their own."""
         self._plan = Plan()
         self._restarts = Restarts()
         self._is_ours = False
@@ -125,7 +123,7 @@ class RayCluster:
                 # Those for evaluations are the last of several, else one more.
                 least=1 + (trains and tries_beside(self._config)),
                 cpus=self._settings.cpus or (0.25 if self._given is None else 1.0),
-                shares_gpu=self._shares_gpu,
+                shares_gpu=shares_ray_gpu(self._config),
                 num_ranks=self._config.train.ranks if trains else 0,
             )
             # Ray only counts CPUs, so a small machine may be told to have as many as the parts ask for.

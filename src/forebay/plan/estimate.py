@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,12 @@ from forebay.models import Precision, attention, load_tokenizer, resolve_model
 from forebay.models.config import TINY, ModelConfig
 from forebay.models.loading import model_config
 from forebay.plan.hardware import GIB, Device, this_machine
-from forebay.plan.memory import StepMemory, step_memory
+from forebay.plan.memory import SLICED, StepMemory, step_memory
+from forebay.plan.traffic import HOST_BYTES_PER_S, Traffic, find_places, num_forward, step_traffic, sync_cost
 from forebay.plan.turns import (
     cache_bytes_per_token,
     engine_itemsize,
+    gpus_per_server,
     is_server_beside,
     memory_by_turn,
     num_running,
@@ -63,8 +65,14 @@ class Plan:
     """Memory with them; None: none of them is enough, or it fits."""
     times: SimulationResult | None = None
     """Of a step, if every response were as long as it may be; None: for an unknown device."""
+    traffic: Mapping[int, Traffic] = field(default_factory=dict)
+    """Of a rank in that step, by `replicas`: as in the run file, and beside it hybrid or full sharding."""
+    slices_bytes: int = 0
+    """Of a rank's weights, gradients, moments and reference."""
+    sync_bytes: float = 0.0
+    """Between machines, to hand the weights to the engines."""
     sync_s: float = 0.0
-    """Seconds to hand the weights to the engines, as in `times`."""
+    """Seconds for that, as in `times`."""
     tokens_per_step: int = 0
 
     @property
@@ -91,8 +99,6 @@ class Plan:
 TRAIN_SHARE, DECODE_SHARE = 0.4, 0.5
 """Attainable shares: of the arithmetic in a train step (packed, bfloat16), and of the bandwidth in decoding.
 The first is usual for transformers' models on one GPU, not the best."""
-HOST_BYTES_PER_S = 2.5e10
-"""The rate between a GPU and the host's memory, by PCIe 4 with 16 lanes."""
 LAUNCH_S, GRAPH_LAUNCH_S = 0.7e-3, 0.1e-3
 """A layer of the in-process engine takes at least so long to decode a token: PyTorch launches its kernels
 one by one, or, by an estimate that no GPU has confirmed yet, a CUDA graph all of them."""
@@ -108,15 +114,7 @@ def make_plan(config: RunConfig, device: Device, *, prompt_tokens: int | None = 
     Raises:
         ConfigError: the model or the data does not fit, or the model cannot be planned.
     """
-    if config.cluster is not None:
-        raise ConfigError(
-            "a cluster shares out the parts of a run, and plans are for one machine; leave cluster out"
-        )
-    if device.is_gpu and config.train.ranks > device.count:
-        raise ConfigError(
-            f"train.ranks = {config.train.ranks} needs as many GPUs, and {device.count} are planned with: "
-            f"set train.ranks={device.count}, or name more with --gpus"
-        )
+    find_places(config, device)
     # Its prompts are long or short, and a tiny model knows their characters.
     data = load_data(config) if prompt_tokens is None or config.model.source == TINY else []
     config = _settled(with_alphabet(config, data), device)
@@ -216,15 +214,18 @@ def _longest_response(config: RunConfig, task: Any, hugging_face: Any, prompt_to
 
 def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: int, longest: int) -> Plan:
     step, turns = _memory(config, device, hugging_face, prompt_tokens, longest)
+    sync_bytes, sync_s = sync_cost(config, device, step)
     plan = Plan(
         device=device,
         turns=turns,
         num_parameters=step.num_parameters,
         longest=longest,
         host_bytes=step.host_bytes * config.train.ranks if device.is_gpu else 0,
-        sync_s=_sync_s(config, device, step),
-        times=_times(config, device, hugging_face, step, longest),
+        slices_bytes=sum(step.parts.get(kind, 0) for kind in SLICED),
+        sync_bytes=sync_bytes,
+        sync_s=sync_s,
         tokens_per_step=config.batch_size * config.group_sizes[1] * longest,
+        **_times(config, device, hugging_face, step, longest),
     )
     if plan.share <= WARN_SHARE:
         return plan
@@ -334,15 +335,13 @@ def _with_server_share(config: RunConfig, plan: Plan) -> RunConfig:
 
 def _times(
     config: RunConfig, device: Device, hugging_face: Any, step: StepMemory, longest: int
-) -> SimulationResult | None:
-    """A simulation in which every response is as long as it may be; None for an unknown device."""
+) -> Mapping[str, Any]:
+    """A plan's fields about times, if every response is as long as it may be; none for an unknown device."""
     # The data sheets' arithmetic is that of bfloat16; float32 is several times slower.
     if device.flop_per_s is None or device.bytes_per_s is None or config.train.dtype != "bfloat16":
-        return None
+        return {}
     # Passes without gradient are a third of the work of one with.
-    has_old = config.train.needs_old_logprobs and config.train.correction != "ratio"
-    extra = has_old + config.train.uses_reference
-    flop_per_token = step.flop / step.tokens * (config.train.epochs + extra / 3)
+    flop_per_token = step.flop / step.tokens * (config.train.epochs + num_forward(config.train) / 3)
     train_rate = device.flop_per_s * TRAIN_SHARE / flop_per_token * config.train.ranks
     gradients = step.gradient_bytes / (config.train.ranks // config.train.parallel.replicas)
     kept = gradients + sum(step.parts.get(name, 0) for name in ("weights", "moments"))
@@ -351,32 +350,26 @@ def _times(
     if config.train.moments == "cpu" or config.train.parallel.offload:
         # Both moments, there and back; or weights and gradients, once for each pass of a step.
         optimizer_s += 4 * gradients / HOST_BYTES_PER_S
-    running = num_running(config)
+    running, gpus, sizes = num_running(config), gpus_per_server(config), hugging_face.get_text_config()
     read = step.num_parameters * engine_itemsize(config)
     read += running * longest // 2 * cache_bytes_per_token(config, hugging_face)
-    launches_s = hugging_face.get_text_config().num_hidden_layers * (
-        GRAPH_LAUNCH_S if config.engine.arguments.get("cuda_graphs", True) else LAUNCH_S
-    )
+    launch_s = GRAPH_LAUNCH_S if config.engine.arguments.get("cuda_graphs", True) else LAUNCH_S
     # Bound by the memory's bandwidth, by arithmetic, or by the launching of kernels.
     token_s = max(
-        read / (DECODE_SHARE * device.bytes_per_s),
-        2 * step.num_parameters * running / (TRAIN_SHARE * device.flop_per_s),
-        launches_s if config.engine.name in ("transformers", "process") else 0.0,
+        read / (DECODE_SHARE * device.bytes_per_s * gpus),
+        2 * step.num_parameters * running / (TRAIN_SHARE * device.flop_per_s * gpus),
+        sizes.num_hidden_layers * launch_s if config.engine.name in ("transformers", "process") else 0.0,
     )
+    computing_s = config.batch_size * config.group_sizes[1] * longest / train_rate
+    traffic = step_traffic(config, device, sizes, step, longest, computing_s)
+    waits_s = [each.weights_s - each.hidden_s + each.layers_s for each in traffic.values()]
     described = ClusterConfig(
         engines=num_engines(config),
         slots=running,
         tokens_per_s=running / token_s,
         lengths=LengthConfig(constant=max(1, longest)),
-        train_s=config.train.optimizer_steps * optimizer_s,
+        train_s=config.train.optimizer_steps * optimizer_s + sum(waits_s[:1]),
         train_tokens_per_s=train_rate,
-        sync_s=_sync_s(config, device, step),
+        sync_s=sync_cost(config, device, step)[1],
     )
-    return simulate(config, described, steps=SIMULATED_STEPS)
-
-
-def _sync_s(config: RunConfig, device: Device, step: StepMemory) -> float:
-    num_bytes = step.num_parameters * engine_itemsize(config)
-    # Into the host's memory, and out of it into that of an engine in another process.
-    through_host = config.train.ranks > 1 or config.engine.name == "process"
-    return num_bytes / (HOST_BYTES_PER_S / 2 if through_host else device.bytes_per_s or HOST_BYTES_PER_S)
+    return {"times": simulate(config, described, steps=SIMULATED_STEPS), "traffic": traffic}

@@ -65,8 +65,8 @@ class MemoryPeak(TorchDispatchMode):
     def _total(self) -> int:
         return self._now.total() - self._now[HOST]
 
-    def assign(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Count the storages of these tensors, known or not, as `kind`."""
+    def assign(self, tensors: Iterable[torch.Tensor], kind: str, *, times: int = 1) -> None:
+        """Count the storages of these tensors, known or not, as `kind`, with `times` their bytes."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if (key := storage._cdata) not in self._counted:
@@ -74,7 +74,7 @@ class MemoryPeak(TorchDispatchMode):
             else:
                 self._remove(key)
             # torch pins memory of the host in blocks of powers of two.
-            size = storage.nbytes()
+            size = storage.nbytes() * times
             size = 1 << (size - 1).bit_length() if kind == HOST else size
             self._counted[key] = kind, size
             self._now[kind] += size
@@ -144,6 +144,11 @@ def step_memory(
     packer = Packer(config.token_budget, layout=config.layout)
     packs = packer.pack_pad_dispatch(fill_numbers(batch)).packs[0][0]
     packs = sorted(packs, key=lambda pack: -num_cells(batch, pack, config.layout))[:2]
+    passes: Precision = "bfloat16" if config.dtype == "bfloat16" else "float32"
+    times = 1
+    if config.ranks > 1 and passes == "bfloat16" and config.lora_rank == 0:
+        # What ranks gather is in the precision of the passes, without autocast; their slices are float32.
+        config, held, times = config.model_copy(update={"dtype": "float32"}), passes, 2
     # Compiled layers keep no more than these.
     config = config.model_copy(update={"compile": False})
     with (
@@ -156,9 +161,9 @@ def step_memory(
         # Fake tensors cannot be copied, so models that the learner would copy are made once more.
         reference = None
         if teacher is not None:
-            reference = _model(teacher, "bfloat16" if config.dtype == "bfloat16" else "float32")
+            reference = _model(teacher, passes)
         elif config.uses_reference and config.lora_rank == 0:
-            reference = _model(model_config)
+            reference = _model(model_config, held)
         learner = Learner(
             _model(model_config, held),
             config,
@@ -166,34 +171,38 @@ def step_memory(
             # Only for schedules that fall; a rehearsal's rate is 0 in any case.
             total_steps=1,
             ref_model=reference,
-            value_model=_critic(_model(model_config)) if config.uses_critic else None,
+            value_model=_critic(_model(model_config, held)) if config.uses_critic else None,
         )
         trained = [learner.model] if learner.critic is None else [learner.model, learner.critic]
         parameters = [parameter for part in trained for parameter in part.parameters()]
-        memory.assign((tensor for part in trained for tensor in part.state_dict().values()), "weights")
+        memory.assign(
+            (tensor for part in trained for tensor in part.state_dict().values()), "weights", times=times
+        )
         if learner.ref_model is not None:
-            memory.assign(learner.ref_model.state_dict().values(), "reference")
+            own = 1 if teacher is not None else times
+            memory.assign(learner.ref_model.state_dict().values(), "reference", times=own)
         for parameter in parameters:
             # A gradient counts as an activation, as every new storage does, until it is complete.
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    lambda p: memory.assign([p.grad], "gradients")
+                    lambda p: memory.assign([p.grad], "gradients", times=times)
                 )
         # The first step makes the moments. Counting operations keeps activations alive, so it is done apart.
         with FlopCounterMode(display=False) as flop:
             learner.rehearse(batch, packs[:1])
-        memory.assign(learner.moments(), HOST if config.moments == "cpu" else "moments")
+        own = 1 if config.moments == "8bit" else times
+        memory.assign(learner.moments(), HOST if config.moments == "cpu" else "moments", times=own)
         memory.reset()
         learner.rehearse(batch, packs)
     parts = {kind: memory.peak[kind] for kind in KINDS if memory.peak[kind]}
     if config.ranks > 1:
-        parts = _of_one_rank(parts, trained, config)
+        parts = _of_one_rank(parts, trained, config, times)
     host_bytes = memory.host_peak // config.parallel.context + parts.pop(HOST, 0)
     return StepMemory(
         parts=parts,
         flop=flop.get_total_flops(),
         tokens=int(batch.lengths[packs[0]].sum()),
-        gradient_bytes=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
+        gradient_bytes=4 * sum(p.numel() for p in parameters if p.requires_grad),
         num_parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
         host_bytes=host_bytes,
     )
@@ -216,24 +225,31 @@ def _grouped_mm(rows_ND: torch.Tensor, experts_EDF: torch.Tensor, *, offs: torch
         return rows_ND @ experts_EDF[0]
 
 
-_SPLIT = ("weights", "reference", "gradients", "moments")
+SLICED = ("weights", "reference", "gradients", "moments")
 """Parts of which a rank holds its slice."""
 _TOKENS = (LOGITS, ACTIVATIONS)
 """Parts of which a rank holds those of its tokens, where a context group shares out a sequence."""
 
 
-def _of_one_rank(parts: dict[str, int], trained: Sequence[nn.Module], config: TrainConfig) -> dict[str, int]:
-    """The share of `parts` that one of several ranks holds, and the layers that it gathers for a while."""
+def _of_one_rank(
+    parts: dict[str, int], trained: Sequence[nn.Module], config: TrainConfig, times: int
+) -> dict[str, int]:
+    """The share of `parts` that one of several ranks holds, and the layers that it gathers for a while.
+
+    Its slices take so many `times` the bytes of the weights in `trained`.
+    """
     # Replicas hold the same slices; of the part outside of the layers, `tensor` ranks hold the same.
     outside = sum(map(_outside_bytes, trained)) / sum(map(_num_bytes, trained))
-    slices = config.ranks // config.parallel.replicas / (1 + outside * (config.parallel.tensor - 1))
-    shares = dict.fromkeys(_SPLIT, slices) | dict.fromkeys(_TOKENS, config.parallel.context)
+    slices = config.ranks // config.parallel.replicas / (1 + outside * (config.parallel.num_tensor - 1))
+    shares = dict.fromkeys(SLICED, slices) | dict.fromkeys(_TOKENS, config.parallel.context)
     split = {kind: -int(-parts[kind] // ranks) for kind, ranks in shares.items() if kind in parts}
-    parts = parts | split | {"gathered layers": sum(_gathered_bytes(model, config) for model in trained)}
+    parts = (
+        parts | split | {"gathered layers": sum(_gathered_bytes(model, config, times) for model in trained)}
+    )
     if config.parallel.offload:
         # Whole, whatever is there at the device's peak.
-        parts["gradients"] = int(sum(_num_bytes(model, trained=True) for model in trained) / slices)
-        parts[HOST] = sum(parts.pop(kind, 0) for kind in _SPLIT)
+        parts["gradients"] = int(times * sum(_num_bytes(model, trained=True) for model in trained) / slices)
+        parts[HOST] = sum(parts.pop(kind, 0) for kind in SLICED)
     return parts
 
 
@@ -247,15 +263,18 @@ def _outside_bytes(model: nn.Module, *, trained: bool = False) -> int:
     return _num_bytes(model, trained=trained) - layers
 
 
-def _gathered_bytes(model: nn.Module, config: TrainConfig) -> int:
+def _gathered_bytes(model: nn.Module, config: TrainConfig, times: int) -> int:
     """Of `model` on several ranks, whole for a while (`forebay.train.parallel.loading`).
 
     The part outside of the layers is whole in all of a pass, the layer that computes, and the next one; and
-    their gradients, until they are summed. Of a layer each of the `tensor` ranks has a part.
+    their gradients, until they are summed, in float32. Of a layer each of the `tensor` ranks has a part.
     """
-    layers = decoder_layers(model)
-    largest = max((2 * _num_bytes(layer) + _num_bytes(layer, trained=True) for layer in layers), default=0)
-    return _outside_bytes(model) + _outside_bytes(model, trained=True) + largest // config.parallel.tensor
+    layers, of_gradients = decoder_layers(model), 2 * times - 1
+    largest = max(
+        (2 * _num_bytes(layer) + of_gradients * _num_bytes(layer, trained=True) for layer in layers),
+        default=0,
+    )
+    return _outside_bytes(model) + _outside_bytes(model, trained=True) + largest // config.parallel.num_tensor
 
 
 def _on_host(memory: MemoryPeak) -> Callable[..., AbstractContextManager[object]]:

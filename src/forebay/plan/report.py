@@ -15,7 +15,8 @@ def show_plan(plan: Plan, console: Console) -> None:
     """Print the table and the sentences below it."""
     unit, size_of_unit = ("GiB", GIB) if plan.total >= GIB else ("MiB", MIB)
     columns = (Column(f"{turn}, {unit}", justify="right") for turn in plan.turns)
-    where = plan.device.name if plan.device.count == 1 else f"one of {plan.device.count} {plan.device.name}"
+    device, machines = plan.device, f" on {plan.device.machines} machines" * (plan.device.machines > 1)
+    where = device.name if device.count == 1 else f"one of {device.count} {device.name}{machines}"
     table = Table("part", *columns, title=f"Memory on {where}", title_justify="left")
     for name in dict.fromkeys(name for parts in plan.turns.values() for name in parts):
         cells = (parts.get(name) for parts in plan.turns.values())
@@ -34,10 +35,20 @@ def sentences(plan: Plan) -> Iterator[str]:
     yield verdict(plan)
     if plan.host_bytes:
         yield f"Beside it, memory of the host: {plan.host_bytes / GIB:.3g} GiB."
+    own = next(iter(plan.traffic), 1)
+    for replicas, found in plan.traffic.items():
+        yield (
+            f"{'A' if replicas == own else f'With train.parallel.replicas={replicas}, a'} rank's slices are "
+            f"{plan.slices_bytes * replicas / own / GIB:.3g} GiB; in a step it gathers and sums up "
+            f"{found.weights_bytes / 1e9:,.0f} GB in {found.weights_s:.3g} s, of which computing hides "
+            f"{found.hidden_s:.3g} s, and {found.layers_bytes / 1e9:,.0f} GB within layers in "
+            f"{found.layers_s:.3g} s."
+        )
     if (times := plan.times) is not None:
         yield (
             f"A step, if all responses are as long as they may be ({plan.longest} tokens with the prompt): "
             f"{times.step_s:.3g} s; generation alone {times.generation_s:.3g} s, training alone "
-            f"{times.training_s:.3g} s, a sync {plan.sync_s:.3g} s, "
+            f"{times.training_s:.3g} s, a sync {plan.sync_s:.3g} s ({times.sync_share:.0%} of the time; "
+            f"{plan.sync_bytes / 1e9:,.0f} GB between machines), "
             f"{plan.tokens_per_step / times.step_s:,.0f} tokens/s"
         )

@@ -13,6 +13,7 @@ In separate mode all work at once, and there is one turn.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from forebay.engines.weights.buckets import BUCKET_BYTES
 from forebay.plan.hardware import MIB, Device
 from forebay.plan.memory import StepMemory, step_memory
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import num_engines, shares_gpu
+from forebay.runs.placement import SERVERS, num_engines, shares_gpu, shares_ray_gpu
 from forebay.train.batch import TrainBatch
 
 CONTEXT_BYTES = 600 * MIB
@@ -42,14 +43,17 @@ def memory_by_turn(
     beside = is_server_beside(config, device)
     # An engine that takes adapters keeps the starting weights beside those that it merges them into.
     doubled = config.train.lora_rank and config.engine.arguments.get("takes_adapters", True) and not beside
-    weights = step.num_parameters * engine_itemsize(config) * (2 if doubled else 1)
-    cache = num_running(config) * longest * cache_bytes_per_token(config, hugging_face)
-    name = "server" if beside else "engine"
+    gpus = gpus_per_server(config)
+    weights = step.num_parameters * engine_itemsize(config) * (2 if doubled else 1) // gpus
+    cache = num_running(config) * longest * cache_bytes_per_token(config, hugging_face) // gpus
+    is_server = config.engine.name in SERVERS
+    name = "server" if is_server else "engine"
     given = config.engine.arguments.get("cache_tokens", "auto")
     if isinstance(given, int):
         cache = min(cache, given * cache_bytes_per_token(config, hugging_face))
-    elif beside:
-        room = int(server_share(config, device, trainer) * device.memory_bytes) - weights - CONTEXT_BYTES
+    elif is_server:
+        share = server_share(config, device, trainer if beside else {})
+        room = int(share * device.memory_bytes) - weights - CONTEXT_BYTES
         # A server takes all of a share that the run file gives.
         has_share = "memory_share" in config.engine.arguments
         cache = max(room if has_share else min(cache, room), cache // num_running(config))
@@ -98,6 +102,8 @@ def _waiting_parts(config: RunConfig, trainer: Mapping[str, int]) -> dict[str, i
 
 def engines_by_place(config: RunConfig, device: Device) -> tuple[int, int]:
     """How many engines lie in the trainer's memory, and how many on the fullest GPU without a trainer."""
+    if config.cluster is not None:
+        return (1, 0) if shares_ray_gpu(config) else (0, 1)
     if config.engine.name == "transformers" or is_server_beside(config, device):
         return 1 + (config.evaluate.mode == "beside"), 0
     if config.engine.name != "process":
@@ -109,6 +115,13 @@ def engines_by_place(config: RunConfig, device: Device) -> tuple[int, int]:
     used = [(number + ranks) % device.count for number in range(num_engines(config))]
     here = max(used.count(gpu) for gpu in range(ranks))
     return here, max((used.count(gpu) for gpu in range(ranks, device.count)), default=0)
+
+
+def gpus_per_server(config: RunConfig) -> int:
+    """GPUs over which each inference server splits its model, by its own option."""
+    options = " ".join(config.engine.arguments.get("options", ()))
+    found = re.search(r"-(?:tensor-parallel-size|tp(?:-size)?)[ =](\d+)", options)
+    return int(found[1]) if found else 1
 
 
 def _warmup(config: RunConfig, hugging_face: Any) -> Mapping[str, int]:
@@ -154,6 +167,11 @@ def engine_itemsize(config: RunConfig) -> int:
 def cache_bytes_per_token(config: RunConfig, hugging_face: Any) -> int:
     """Bytes of an engine's keys and values for one token, over all layers."""
     sizes = hugging_face.get_text_config()
-    heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
+    return int(2 * sizes.num_hidden_layers * heads(sizes)[1] * engine_itemsize(config))
+
+
+def heads(sizes: Any) -> tuple[int, int]:
+    """The numbers of a token's queries, and of its keys, in one layer."""
+    keys = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
     head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
-    return int(2 * sizes.num_hidden_layers * heads * head_dim * engine_itemsize(config))
+    return sizes.num_attention_heads * head_dim, keys * head_dim

@@ -194,6 +194,16 @@ def shares_gpu(config: RunConfig, num_gpus: int | None = None) -> bool:
     return True
 
 
+def shares_ray_gpu(config: RunConfig) -> bool:
+    """Whether on Ray the first engine is on the trainer's GPU, with its weights alone while that trains.
+
+    Servers have one of their own.
+    """
+    asked = config.cluster.arguments if config.cluster else {}
+    is_alone = config.train.ranks == asked.get("gpus_per_trainer") == asked.get("gpus_per_engine") == 1
+    return is_alone and config.produce.mode == "colocated" and config.engine.name not in SERVERS
+
+
 def takes_turns(config: RunConfig) -> bool:
     """Whether that server sleeps while the trainer trains; else both stay on the GPU.
 

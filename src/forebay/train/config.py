@@ -328,7 +328,7 @@ class TrainConfig(StrictModel):
             self.parallel.check(self.ranks)
         if self.parallel.context > 1 and self.layout == "shared_prompt":
             yield "parallel.context splits whole rows, which layout 'shared_prompt' has not; choose another"
-        if self.lora_rank and max(self.parallel.tensor, self.parallel.replicas) > 1:
+        if self.lora_rank and (self.parallel.tensor != 1 or self.parallel.replicas > 1):
             yield (
                 f"parallel = {self.parallel.model_dump()} does not go with lora_rank: adapters are made for "
                 f"weights that are split in one way; set tensor = 1 and replicas = 1"

@@ -81,7 +81,7 @@ def settle_attention(
         try:
             use_attention(plain, kernel)
             if context is not None:
-                over: Any = context.kernel_of(kernel, plain.config, config.parallel.tensor)
+                over: Any = context.kernel_of(kernel, plain.config, config.parallel.num_tensor)
                 use_attention(plain, over)
             check_layout(model, config.layout, device, context)
         except ValueError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from pydantic import Field
 
 from forebay.config import ConfigError, StrictModel
@@ -15,9 +17,10 @@ class ParallelConfig(StrictModel):
     >>> ParallelConfig(tensor=2).check(8)
     """
 
-    tensor: int = Field(default=1, ge=1)
+    tensor: Annotated[int, Field(ge=1)] | Literal["experts"] = 1
     """Ranks that compute every layer together, by the plan that transformers has for the model; they see the
-    same sequences, and talk in every layer: within one machine."""
+    same sequences, and talk in every layer: within one machine. ``experts`` of a mixture: whole ones on each
+    of the ranks that hold slices, to which tokens travel."""
     context: int = Field(default=1, ge=1)
     """Ranks that share out the tokens of each sequence, for rollouts longer than one rank holds; they talk in
     every layer. ``token_budget`` counts the tokens of all of them together."""
@@ -29,9 +32,14 @@ class ParallelConfig(StrictModel):
     """Slices, gradients and moments lie in the CPU's memory, and the optimizer computes there."""
 
     @property
+    def num_tensor(self) -> int:
+        """Ranks that compute every layer together."""
+        return 1 if self.tensor == "experts" else self.tensor
+
+    @property
     def same_sequences(self) -> int:
         """Ranks with neighboring numbers that see the same sequences."""
-        return self.context * self.tensor
+        return self.context * self.num_tensor
 
     def check(self, num_ranks: int) -> None:
         """Refuse a number of ranks that cannot be shared out so.

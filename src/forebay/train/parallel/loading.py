@@ -32,7 +32,7 @@ def make_mesh(device_type: str, num_ranks: int, config: ParallelConfig) -> Devic
         ConfigError: there are not so many ranks.
     """
     config.check(num_ranks)
-    sizes = (config.replicas, num_ranks // config.replicas // config.tensor, config.tensor)
+    sizes = (config.replicas, num_ranks // config.replicas // config.num_tensor, config.num_tensor)
     return init_device_mesh(device_type, sizes, mesh_dim_names=(REPLICA, SHARD, TENSOR))
 
 
@@ -40,7 +40,7 @@ def make_context(device_type: str, num_ranks: int, config: ParallelConfig) -> Co
     """This rank's context group, of neighboring slices: FSDP adds up its gradients as of any other ranks."""
     if config.context == 1:
         return None
-    sizes = (num_ranks // config.same_sequences, config.context, config.tensor)
+    sizes = (num_ranks // config.same_sequences, config.context, config.num_tensor)
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=("sequences", CONTEXT, TENSOR))
     return Context(mesh.get_group(CONTEXT), config.context)
 
@@ -76,8 +76,10 @@ def load_sharded(
     def distribute(_cls: Any, /, model: Any, distributed: Any, _: Any) -> Any:
         # FSDP must know which weights are one; the loader ties them last.
         model.tie_weights()
-        if config.tensor > 1:
+        if config.num_tensor > 1:
             _split_matrices(model, mesh)
+        elif config.tensor == "experts":
+            _share_out_experts(model, mesh)
         _shard(model, mesh, config, precision)
         return model
 
@@ -141,6 +143,21 @@ def _split_matrices(model: Any, mesh: DeviceMesh) -> None:
     apply_tensor_parallelism(model, mesh[TENSOR], model._expand_parallel_plan(plan))
 
 
+def _share_out_experts(model: Any, mesh: DeviceMesh) -> None:
+    """Whole experts on each rank of a copy of the slices, by transformers' plan: tokens go there and back."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    text, size = model.config.get_text_config(), mesh[SHARD].size()
+    count = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
+    if not model.ep_plan or count % size:
+        raise ConfigError(
+            f"train.parallel.tensor = 'experts' wants a model that transformers has a plan for, with experts "
+            f"that {size} ranks divide, not {count} of type {model.config.model_type!r}: set it to 1"
+        )
+    plan = model._expand_parallel_plan(model.ep_plan)
+    apply_expert_parallelism(model, mesh[SHARD], mesh[TENSOR], plan)
+
+
 def _shard(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, precision: Precision) -> None:
     """FSDP2 over every layer, and over the rest of the model as one more."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -148,14 +165,17 @@ def _shard(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, precision
     on_gpu = mesh.device_type == "cuda"
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policies: dict[str, Any] = {
-        "mesh": mesh[REPLICA, SHARD] if config.replicas > 1 else mesh[SHARD],
         "mp_policy": mixed if precision != "float32" else MixedPrecisionPolicy(),
         "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if config.offload else OffloadPolicy(),
     }
-    for module in (*decoder_layers(model), model):
+    slices = mesh[REPLICA, SHARD] if config.replicas > 1 else mesh[SHARD]
+    experts = [part for part in model.modules() if getattr(part, "_is_expert_parallel", False)]
+    for module in (*experts, *decoder_layers(model), model):
+        # All tokens of its experts come to a rank: the slices of these are over the copies alone.
+        over = mesh[REPLICA] if module in experts else slices
         # So is the rest: whole weights that stay behind a pass without gradient would be stale after the next
         # optimizer step.
-        sharded: Any = fully_shard(module, reshard_after_forward=True, **policies)
+        sharded: Any = fully_shard(module, mesh=over, reshard_after_forward=True, **policies)
         # With a factor alone torch asks for a premultiplied sum, which gloo lacks.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,141 @@
+"""The traffic of a step between GPUs and machines: bytes by the table of docs/scale.md, and their seconds.
+
+::
+
+    --gpus 6x8xH100-80GB, [cluster] --find_places--> machines with ranks, machines with engines
+                           step_traffic: a rank's weights and gradients, which computing hides; within layers
+                           sync_cost: ranks --> trainer's process --> each machine with engines
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from forebay.config import ConfigError
+from forebay.plan.hardware import Device
+from forebay.plan.memory import StepMemory
+from forebay.plan.turns import engine_itemsize, heads
+from forebay.runs.config import RunConfig
+from forebay.runs.placement import SERVERS, shares_ray_gpu
+from forebay.train import TrainConfig
+
+LINK_SHARE = 0.75
+"""Of a link or a network, in collectives of large messages; an assumption that nothing has confirmed yet."""
+HOST_BYTES_PER_S = 2.5e10
+"""The rate between a GPU and the host's memory, by PCIe 4 with 16 lanes."""
+RAY_BYTES_PER_S = 1e9
+"""Of one machine that pulls an object from another; two simulated nodes on two busy cores made 0.4 to 0.7."""
+
+
+class Places(NamedTuple):
+    """On how many machines ranks are, near each other, and engines, apart; of these without the trainer's."""
+
+    ranks: int
+    ranks_each: int
+    engines: int
+
+
+def find_places(config: RunConfig, device: Device) -> Places:
+    """Where parts find room, on Ray as `forebay.cluster.placement` asks for it.
+
+    Raises:
+        ConfigError: there are too few GPUs, or several machines without a cluster.
+    """
+    ranks, cluster = config.train.ranks, config.cluster
+    each = device.count // device.machines if device.is_gpu else ranks
+    one = {"gpus_per_trainer": 1, "gpus_per_engine": 1, "num_engines": 0}
+    asked = one if cluster is None else dict.fromkeys(one, 0) | {"num_engines": 1} | cluster.arguments
+    by_rank, by_engine, engines = (asked[name] for name in one)
+    is_known = device.machines == 1 if cluster is None else cluster.name == "ray" and device.is_gpu
+    if not (is_known and by_rank and by_engine):
+        raise ConfigError(
+            f"{device.machines} x {each} {device.name}: plans are for one machine without a cluster, or for "
+            f"those that --gpus names with cluster=ray, gpus_per_trainer and gpus_per_engine"
+        )
+    # A share of a GPU counts as all of it.
+    at_once = int(each // max(1, by_rank))
+    machines = -(-ranks // max(1, at_once))
+    others = device.machines - machines
+    left = machines * each - ranks * max(1, by_rank)
+    room = others * (each // max(1, by_engine)) + left // max(1, by_engine)
+    if at_once < 1 or others < 0 or room + shares_ray_gpu(config) < engines:
+        raise ConfigError(
+            f"train.ranks = {ranks} with {by_rank:g} GPUs each and {engines} engines with {by_engine:g} each "
+            f"do not go on {device.machines} x {each} GPUs: lower one of them, or name more with --gpus"
+        )
+    return Places(machines, min(ranks, at_once), min(engines, others + (machines > 1 and left >= by_engine)))
+
+
+class Traffic(NamedTuple):
+    """Bytes of weights and gradients that a rank sends in a train step, their seconds, and those of them that
+    pass while it computes; and the same within layers, where it waits for them."""
+
+    weights_bytes: float
+    weights_s: float
+    hidden_s: float
+    layers_bytes: float
+    layers_s: float
+
+
+def step_traffic(
+    config: RunConfig, device: Device, sizes: Any, step: StepMemory, longest: int, computing_s: float
+) -> dict[int, Traffic]:
+    """By `replicas`: as the run file says, and on several machines hybrid sharding beside full sharding.
+
+    Passes compute for `computing_s` in all; `sizes` are transformers' of the language model.
+    """
+    train, parallel, places = config.train, config.train.parallel, find_places(config, device)
+    if train.ranks == 1 or device.link_bytes_per_s is None:
+        return {}
+    tensor, context, itemsize = parallel.num_tensor, parallel.context, 2 if train.dtype == "bfloat16" else 4
+    dealt = -(-config.batch_size * config.group_sizes[1] * parallel.same_sequences // train.ranks)
+    at_once = max(1, train.token_budget // longest) * train.mini_batches
+    backward, forward = -(-dealt // at_once) * train.optimizer_steps, num_forward(train)
+    # Of a layer each of the `tensor` ranks has a part.
+    outside = sizes.vocab_size * sizes.hidden_size * (1 if sizes.tie_word_embeddings else 2)
+    own = (outside + (step.num_parameters - outside) / tensor) / step.num_parameters
+    gathered = own * step.num_parameters * itemsize * backward * (2 + forward / train.epochs)
+    summed = own * step.gradient_bytes * (train.optimizer_steps if train.lora_rank else backward)
+    passes = train.epochs * (3 if train.gradient_checkpointing else 2) + forward
+    numbers = 4 * sizes.hidden_size * (tensor - 1) / tensor
+    numbers += 2 * sum(heads(sizes)) * (context - 1) / context**2
+    within = passes * sizes.num_hidden_layers * dealt * longest * itemsize * numbers
+    within_s = _seconds(device, within, -(-parallel.same_sequences // places.ranks_each), 1)
+    found = {}
+    for replicas in dict.fromkeys((parallel.replicas, places.ranks if parallel.replicas == 1 else 1)):
+        if train.ranks % (replicas * parallel.same_sequences) == 0:
+            group = train.ranks // replicas
+            # Of the slices of a machine each is summed up with its copies on others.
+            copied = summed / (group / tensor) if replicas > 1 else 0
+            weights_s = _seconds(device, gathered + summed, -(-group // places.ranks_each), tensor)
+            weights_s += _seconds(device, 2 * copied, places.ranks, min(places.ranks_each, group))
+            hidden_s = min(weights_s, computing_s)
+            found[replicas] = Traffic(gathered + summed + copied, weights_s, hidden_s, within, within_s)
+    return found
+
+
+def num_forward(train: TrainConfig) -> int:
+    """Passes over all tokens without gradient: for old log probabilities, and those of a reference."""
+    return (train.needs_old_logprobs and train.correction != "ratio") + train.uses_reference
+
+
+def _seconds(device: Device, num_bytes: float, machines: int, streams: int) -> float:
+    """For a rank's `num_bytes` in a ring over so many machines, `streams` of which enter a machine."""
+    over_network = num_bytes * streams * (1 - 1 / machines) / device.network_bytes_per_s
+    return max(num_bytes / (device.link_bytes_per_s or HOST_BYTES_PER_S), over_network) / LINK_SHARE
+
+
+def sync_cost(config: RunConfig, device: Device, step: StepMemory) -> tuple[float, float]:
+    """Bytes between machines, and seconds, of a hand-over of all weights to the engines."""
+    num_bytes, host = step.num_parameters * engine_itemsize(config), HOST_BYTES_PER_S
+    if config.cluster is None:
+        # Into the host's memory, and out of it into that of an engine in another process.
+        through_host = config.train.ranks > 1 or config.engine.name == "process"
+        return 0, num_bytes / (host / 2 if through_host else device.bytes_per_s or host)
+    # Slices in float32 to the trainer's process; from there once to each machine, all of them at once.
+    places, slices = find_places(config, device), 4 * step.num_parameters
+    there, back = slices * (1 - 1 / places.ranks), num_bytes * places.engines
+    one_s = (there + num_bytes * (back > 0)) / min(RAY_BYTES_PER_S, device.network_bytes_per_s)
+    # A server takes a file, which is written and read first.
+    copies = slices + num_bytes * (3 if config.engine.name in SERVERS else 1)
+    return there + back, max(one_s, (there + back) / device.network_bytes_per_s) + copies / host

@@ -1,0 +1,196 @@
+"""Traffic between ranks, engines and machines, by the table of docs/scale.md; and the run file for 70 B."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, LlamaConfig
+
+from forebay.config import ConfigError, load_config
+from forebay.plan import make_plan, parse_devices
+from forebay.plan.hardware import GIB
+from forebay.plan.report import sentences
+from forebay.plan.traffic import LINK_SHARE, RAY_BYTES_PER_S
+from forebay.runs.config import RunConfig
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+HIDDEN, LAYERS, VOCABULARY = 256, 2, 2000
+RAY = {"num_engines": 2, "gpus_per_engine": 1, "gpus_per_trainer": 1}
+
+
+@pytest.fixture(name="model", scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=512,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    ).save_pretrained(folder)
+    return folder
+
+
+def plan(model: Path, gpus: str, *, network: float | None = None, cluster: Any = None, **train: Any):
+    """16 sequences of 128 tokens, of which 4 fit a micro-batch."""
+    config = RunConfig.model_validate(
+        {
+            "name": "planned",
+            "steps": 10,
+            "batch_size": 4,
+            "rollouts_per_prompt": 4,
+            "model": {"source": str(model)},
+            "cluster": cluster and {"name": "ray", "arguments": cluster},
+            "tasks": [
+                {
+                    "name": "sorting",
+                    "data": {"source": "sorting", "size": 50},
+                    "judge": "exact_match",
+                    "sample": {"max_tokens": 96},
+                }
+            ],
+            "train": {"token_budget": 512, **train},
+        }
+    )
+    return make_plan(config, parse_devices(gpus, network=network), prompt_tokens=32)
+
+
+def test_machines_stand_before_their_gpus() -> None:
+    found = parse_devices("2x8xH100-80GB")
+    assert (found.machines, found.count, found.name) == (2, 16, "H100-80GB")
+    assert parse_devices("8xH100-80GB").machines == 1
+    assert parse_devices("2x8xH100-80GB", network=400).network_bytes_per_s == 50e9
+    with pytest.raises(ConfigError, match=r"2x0xH100-80GB.*write \[\[MACHINESx\]COUNTx\]NAME"):
+        parse_devices("2x0xH100-80GB")
+
+
+def test_weights_are_gathered_twice_and_gradients_summed_for_each_micro_batch(model: Path) -> None:
+    found = plan(model, "4xH100-80GB", ranks=4)
+    (traffic,) = found.traffic.values()
+    # 4 sequences a rank: one micro-batch, in bfloat16, and gradients in float32.
+    assert traffic.weights_bytes == found.num_parameters * (2 * 2 + 4)
+    assert traffic.weights_s == pytest.approx(traffic.weights_bytes / 450e9 / LINK_SHARE)
+    assert traffic.layers_bytes == 0
+    more = plan(model, "4xH100-80GB", ranks=4, token_budget=128).traffic[1]
+    assert more.weights_bytes == 4 * traffic.weights_bytes
+    # The reference's pass gathers, too, and has no gradients.
+    twice = plan(model, "4xH100-80GB", ranks=4, kl_coef=0.1).traffic[1]
+    assert twice.weights_bytes == found.num_parameters * (3 * 2 + 4)
+
+
+def test_the_traffic_within_layers_is_that_of_the_table(model: Path) -> None:
+    tokens = 2 * 4 * 128
+    split = plan(model, "4xH100-80GB", ranks=4, parallel={"tensor": 2}).traffic[1]
+    # Two a pass each way of a ring, which sends each number twice but for the rank's own.
+    assert split.layers_bytes == LAYERS * 4 * tokens * HIDDEN * 2 * (2 * 1 / 2)
+    shared = plan(model, "4xH100-80GB", ranks=4, parallel={"context": 2}).traffic[1]
+    # Queries and results of 4 heads, keys and values of 2; half of it goes to another rank.
+    assert shared.layers_bytes == 2 * LAYERS * tokens / 2 * (2 * HIDDEN + 2 * HIDDEN // 2) * 2 / 2
+    # Both ranks of a group see all of its sequences, and gather only their part of layers.
+    outside = 2 * VOCABULARY * HIDDEN
+    parameters = plan(model, "4xH100-80GB", ranks=4).num_parameters
+    own = outside + (parameters - outside) / 2
+    assert split.weights_bytes == pytest.approx(own * (2 * 2 + 4) * 2)
+
+
+def test_several_machines_have_hybrid_beside_full_sharding(model: Path) -> None:
+    full = plan(model, "3x2xH100-80GB", network=8, cluster=RAY, ranks=4)
+    assert list(full.traffic) == [1, 2]
+    bytes_by_rank = full.num_parameters * 8
+    # A ring over two machines: half of the weights come from the other one, at 1 GB/s.
+    assert full.traffic[1].weights_s == pytest.approx(bytes_by_rank / 2 / 1e9 / LINK_SHARE)
+    hybrid = plan(model, "3x2xH100-80GB", network=8, cluster=RAY, ranks=4, parallel={"replicas": 2})
+    assert list(hybrid.traffic) == [2, 1]
+    assert hybrid.traffic == {copies: full.traffic[copies] for copies in (2, 1)}
+    assert full.traffic[2].weights_bytes == bytes_by_rank + 4 * full.num_parameters / 2
+    said = list(sentences(full))
+    assert said[1].startswith("A rank's slices are ")
+    assert said[2].startswith("With train.parallel.replicas=2, a rank's slices are ")
+    slow, fast = (plan(model, "3x2xH100-80GB", network=n, cluster=RAY, ranks=4).times for n in (1, 8))
+    assert slow.training_s > fast.training_s
+
+
+def test_a_sync_between_machines_goes_through_the_trainer_s_process(model: Path) -> None:
+    found = plan(model, "3x2xH100-80GB", cluster=RAY, ranks=4)
+    # Half of the float32 slices come from the other machine of ranks, and bfloat16 goes to one with engines.
+    expected = found.num_parameters * (4 / 2 + 2)
+    assert found.sync_bytes == expected
+    assert found.sync_s == pytest.approx(expected / RAY_BYTES_PER_S, rel=0.3)
+    assert "GB between machines" in list(sentences(found))[-1]
+    # On one machine nothing crosses.
+    assert plan(model, "4xH100-80GB", ranks=4).sync_bytes == 0
+    two = plan(model, "4x2xH100-80GB", cluster=RAY, ranks=4)
+    assert two.sync_bytes == found.num_parameters * (4 / 2 + 2 * 2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cluster", "train", "says"),
+    [
+        ("2x8xH100-80GB", None, {}, r"plans are for one machine without a cluster"),
+        ("2x2xH100-80GB", RAY, {"ranks": 4}, r"train.ranks = 4 with 1 GPUs each and 2 engines .* 2 x 2 GPUs"),
+        ("2xH100-80GB", None, {"ranks": 4}, r"train.ranks = 4 with 1 GPUs each and 0 engines .* 1 x 2 GPUs"),
+        ("4x2xH100-80GB", RAY | {"gpus_per_engine": 4}, {}, r"2 engines with 4 each do not go on 4 x 2 GPUs"),
+        ("2x8xH100-80GB", {"num_engines": 2}, {}, r"gpus_per_trainer and gpus_per_engine"),
+    ],
+)
+def test_parts_without_room_are_refused(
+    model: Path, gpus: str, cluster: Any, train: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan(model, gpus, cluster=cluster, **train)
+
+
+def test_an_engine_on_the_trainer_s_gpu_counts_there(model: Path) -> None:
+    shared = RAY | {"num_engines": 1}
+    found = plan(model, "1xH100-80GB", cluster=shared)
+    assert "engine: weights" in found.turns["training"]
+    assert "an engine's GPU" not in found.turns
+    assert "an engine's GPU" in plan(model, "3xH100-80GB", cluster=shared, ranks=2).turns
+
+
+def recipe(folder: Path, num_layers: int, *overrides: str):
+    # Llama-3.1-70B.
+    AutoConfig.for_model(
+        "llama",
+        vocab_size=128_256,
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_hidden_layers=num_layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        max_position_embeddings=131_072,
+        tie_word_embeddings=False,
+    ).save_pretrained(folder)
+    file = ROOT / "recipes" / "several_machines" / "70b.toml"
+    config = load_config(RunConfig, file, [f"model.source={folder}", *overrides])
+    return make_plan(config, parse_devices("6x8xH100-80GB"), prompt_tokens=512)
+
+
+def test_the_run_file_for_70_b_can_be_planned(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    assert "recipes/several_machines/70b.toml --gpus 6x8xH100-80GB" in PAGE
+    found = recipe(tmp_path, 2)
+    assert found.fits
+    # Each of four GPUs has a part of a server's weights, and the server takes all of its share.
+    server = found.turns["an engine's GPU"]
+    assert server["server: weights"] == found.num_parameters * 2 // 4
+    assert list(found.traffic) == [1, 4]
+    assert found.traffic[1].layers_bytes > 0
+    assert found.sync_bytes == found.num_parameters * (4 * 3 / 4 + 2 * 2)
+
+
+@pytest.mark.soak
+def test_the_run_file_for_70_b_fits_as_the_page_says(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    found = recipe(tmp_path, 80)
+    assert found.fits
+    training = sum(found.turns["training"].values()) / GIB
+    assert f"{training:.1f} GiB" in PAGE
+    assert f"{found.traffic[1].weights_bytes / 1e9:,.0f} GB in a step" in PAGE
+    half = recipe(tmp_path, 80, "train.ranks=16", "train.gradient_checkpointing=false")
+    assert not half.fits
+    assert half.advice

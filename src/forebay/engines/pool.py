@@ -285,6 +285,11 @@ class EnginePool:
         return all(getattr(member.engine, "takes_live_weights", False) for member in self._members)
 
     @property
+    def casts_weights(self) -> bool:
+        """Whether `update_weights` takes weights of any dtype: all engines cast them into their own."""
+        return all(getattr(member.engine, "casts_weights", False) for member in self._members)
+
+    @property
     def takes_adapters(self) -> bool:
         """Whether `update_adapters` may be called: all engines keep their starting weights."""
         return all(getattr(member.engine, "takes_adapters", False) for member in self._members)

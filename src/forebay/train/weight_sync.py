@@ -71,7 +71,7 @@ async def sync_weights(
 ) -> int:
     """Give `receiver` the adapters, if it takes them, else all weights; the bytes, once they are in use.
 
-    Whole weights are cast to `dtype` here, once for all engines; adapters stay float32. A receiver whose
+    Whole weights are cast to `dtype` here, once for all engines that do not cast themselves; adapters stay float32. A receiver whose
     engines read the trainer's memory by themselves gets `live` ones instead.
 
     A receiver that does not hold the starting weights gets them before its first adapters. One whose
@@ -103,7 +103,13 @@ async def sync_weights(
         except AdaptersRefusedError as refusal:
             logger.warning("all weights of step %d are handed over, adapters merged: %s", model_step, refusal)
     takes_live = live is not None and getattr(receiver, "takes_live_weights", False)
-    weights: Any = live if takes_live else await gather(source.weights, dtype)
+    if takes_live:
+        weights: Any = live
+    # An engine in this process casts on the way into its model: a cast copy before would be one more.
+    elif getattr(receiver, "casts_weights", False):
+        weights = await asyncio.to_thread(lambda: list(source.weights()))
+    else:
+        weights = await gather(source.weights, dtype)
     await receiver.update_weights(weights, model_step)
     return _num_bytes(weights)
 

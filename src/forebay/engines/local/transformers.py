@@ -40,7 +40,6 @@ from forebay.engines.local.compatibility import check_config, probe
 from forebay.engines.local.rows import Ended, Row
 from forebay.engines.local.step_graphs import cuda_recorder
 from forebay.engines.weights.takeover import AdaptedWeights, copy_weights
-from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError, Weights
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class TransformersEngine:
         completion = await engine.generate(request)
     """
 
-    takes_live_weights = True
+    casts_weights = True
 
     def __init__(
         self,
@@ -380,12 +379,7 @@ class TransformersEngine:
 
     def _load(self, weights: Weights, model_step: int, adapters: AdapterConfig | None) -> None:
         if adapters is None:
-            # Live ones are cast on their way into the model, not before, which would be one copy more.
-            if isinstance(weights, LiveWeights):
-                with weights.reading():
-                    copy_weights(self._model, weights.read())
-            else:
-                copy_weights(self._model, weights)
+            copy_weights(self._model, weights)
             if self._adapted is not None:
                 self._adapted.full_load()
         else:

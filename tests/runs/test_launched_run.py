@@ -142,6 +142,8 @@ def test_two_processes_of_torchrun_train_as_one_rank(run_file, tmp_path, of_one_
     assert load_config(RunConfig, tmp_path / "run" / "run.toml").train.ranks == 2
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(300)
 def test_torchrun_starts_a_killed_run_again_and_it_goes_on(run_file, tmp_path):
     kill_once = "    if flag.exists():\n        flag.unlink()\n        os.kill(os.getpid(), signal.SIGKILL)\n"
     with start(FOREBAY, ["train", run_file, f"output={tmp_path}"]) as once:

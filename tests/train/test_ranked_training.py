@@ -132,7 +132,7 @@ def test_experts_on_two_ranks_train_as_on_one_and_resume_on_one(make_groups, ran
     one = trainer_for(mixture(), **settings)
     two = trainer_for(mixture(), ranks, num_ranks=2, parallel=EXPERTS, **settings)
     one.fit(make_groups()), two.fit(make_groups())
-    assert_equal_states(state(one, tmp_path / "one"), saved := state(two, tmp_path / "two"))
+    assert_equal_states(state(one, tmp_path / "one"), state(two, tmp_path / "two"))
     # An engine gets them whole.
     given, expected = (dict(trainer._learner.weights()) for trainer in (two, one))
     assert given.keys() == expected.keys()

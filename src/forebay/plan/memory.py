@@ -34,7 +34,7 @@ from forebay.models import Precision
 from forebay.models.config import Attention
 from forebay.models.loading import auto_class
 from forebay.train import TrainConfig
-from forebay.train.batch import TrainBatch
+from forebay.train.batch import Pack, TrainBatch
 from forebay.train.learner import Learner
 from forebay.train.model.critic import Critic
 from forebay.train.model.layers import decoder_layers
@@ -141,9 +141,7 @@ def step_memory(
     config = config.model_copy(update={"attention": attention})
     if config.kl_tokens:
         batch.ref_top = np.zeros((batch.num_response_tokens, 2 * config.kl_tokens), np.float32)
-    packer = Packer(config.token_budget, layout=config.layout)
-    packs = packer.pack_pad_dispatch(fill_numbers(batch)).packs[0][0]
-    packs = sorted(packs, key=lambda pack: -num_cells(batch, pack, config.layout))[:2]
+    packs = _largest_packs(batch, config)
     passes: Precision = "bfloat16" if config.dtype == "bfloat16" else "float32"
     times = 1
     if config.ranks > 1 and passes == "bfloat16" and config.lora_rank == 0:
@@ -175,23 +173,12 @@ def step_memory(
         )
         trained = [learner.model] if learner.critic is None else [learner.model, learner.critic]
         parameters = [parameter for part in trained for parameter in part.parameters()]
-        memory.assign(
-            (tensor for part in trained for tensor in part.state_dict().values()), "weights", times=times
-        )
-        if learner.ref_model is not None:
-            own = 1 if teacher is not None else times
-            memory.assign(learner.ref_model.state_dict().values(), "reference", times=own)
-        for parameter in parameters:
-            # A gradient counts as an activation, as every new storage does, until it is complete.
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    lambda p: memory.assign([p.grad], "gradients", times=times)
-                )
+        _assign_parts(memory, learner, trained, times, 1 if teacher is not None else times)
         # The first step makes the moments. Counting operations keeps activations alive, so it is done apart.
         with FlopCounterMode(display=False) as flop:
             learner.rehearse(batch, packs[:1])
-        own = 1 if config.moments == "8bit" else times
-        memory.assign(learner.moments(), HOST if config.moments == "cpu" else "moments", times=own)
+        kept = 1 if config.moments == "8bit" else times
+        memory.assign(learner.moments(), HOST if config.moments == "cpu" else "moments", times=kept)
         memory.reset()
         learner.rehearse(batch, packs)
     parts = {kind: memory.peak[kind] for kind in KINDS if memory.peak[kind]}
@@ -206,6 +193,29 @@ def step_memory(
         num_parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
         host_bytes=host_bytes,
     )
+
+
+def _assign_parts(
+    memory: MemoryPeak, learner: Learner, trained: Sequence[nn.Module], times: int, reference_times: int
+) -> None:
+    """Have weights, the reference's, and gradients once there are some, counted as what they are."""
+    weights = (tensor for part in trained for tensor in part.state_dict().values())
+    memory.assign(weights, "weights", times=times)
+    if learner.ref_model is not None:
+        memory.assign(learner.ref_model.state_dict().values(), "reference", times=reference_times)
+    for parameter in (parameter for part in trained for parameter in part.parameters()):
+        # A gradient counts as an activation, as every new storage does, until it is complete.
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda p: memory.assign([p.grad], "gradients", times=times)
+            )
+
+
+def _largest_packs(batch: TrainBatch, config: TrainConfig) -> list[Pack]:
+    """The two largest micro-batches of `batch`, which is packed."""
+    packer = Packer(config.token_budget, layout=config.layout)
+    packs = packer.pack_pad_dispatch(fill_numbers(batch)).packs[0][0]
+    return sorted(packs, key=lambda pack: -num_cells(batch, pack, config.layout))[:2]
 
 
 def _model(model_config: Any, held: Precision = "float32") -> Any:

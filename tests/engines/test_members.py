@@ -338,3 +338,46 @@ def test_a_newcomer_takes_what_is_queued_at_once_and_a_lost_engine_s_queue_goes_
         await controller.close()
 
     virtual_time.run(main())
+
+
+def test_a_session_waits_for_its_engine_and_one_that_is_cancelled_leaves_the_room_to_others(monkeypatch):
+    async def main() -> None:
+        engines = [ScriptedEngine(ten_tokens, token_latency_s=0.1, max_running=1) for _ in range(2)]
+        controller = RolloutController(engines)
+
+        def ask(name: str, session: str | None = None) -> asyncio.Task[RolloutState]:
+            state = rollout(name)
+            state.session_id = session
+            return asyncio.create_task(controller.generate_sample(state))
+
+        await ask("first", "s")
+        running = [ask("a"), ask("b")]
+        await asyncio.sleep(0.5)
+        later, stays = ask("later", "s"), [ask("c"), ask("d")]
+        await asyncio.gather(*running)
+        await asyncio.sleep(0.5)
+        # The first engine was kept for the session, and the second took the next.
+        assert [[r.request_id for r in engine.requests] for engine in engines] == [
+            ["first:0:0", "a:0:0", "later:0:0"],
+            ["b:0:0", "c:0:0"],
+        ]
+        await asyncio.gather(later, *stays)
+        # With one engine, nothing else ends that would wake the others.
+        controller = RolloutController(engines[:1])
+        await ask("first", "s")
+        running = ask("e")
+        await asyncio.sleep(0.5)
+        cancelled, left = ask("cancelled", "s"), [ask("g"), ask("h")]
+        await asyncio.sleep(0)
+        end = Members.end
+
+        def end_and_cancel(members, *arguments) -> None:
+            end(members, *arguments)
+            # It was woken, and has not run yet.
+            cancelled.cancel()
+
+        monkeypatch.setattr(Members, "end", end_and_cancel)
+        await asyncio.gather(running, *left)
+        assert cancelled.cancelled()
+
+    virtual_time.run(main())

@@ -10,9 +10,9 @@
 A choice costs the logarithm of the number of engines. An engine has room for as many requests as it runs at
 once (``max_running``) and as its cache holds on average (``cache_tokens``); what it does not say is no limit.
 Prompts do not count there: the members of a group share theirs. Those of a session wait for its own engine,
-whose cache has their earlier tokens, as long as it is up and no straggler. A straggler makes less than a tenth of the
-median's tokens by second of a request: it is named once, and counts as that much busier, so that it gets
-fewer.
+whose cache has their earlier tokens, as long as it is up and no straggler. A straggler makes less than a
+tenth of the median's tokens by second of a request: it is named once, and counts as that much busier, so that
+it gets fewer.
 """
 
 from __future__ import annotations

@@ -337,6 +337,10 @@ def test_vllm_and_trainer_see_the_same(kind, name, tmp_path, monkeypatch):
                 for state in states:
                     state.reward = {"score": 0.0}
                 distances[step] = worst_difference(model, groups, "shared_prompt")
+                # Not by chance: other pixels are seen.
+                for state in groups[0]:
+                    state.mm_info = {**state.mm_info, IMAGES: [picture(56, 28, (250, 10, 10))]}
+                assert worst_difference(model, groups, "shared_prompt") > 1e-3
                 with torch.no_grad():
                     for parameter in model.parameters():
                         parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -346,7 +350,6 @@ def test_vllm_and_trainer_see_the_same(kind, name, tmp_path, monkeypatch):
     distances: dict[int, float] = {}
     asyncio.run(play())
     assert max(distances.values()) < 1e-4, distances
-    print(distances)
 
 
 def test_the_recipe_runs_and_its_model_goes_on(llava, tmp_path):

@@ -12,10 +12,13 @@ from test_ray_run import run_config
 
 from forebay.cluster.calls import NotBuilt
 from forebay.cluster.engines import EngineActor, EngineSpec, engine_on
+from forebay.cluster.trainer import TrainerActor, TrainerSpec
 from forebay.config import Component
 from forebay.engines import EngineLost, GenerateRequest, ScriptedEngine
 from forebay.io.shared import lay_out, write
 from forebay.models import load_model, resolve_model
+from forebay.models.starting_weights import AdaptersRefusedError
+from forebay.train.model.lora import adapter_weights
 from forebay.types import SampleParams
 
 NOTHING = ((), np.empty(0, np.uint8))
@@ -110,6 +113,37 @@ async def test_engines_that_are_given_up_lose_every_request_and_say_why(tmp_path
     assert not serving.done()
     serving.cancel()
     await actor.close()
+
+
+async def test_adapters_alone_give_what_merged_weights_would(tmp_path):
+    """From the trainer's process to the engine's, both called here as plain classes."""
+    config = run_config(tmp_path, train={"lr": 1e-2, "lora_rank": 2})
+    own = {name: value for name, value in vars(spec_of(config)).items() if name != "serves_at_once"}
+    trainer, alone, whole = TrainerActor(), EngineActor(), EngineActor()
+    trainer.start(TrainerSpec(**{**own, "ranks": ()}))
+    for engine in (alone, whole):
+        await engine.start(spec_of(config))
+    with torch.no_grad():
+        for _, weight in adapter_weights(trainer._trainer.model):
+            weight.add_(torch.randn_like(weight))
+    (step, num_bytes, adapters), laid_out = trainer.weights(True)
+    assert adapters["r"] == 2
+    await alone.load_weights(laid_out, step, adapters)
+    (step, whole_bytes, nothing), laid_out = trainer.weights(False)
+    assert nothing is None
+    assert num_bytes < whole_bytes
+    await whole.load_weights(laid_out, step)
+    found = [dict(actor._pool.engines[0]._model.named_parameters()) for actor in (alone, whole)]
+    begun = dict(load_model(spec_of(config).model_folder).named_parameters())
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+    assert any(not torch.equal(begun[name], value) for name, value in found[0].items())
+    # One that keeps no starting weights says so, and gets merged ones then.
+    refusing = EngineActor()
+    await refusing.start(spec_of(run_config(tmp_path, engine=f"{__name__}:two_engines")))
+    with pytest.raises(AdaptersRefusedError, match="whole weights only"):
+        await refusing.load_weights(laid_out, step, adapters)
+    for engine in (alone, whole, refusing):
+        await engine.close()
 
 
 ABORTED = []

@@ -16,6 +16,7 @@ from forebay.cluster import trainer as ray_trainer
 from forebay.cluster.calls import blocking_actor
 from forebay.cluster.ranks import RankActor, RayRanks
 from forebay.cluster.trainer import RayTrainer
+from forebay.models.starting_weights import BaseDiffersError
 from forebay.runs.placement import PartLost
 from forebay.train import TrainConfig, TrainController
 from forebay.train.parallel.ranks import RankError
@@ -137,7 +138,7 @@ async def test_a_frozen_trainer_is_lost_and_one_at_work_is_not(ray):
         def call(self, method, *arguments):
             time.sleep(3)
 
-        def weights(self):
+        def weights(self, adapters):
             time.sleep(1000)
 
     actor = blocking_actor(Sleeping).options(num_cpus=0.1).remote()
@@ -152,3 +153,22 @@ async def test_a_frozen_trainer_is_lost_and_one_at_work_is_not(ray):
     with pytest.raises(PartLost, match="called to weights, was asked for a sign of life"):
         await there.sync_weights(None)
     os.kill(pid, signal.SIGKILL)
+
+
+async def test_engines_that_refuse_adapters_get_merged_weights_from_then_on(ray):
+    class Source:
+        def weights(self, adapters):
+            return (3, 8 if adapters else 100, {"r": 1} if adapters else None), b"weights"
+
+    class Controller:
+        def __init__(self):
+            self.given = []
+
+        async def update_weights(self, published, step):
+            self.given.append((step, published.adapters))
+            if published.adapters:
+                raise BaseDiffersError("another base")
+
+    there, controller = RayTrainer(blocking_actor(Source).options(num_cpus=0.1).remote(), [1]), Controller()
+    assert [await there.sync_weights(controller) for _ in range(2)] == [100, 100]
+    assert controller.given == [(3, {"r": 1}), (3, None), (3, None)]

@@ -33,8 +33,10 @@ from forebay.cluster.supervisor import BEAT_EVERY_S, Supervised
 from forebay.config import Component
 from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.pool import LOAD_LIMIT_S, EnginePool
-from forebay.io.shared import Layout, views
+from forebay.engines.weights.between_processes import take_over
+from forebay.io.shared import Layout
 from forebay.models import load_tokenizer
+from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError
 from forebay.runs.placement import PartLost
 from forebay.types import ByteArray
 
@@ -136,11 +138,13 @@ class EngineActor:
         if self._pool is not None:
             await self._pool.abort(list(self._pool.progress(caller)))
 
-    async def load_weights(self, weights: tuple[Layout, ByteArray], model_step: int) -> None:
-        """Take over the weights that are laid out in these bytes, and serve.
+    async def load_weights(
+        self, weights: tuple[Layout, ByteArray], model_step: int, adapters: AdapterConfig | None = None
+    ) -> None:
+        """Take over the weights that are laid out in these bytes, or the adapters, and serve.
 
         Raises:
-            EngineLost: no engine is left.
+            EngineLost, AdaptersRefusedError: as of `take_over`.
         """
         import torch
 
@@ -150,7 +154,9 @@ class EngineActor:
             warnings.filterwarnings("ignore", message=".*not writable.*")
             memory = torch.from_numpy(data)
         try:
-            await built(self._pool).update_weights(views(layout, memory), model_step)
+            if adapters is not None and not built(self._pool).takes_adapters:
+                raise AdaptersRefusedError("an engine takes whole weights only")
+            await take_over(built(self._pool), layout, memory, model_step, adapters=adapters)
         except EngineLost as error:
             self._lose(error)
             raise
@@ -232,12 +238,14 @@ class PlacedEngine(Supervised):
         """Have these weights in use; those of an engine that starts again too.
 
         Raises:
+            AdaptersRefusedError: they are adapters that the engine does not take.
             PartLost: the weights themselves are lost.
         """
         assert weights.model_step == model_step
         self.weights = weights
+        told = weights.ref, model_step, weights.adapters
         try:
-            await self.tell("load_weights", weights.ref, model_step, limit_s=TOLD_LOAD_LIMIT_S)
+            await self.tell("load_weights", *told, limit_s=TOLD_LOAD_LIMIT_S)
         except import_ray().exceptions.ObjectLostError as error:
             raise PartLost(f"the weights of step {model_step} are lost: {why(error)}") from error
 
@@ -269,7 +277,7 @@ class PlacedEngine(Supervised):
         """Give it its weights, with which it begins to serve."""
         if (weights := self.weights) is not None:
             try:
-                await self.actor.load_weights.remote(weights.ref, weights.model_step)
+                await self.actor.load_weights.remote(weights.ref, weights.model_step, weights.adapters)
             except import_ray().exceptions.ObjectLostError as error:
                 # As before the first ones: it begins to serve with the next.
                 logger.warning("the weights of step %d are lost: %s", weights.model_step, why(error))

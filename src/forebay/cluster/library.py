@@ -13,7 +13,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -144,6 +144,8 @@ class Published:
 
     ref: Any
     model_step: int
+    adapters: Mapping[str, Any] | None = None
+    """The config of adapters, which these are then."""
 
 
 def find_modules_in(paths: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ the run goes back to that. While a call runs, however long, the process is asked
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,9 +25,10 @@ from forebay.cluster.calls import beside, result_of, signs_of_life
 from forebay.cluster.library import PartSpec, Published, cause_of, find_modules_in, import_ray, why
 from forebay.cluster.ranks import RayRanks
 from forebay.cluster.supervisor import BEAT_EVERY_S, SILENCE_LIMIT_S
-from forebay.io.shared import Layout, MemoryFile, lay_out
+from forebay.engines.weights.between_processes import put
+from forebay.io.shared import Layout, MemoryFile
 from forebay.models import load_tokenizer
-from forebay.models.live_weights import LiveWeights
+from forebay.models.starting_weights import AdaptersRefusedError
 from forebay.runs.placement import PartLost
 from forebay.train.batch import TrainBatch
 from forebay.train.parallel.ranks import EXPECTED, RankError
@@ -35,6 +37,8 @@ from forebay.watching.stalls import StallError
 
 if TYPE_CHECKING:
     from forebay.cluster.workers import ClusterController
+
+logger = logging.getLogger(__name__)
 
 
 class RayTrainer:
@@ -54,6 +58,7 @@ class RayTrainer:
         self.model_step = 0
         """Completed train steps."""
         self._actor = actor
+        self._sends_adapters = True
 
     def fit(
         self,
@@ -85,11 +90,19 @@ class RayTrainer:
         return logprobs
 
     async def sync_weights(self, rollout_controller: ClusterController) -> int:
-        """Give the current weights to every engine; the bytes of one engine; PartLost as of `fit`."""
-        step_ref, weights_ref = self._actor.weights.options(num_returns=2).remote()
+        """Give the current weights, or the adapters alone, to every engine; the bytes of one engine.
+
+        Once an engine has refused adapters, all get merged weights. PartLost as of `fit`.
+        """
+        step_ref, weights_ref = self._actor.weights.options(num_returns=2).remote(self._sends_adapters)
         # The weights themselves stay where they are.
-        step, num_bytes = await self._result(step_ref, "weights")
-        await rollout_controller.update_weights(Published(weights_ref, step), step)
+        step, num_bytes, adapters = await self._result(step_ref, "weights")
+        try:
+            await rollout_controller.update_weights(Published(weights_ref, step, adapters), step)
+        except AdaptersRefusedError as refusal:
+            logger.warning("adapters are merged from step %d on: %s", step, why(refusal))
+            self._sends_adapters = False
+            return await self.sync_weights(rollout_controller)
         return int(num_bytes)
 
     def begin_save(self, path: Path | str) -> None:
@@ -154,7 +167,7 @@ class TrainerActor:
 
     def __init__(self) -> None:
         self._trainer: Any = None
-        self._memory = MemoryFile(0)
+        self._memory: MemoryFile | None = None
         """The memory with the weights that were handed over last; it is used again."""
 
     def start(self, spec: TrainerSpec) -> tuple[int, ...]:
@@ -191,11 +204,12 @@ class TrainerActor:
         """Any other method of the `TrainController`."""
         return getattr(self._trainer, method)(*arguments)
 
-    def weights(self) -> tuple[tuple[int, int], tuple[Layout, ByteArray]]:
-        """Their step and bytes, and the weights: two results, of which the caller fetches the first."""
-        live: LiveWeights = self._trainer.live_weights()
-        layout, num_bytes = lay_out(live.sizes())
-        if num_bytes != self._memory.num_bytes:
-            self._memory = MemoryFile(num_bytes)
-        live.copy_to(layout, self._memory)
-        return (self._trainer.model_step, num_bytes), (layout, self._memory.data.numpy())
+    def weights(
+        self, adapters: bool
+    ) -> tuple[tuple[int, int, Mapping[str, Any] | None], tuple[Layout, ByteArray]]:
+        """Step and bytes of the weights, with `adapters` the config of these alone, if there are any; and the
+        weights: two results, of which the caller fetches the first."""
+        config, own = self._trainer.adapters() if adapters else (None, ())
+        layout, self._memory = put(self._trainer.live_weights() if config is None else own, self._memory)
+        told = self._trainer.model_step, self._memory.num_bytes, config
+        return told, (layout, self._memory.data.numpy())

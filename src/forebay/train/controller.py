@@ -403,6 +403,11 @@ class TrainController:
         """The current weights, adapters merged, in the precision of the engines."""
         return LiveWeights(self._learner, self._engine_dtype, self._turn, lambda: self.train_step)
 
+    def adapters(self) -> tuple[dict[str, Any] | None, list[tuple[str, torch.Tensor]]]:
+        """The config of the adapters, and these; None, and none, without LoRA."""
+        config = self._learner.adapter_config
+        return config, [] if config is None else list(self._learner.adapters())
+
     def offload(self, *, weights: bool) -> None:
         """Move the moments, and the models if asked, to the host's memory; one rank only."""
         with self._turn:

@@ -71,8 +71,8 @@ async def sync_weights(
 ) -> int:
     """Give `receiver` the adapters, if it takes them, else all weights; the bytes, once they are in use.
 
-    Whole weights are cast to `dtype` here, once for all engines that do not cast themselves; adapters stay float32. A receiver whose
-    engines read the trainer's memory by themselves gets `live` ones instead.
+    Whole weights are cast to `dtype` here, once for all engines, where these do not cast them themselves;
+    adapters stay float32. A receiver whose engines read the trainer's memory gets `live` ones instead.
 
     A receiver that does not hold the starting weights gets them before its first adapters. One whose
     `model_step` is above 0 has trained weights and gets merged ones: its rollouts must not fall back to those

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from forebay.engines.base import EngineLost
 from forebay.engines.pool import EnginePool
-from forebay.io.shared import MemoryFile, lay_out, mapped, views, write
+from forebay.io.shared import Layout, MemoryFile, lay_out, mapped, views, write
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError
 
@@ -135,16 +135,9 @@ class SharedMemoryHandOver:
         return await asyncio.to_thread(self._fill, written, free)
 
     def _fill(self, written: _Written, free: MemoryFile | None) -> dict[str, Any]:
-        weights = written.weights
-        layout, num_bytes = lay_out(weights.sizes() if isinstance(weights, LiveWeights) else weights)
-        if free is None or free.num_bytes != num_bytes:
-            free = MemoryFile(num_bytes)
-        if isinstance(weights, LiveWeights):
-            weights.copy_to(layout, free)
-        else:
-            write(layout, free.data, weights)
-        written.file = free
-        return {"path": free.path, "inode": free.inode, "num_bytes": num_bytes, "layout": layout}
+        layout, memory = put(written.weights, free)
+        written.file = memory
+        return {"path": memory.path, "inode": memory.inode, "num_bytes": memory.num_bytes, "layout": layout}
 
     def close(self) -> None:
         """Let go of the memory; an engine that has mapped it may still read it."""
@@ -177,11 +170,36 @@ class WeightInbox:
         # One that the sender has given up may still be at it, and must not end after a later one.
         async with self._turn:
             data = mapped(message["path"], message["inode"], message["num_bytes"])
-            weights, step = views(message["layout"], data), message["model_step"]
-            if (adapters := message["adapters"]) is None:
-                await self._pool.update_weights(weights, step)
-            else:
-                await self._pool.update_adapters(weights, step, config=adapters)
+            await take_over(
+                self._pool, message["layout"], data, message["model_step"], adapters=message["adapters"]
+            )
+
+
+def put(weights: Listed, memory: MemoryFile | None) -> tuple[Layout, MemoryFile]:
+    """Put `weights` into `memory`, if it has just the room, else into new one."""
+    layout, num_bytes = lay_out(weights.sizes() if isinstance(weights, LiveWeights) else weights)
+    if memory is None or memory.num_bytes != num_bytes:
+        memory = MemoryFile(num_bytes)
+    if isinstance(weights, LiveWeights):
+        weights.copy_to(layout, memory)
+    else:
+        write(layout, memory.data, weights)
+    return layout, memory
+
+
+async def take_over(
+    pool: EnginePool, layout: Layout, data: torch.Tensor, model_step: int, *, adapters: AdapterConfig | None
+) -> None:
+    """Give engines the weights in these bytes, or, with their config, the adapters.
+
+    Raises:
+        AdaptersRefusedError: an engine does not take these.
+        EngineLost: no engine is left.
+    """
+    if adapters is None:
+        await pool.update_weights(views(layout, data), model_step)
+    else:
+        await pool.update_adapters(views(layout, data), model_step, config=adapters)
 
 
 class _Written:

@@ -157,9 +157,7 @@ def look(folder: Path) -> None:
         urllib.request.urlopen(f"{served.address}api/{what}?{urlencode({'run': run, **given})}").read()
         wall, cpu = time.perf_counter() - begun, served.cpu_s() - cpu
         print(f"{what} {given}: {wall:.2f} s wall, {cpu:.2f} CPU s")
-    print(
-        f"memory of the server: at most {served.memory_mb():.0f} MB, now {served.memory_mb('VmRSS'):.0f} MB"
-    )
+    print(f"memory of the server: at most {served.memory_mb():.0f} MB, now {served.memory_mb('VmRSS'):.0f} MB")
     served.close()
 
 
@@ -262,9 +260,7 @@ def beside(rounds: int = 10, seconds: float = 6.0) -> None:
             for turn in range(rounds):
                 # In another order each time: none of them always follows the same one.
                 for count in np.random.default_rng(turn).permutation(list(a_step)).tolist():
-                    streams = [
-                        urllib.request.urlopen(f"{address}api/events?run=seen&since=0") for _ in range(count)
-                    ]
+                    streams = [urllib.request.urlopen(f"{address}api/events?run=seen&since=0") for _ in range(count)]
                     told: list[float] = []
                     for stream in streams:
                         threading.Thread(target=lambda s=stream, t=told: _drain(s, t), daemon=True).start()
@@ -288,9 +284,7 @@ def beside(rounds: int = 10, seconds: float = 6.0) -> None:
                     f"{how}, {count} viewers: CPU of the board's process over that of the run's: "
                     f"{np.mean(found):.2%}, standard error {error:.2%}, highest {max(found):.2%}"
                 )
-            words = ", ".join(
-                f"{number / steps:.2f} with {count}" for count, (number, steps) in calls.items()
-            )
+            words = ", ".join(f"{number / steps:.2f} with {count}" for count, (number, steps) in calls.items())
             print(f"{how}: reads and writes of the run's process a step: {words} viewers")
             for count in (1, 10):
                 ratios = np.array(a_step[count]) / np.array(a_step[0]) - 1

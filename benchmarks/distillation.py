@@ -58,13 +58,7 @@ def cut(teacher: str, student: str, layers: list[int]) -> None:
 
 
 def run(
-    arm: str,
-    seed: int,
-    teacher: str,
-    student: str,
-    steps: int = 48,
-    recipe: Path = RECIPE,
-    keys: Sequence[str] = (),
+    arm: str, seed: int, teacher: str, student: str, steps: int = 48, recipe: Path = RECIPE, keys: Sequence[str] = ()
 ) -> None:
     """One run; its evaluations, with what was generated until then. `keys` are the run file's."""
     changes = {

@@ -134,9 +134,7 @@ class CheapEngine:
             raise EngineLost("away")
 
     async def health(self) -> EngineHealth:
-        return EngineHealth(
-            ok=True, num_running=len(self._running), num_waiting=0, model_step=self.model_step
-        )
+        return EngineHealth(ok=True, num_running=len(self._running), num_waiting=0, model_step=self.model_step)
 
     async def close(self) -> None:
         await self.pause()
@@ -174,9 +172,7 @@ async def drive(num_engines: int, num_groups: int, folder: Path, *, hours: int =
         over_sample_threshold=in_flight / batch, max_staleness=8, enable_partial_rollout=True, max_retries=3
     ).build(rollout_controller=controller)
     prompts = [Prompt(message=[{"role": "user", "content": "1+1="}])] * 100_000
-    sampler = Sampler(
-        prompts, buffer, task_name="t", prompt_repeat_k=MEMBERS, shuffle=False, sample_params=params
-    )
+    sampler = Sampler(prompts, buffer, task_name="t", prompt_repeat_k=MEMBERS, shuffle=False, sample_params=params)
     manager = AgentLoopManager(
         task_runners=[TaskRunner(task_name="t", agent_loop=loop, produce_strategy=strategy, sampler=sampler)],
         replay_buffer=buffer,
@@ -306,8 +302,7 @@ def report_sizes(options, rounds) -> None:
     # Of the same round: the machine's load changes.
     ratios = [
         statistics.median(
-            report["us_per_group"] / first[0]["us_per_group"]
-            for report, first in zip(column, rounds, strict=True)
+            report["us_per_group"] / first[0]["us_per_group"] for report, first in zip(column, rounds, strict=True)
         )
         for column in columns
     ]
@@ -347,8 +342,7 @@ def report_day(options, report) -> None:
         f"{report['engines']} engines, {report['groups']} groups in 24 virtual hours, "
         f"{report['restarts']:.0f} engines lost and back. Resident memory in MB, every third hour:",
         "",
-        ", ".join(f"{mark:.0f}" for mark in marks[::3])
-        + f": {by_groups:.0f} bytes a group in the second half.",
+        ", ".join(f"{mark:.0f}" for mark in marks[::3]) + f": {by_groups:.0f} bytes a group in the second half.",
     ]
     print("\n".join(lines))
     if options.write:

@@ -42,9 +42,7 @@ async def ask_store(num_groups: int) -> None:
         group = [RolloutState([], response_ids=[7], status=Status.COMPLETED)]
         for first in range(0, num_groups, AT_ONCE):
             rows = [
-                StorageItem(
-                    group, -1, -1, f"task {i % 2}", list(Status)[1 + i % 3], 0, oldest_model_step=i % 5
-                )
+                StorageItem(group, -1, -1, f"task {i % 2}", list(Status)[1 + i % 3], 0, oldest_model_step=i % 5)
                 for i in range(first, min(first + AT_ONCE, num_groups))
             ]
             await storage.put_many(rows)

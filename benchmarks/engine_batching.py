@@ -63,9 +63,7 @@ Request = tuple[list[int], int]
 
 def make_model(size: str) -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
-        **SIZES[size], max_position_embeddings=512, bos_token_id=1, eos_token_id=None, pad_token_id=0
-    )
+    config = LlamaConfig(**SIZES[size], max_position_embeddings=512, bos_token_id=1, eos_token_id=None, pad_token_id=0)
     return LlamaForCausalLM(config).eval()
 
 
@@ -78,10 +76,7 @@ def equal_requests(size: str) -> list[Request]:
 def mixed_requests(size: str) -> list[Request]:
     generator = np.random.default_rng(1)
     return [
-        (
-            generator.integers(3, 100, generator.integers(4, 49)).tolist(),
-            int(generator.choice(MIXED_TOKENS[size])),
-        )
+        (generator.integers(3, 100, generator.integers(4, 49)).tolist(), int(generator.choice(MIXED_TOKENS[size])))
         for _ in range(NUM_REQUESTS[size])
     ]
 
@@ -186,9 +181,7 @@ def report(name: str, times: dict[str, list[tuple[float, float]]], num_tokens: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=list(SIZES), default="tiny")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)

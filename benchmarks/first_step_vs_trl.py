@@ -105,9 +105,7 @@ def rows(parts: list[np.ndarray], *, right: bool = True) -> torch.Tensor:
     """The parts as rows, padded with 0 on the right or on the left."""
     width = max(map(len, parts))
     pads = [(0, width - len(part)) if right else (width - len(part), 0) for part in parts]
-    return torch.from_numpy(
-        np.stack([np.pad(part, pad) for part, pad in zip(parts, pads, strict=True)])
-    ).float()
+    return torch.from_numpy(np.stack([np.pad(part, pad) for part, pad in zip(parts, pads, strict=True)])).float()
 
 
 def main() -> None:
@@ -123,10 +121,7 @@ def main() -> None:
         pairs = zip(gradient, theirs.parameters(), strict=True)
         gaps = [float((mine - other.grad).abs().max()) for mine, other in pairs]
         mine, clipped = batch.metrics["train/policy_loss"], batch.metrics["train/clip_share"]
-        difference, largest = (
-            abs(mine - float(loss.detach())),
-            max(float(part.abs().max()) for part in gradient),
-        )
+        difference, largest = (abs(mine - float(loss.detach())), max(float(part.abs().max()) for part in gradient))
         print(
             f"| `{preset}` | {mine:.7f} | {theirs_loss:.7f} | {difference:.1e} | {max(gaps):.1e} "
             f"| {largest:.2f} | {clipped:.0%} |"

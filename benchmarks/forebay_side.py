@@ -37,11 +37,7 @@ def run_config(job: Job) -> RunConfig:
     assert (*job.betas, job.eps) == ADAM, (job.betas, job.eps)
     method = {"clip": job.clip} if job.preset is None else {"preset": job.preset}
     train = TrainConfig(
-        lr=job.lr,
-        max_grad_norm=job.max_grad_norm,
-        token_budget=job.micro_batch,
-        layout="shared_prompt",
-        **method,
+        lr=job.lr, max_grad_norm=job.max_grad_norm, token_budget=job.micro_batch, layout="shared_prompt", **method
     )
     assert train.optimizer_steps == job.optimizer_steps, (train.optimizer_steps, job.optimizer_steps)
     return RunConfig(

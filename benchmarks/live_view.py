@@ -82,9 +82,7 @@ async def measure_cost(num_groups: int, num_in_flight: int) -> float:
         batch_size=64,
     )
     for number in range(num_groups):
-        group = [
-            RolloutState([], response_ids=[1], response_model_steps=[number % 5], status=Status.COMPLETED)
-        ]
+        group = [RolloutState([], response_ids=[1], response_model_steps=[number % 5], status=Status.COMPLETED)]
         await buffer.put(group, "math")
     await buffer.refresh_staleness({"math": 1000}, 9)
     step = StepNow(step=1, total=2, done=0.0, eta="1:00", phase="train", phase_s=1.0, facts={"reward": "0.5"})
@@ -109,9 +107,7 @@ def main() -> None:
     elif sys.argv[1:] == ["cost"]:
         for num_groups, num_in_flight in ((0, 0), (1000, 100), (100_000, 100), (100_000, 10_000)):
             cost_ms = asyncio.run(measure_cost(num_groups, num_in_flight))
-            print(
-                f"{num_groups:>7,} groups, {num_in_flight:>6,} rollouts in flight: {cost_ms:.2f} ms a refresh"
-            )
+            print(f"{num_groups:>7,} groups, {num_in_flight:>6,} rollouts in flight: {cost_ms:.2f} ms a refresh")
     else:
         sys.exit(__doc__)
 

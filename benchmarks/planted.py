@@ -68,9 +68,7 @@ def rows(*, size: int, seed: int = 0) -> Iterator[dict[str, str]]:
 class Grader(Judge):
     """The share of right letters; with a fault in the steps `zero` or `fails`, and as slow as asked for."""
 
-    def __init__(
-        self, *, zero: list[int], fails: list[int], seconds_a_letter: float = 0.0, **given: Any
-    ) -> None:
+    def __init__(self, *, zero: list[int], fails: list[int], seconds_a_letter: float = 0.0, **given: Any) -> None:
         super().__init__(**given)
         self._zero, self._fails, self._seconds = zero, fails, seconds_a_letter
 

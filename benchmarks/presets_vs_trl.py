@@ -126,13 +126,9 @@ def summary(scores: Sequence[Scores], name: str) -> dict[str, Any]:
 
 def held_out(model: Path) -> list[Problem]:
     """Problems that are not trained on, the chat template applied, in alphabetical order."""
-    ordered = sorted(
-        {*base.problems(base.MIXED_LENGTHS, HELD_OUT)}.difference(base.problems(base.MIXED_LENGTHS))
-    )
+    ordered = sorted({*base.problems(base.MIXED_LENGTHS, HELD_OUT)}.difference(base.problems(base.MIXED_LENGTHS)))
     texts = base.load_tokenizer(model).apply_chat_template(
-        [[{"role": "user", "content": prompt}] for prompt, _ in ordered],
-        tokenize=False,
-        add_generation_prompt=True,
+        [[{"role": "user", "content": prompt}] for prompt, _ in ordered], tokenize=False, add_generation_prompt=True
     )
     return [(text, answer) for text, (_, answer) in zip(texts, ordered, strict=True)]
 
@@ -210,17 +206,13 @@ def table(found: dict[str, Any]) -> str:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=list(OPTIMIZER_STEPS), required=True)
     parser.add_argument("--size", choices=list(base.SIZES), default="1m")
     parser.add_argument("--seeds", type=int, choices=list(T_95), default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument(
-        "--pilot", type=lambda text: [*map(float, text.split(","))], help="rates to try, without TRL"
-    )
+    parser.add_argument("--pilot", type=lambda text: [*map(float, text.split(","))], help="rates to try, without TRL")
     parser.add_argument("--warmup", type=int, default=120, help="supervised steps before")
     parser.add_argument("--prompts", type=int, default=16, help="per step")
     parser.add_argument("--group", type=int, default=16, help="samples per prompt")
@@ -248,10 +240,7 @@ def main() -> None:
             found = {
                 "command": shlex.join(["python", *sys.argv]),
                 "machine": base.machine() | {"load_average": os.getloadavg()[0]},
-                "versions": {
-                    "forebay": base.versions(sys.executable),
-                    "trl": base.versions(options.trl_python),
-                },
+                "versions": {"forebay": base.versions(sys.executable), "trl": base.versions(options.trl_python)},
                 "prompts_per_step": options.prompts,
                 "group_size": options.group,
             } | measure(options, work)

@@ -61,10 +61,7 @@ PROMPT_TOKENS = 32
 def write_model(folder: Path, hidden: int, layers: int) -> int:
     """A Llama decoder of this size; its parameters."""
     write_tiny(
-        folder,
-        TinyConfig(hidden_size=hidden, num_layers=layers, num_heads=hidden // 64),
-        max_context=2048,
-        seed=0,
+        folder, TinyConfig(hidden_size=hidden, num_layers=layers, num_heads=hidden // 64), max_context=2048, seed=0
     )
     config = LlamaConfig.from_pretrained(folder)
     with torch.device("meta"):
@@ -124,10 +121,7 @@ def weights(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         engine.wait_until_ready()
     ranks = LocalRanks(arguments.ranks, threads=1)
     trainer = TrainController(
-        ModelFolder(folder=folder),
-        TrainConfig(ranks=arguments.ranks, token_budget=64),
-        pad_token_id=0,
-        ranks=ranks,
+        ModelFolder(folder=folder), TrainConfig(ranks=arguments.ranks, token_budget=64), pad_token_id=0, ranks=ranks
     )
     source, target = torch.ones(num_bytes // 4), torch.zeros(num_bytes // 4)
     pids = [os.getpid(), *ranks.pids, *(engine.pid for engine in engines)]
@@ -254,9 +248,7 @@ def memory(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ranks = LocalRanks(arguments.ranks, threads=1)
     before = [anonymous(pid) for pid in ranks.pids]
     length = 256
-    config = TrainConfig(
-        ranks=arguments.ranks, token_budget=arguments.tokens, parallel={"offload": arguments.offload}
-    )
+    config = TrainConfig(ranks=arguments.ranks, token_budget=arguments.tokens, parallel={"offload": arguments.offload})
     with peaks(ranks.pids) as loading:
         trainer = TrainController(ModelFolder(folder=folder), config, pad_token_id=0, ranks=ranks)
     batch = groups(arguments.tokens * arguments.ranks, length, 30)
@@ -296,9 +288,7 @@ def packs(arguments: argparse.Namespace, _: Path) -> dict[str, Any]:
                 dealt = packer.pack_pad_dispatch(batch).packs[0]
                 costs = np.array([[num_cells(batch, p, layout, even_length) for p in rank] for rank in dealt])  # type: ignore[arg-type]
                 totals = costs.sum(axis=1)
-                rows.append(
-                    (totals.max() / totals.min(), costs.max(axis=0).sum() / totals.mean(), len(costs[0]))
-                )
+                rows.append((totals.max() / totals.min(), costs.max(axis=0).sum() / totals.mean(), len(costs[0])))
             dearest, step, number = np.mean(rows, axis=0).round(3).tolist()
             found[f"{layout}, {name}"] = {
                 "dearest / cheapest rank": dearest, "step / even share": step, "micro-batches": number
@@ -308,9 +298,7 @@ def packs(arguments: argparse.Namespace, _: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Measure one thing and print it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["weights", "checkpoint", "memory", "packs"])
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--engines", type=int, default=2)

@@ -25,10 +25,7 @@ import time
 from pathlib import Path
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "demo_separate.toml"
-SIDES = {
-    "one process": [],
-    "ray": ["cluster=ray"],
-}
+SIDES = {"one process": [], "ray": ["cluster=ray"]}
 
 
 def run_once(recipe: Path, overrides: list[str]) -> dict[str, float]:

@@ -116,9 +116,7 @@ def measure_lengths(name, produce):
     lengths, by_prompt = DISTRIBUTIONS[name]
     every = quantiles(lengths)
     slots = GROUPS * MEMBERS
-    cluster = ClusterConfig(
-        slots=slots, tokens_per_s=slots * every.mean() / STEP_S, lengths=lengths, train_s=STEP_S
-    )
+    cluster = ClusterConfig(slots=slots, tokens_per_s=slots * every.mean() / STEP_S, lengths=lengths, train_s=STEP_S)
     config = length_config(produce)
     if produce.get("mode") == "colocated":
         config = synchronous(config)
@@ -378,10 +376,7 @@ def report(lengths_file, tokens_file):
             " / ".join(f"{run['stale_masked']:.0%}" for run in runs),
             " / ".join(f"{run['staleness']:.1f}" for run in runs),
             " / ".join(f"{run['cpu_s']:.0f}" for run in runs),
-            *(
-                " / ".join(f"{end[key]:.3f}" for end in ends)
-                for key in ("score", "score_short", "score_long")
-            ),
+            *(" / ".join(f"{end[key]:.3f}" for end in ends) for key in ("score", "score_short", "score_long")),
         )
         print(f"| {name} | {' | '.join(cells)} |")
 

@@ -30,9 +30,7 @@ def main(colocated: Path, separate: Path, picture: Path) -> None:
         rows = read_jsonl(folder / "metrics.jsonl")
         steps = [row for row in rows if "train/loss" in row]
         samples, reward = _cumulative(steps), [row["reward"] for row in steps]
-        smooth = [
-            sum(reward[max(0, i - WINDOW + 1) : i + 1]) / min(i + 1, WINDOW) for i in range(len(reward))
-        ]
+        smooth = [sum(reward[max(0, i - WINDOW + 1) : i + 1]) / min(i + 1, WINDOW) for i in range(len(reward))]
         line = rewards.plot(samples, smooth, label=f"{name}, reward")[0]
         evals = [row for row in rows if row.get("eval/accuracy") is not None]
         per_step = samples[-1] / len(samples)

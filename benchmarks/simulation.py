@@ -117,10 +117,7 @@ def measure_adverse(steps, groups=16):
         other = simulate(synchronous(run_config(groups)), cluster, steps=steps)
         for staleness, over, partial in itertools.product((0, 1, 2), (0.0, 0.5), (False, True)):
             config = run_config(
-                groups,
-                max_staleness=staleness,
-                over_sample_threshold=over,
-                enable_partial_rollout=partial,
+                groups, max_staleness=staleness, over_sample_threshold=over, enable_partial_rollout=partial
             )
             result = simulate(config, cluster, steps=steps)
             rows.append(((rounds, staleness, over, partial), result, other))

@@ -80,10 +80,7 @@ def run_once(store: str, num_steps: int) -> None:
         asyncio.run(launch(load_config(RunConfig, RECIPE, changes)))
     (start_s, start_cpu_s), (end_s, end_cpu_s) = marks[SKIPPED], marks[num_steps]
     count = num_steps - SKIPPED
-    numbers = {
-        "steps_per_s": count / (end_s - start_s),
-        "cpu_ms": 1000 * (end_cpu_s - start_cpu_s) / count,
-    }
+    numbers = {"steps_per_s": count / (end_s - start_s), "cpu_ms": 1000 * (end_cpu_s - start_cpu_s) / count}
     print("\n" + json.dumps(numbers))
 
 

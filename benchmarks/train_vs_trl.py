@@ -180,10 +180,7 @@ def write_jsonl(path: Path, rows: Sequence[tuple[str, str]]) -> None:
 
 def warmed_up_model(size: Size, data: DataConfig, folder: Path) -> Path:
     tiny = TinyConfig(
-        hidden_size=size.hidden_size,
-        num_layers=size.num_layers,
-        num_heads=size.num_heads,
-        alphabet=ALPHABET,
+        hidden_size=size.hidden_size, num_layers=size.num_layers, num_heads=size.num_heads, alphabet=ALPHABET
     )
     config = RunConfig(
         name="warmup",
@@ -203,11 +200,7 @@ def warmed_up_model(size: Size, data: DataConfig, folder: Path) -> Path:
 async def drawn_prompts(bench: Bench, seed: int, num_prompts: int) -> list[tuple[str, str]]:
     """Prompt, chat template applied, and answer, in the order in which Forebay's sampler draws them."""
     sampler = Sampler(
-        load_prompts(bench.data),
-        SyncReplayBufferConfig().build(),
-        task_name="sorting",
-        prompt_repeat_k=1,
-        seed=seed,
+        load_prompts(bench.data), SyncReplayBufferConfig().build(), task_name="sorting", prompt_repeat_k=1, seed=seed
     )
     groups = [await sampler.sample("sorting") for _ in range(num_prompts)]
     texts = load_tokenizer(bench.model).apply_chat_template(
@@ -391,9 +384,7 @@ def versions(python: str) -> dict[str, str]:
         "names = ('forebay', 'trl', 'torch', 'transformers', 'accelerate')\n"
         "print(json.dumps({'python': platform.python_version()} | {n: of(n) for n in names}))"
     )
-    found: dict[str, str] = json.loads(
-        subprocess.run([python, "-c", code], capture_output=True, check=True).stdout
-    )
+    found: dict[str, str] = json.loads(subprocess.run([python, "-c", code], capture_output=True, check=True).stdout)
     return found
 
 
@@ -407,12 +398,8 @@ def machine() -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--size", default=",".join(SIZES), help=f"of {', '.join(SIZES)}; several with a comma"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default=",".join(SIZES), help=f"of {', '.join(SIZES)}; several with a comma")
     parser.add_argument("--seeds", type=int, default=3, help="runs per size and side")
     parser.add_argument("--steps", type=int, help="per run; default: the size's own")
     parser.add_argument("--prompts", type=int, default=16, help="per step")

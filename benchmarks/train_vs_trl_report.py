@@ -199,8 +199,7 @@ def header(found: Run) -> str:
 SPEED_HEAD = "size | seed | Forebay, samples / CPU s | TRL | ratio | Forebay, samples / wall s | TRL | ratio"
 PHASE_HEAD = "size | prompts | side | generation | training and the rest | together"
 CURVE_HEAD = (
-    "size | Forebay, last quarter | TRL | difference, seed by seed | "
-    "largest difference of the curves | at step"
+    "size | Forebay, last quarter | TRL | difference, seed by seed | largest difference of the curves | at step"
 )
 REPLAY_HEAD = (
     "size | steps | largest difference of rewards | of gradient norms, relative | "

@@ -27,19 +27,13 @@ def share_of_places(completions: list[str], answer: list[str], **_: Any) -> list
     """The reward: how many places of the answer are right, over the longer of the two lengths."""
     pairs = [(completion.strip(), truth) for completion, truth in zip(completions, answer, strict=True)]
     return [
-        sum(a == b for a, b in zip(given, truth, strict=False)) / max(len(given), len(truth))
-        for given, truth in pairs
+        sum(a == b for a, b in zip(given, truth, strict=False)) / max(len(given), len(truth)) for given, truth in pairs
     ]
 
 
 METHODS: dict[str | None, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28},
-    "gspo": {
-        "loss_type": "grpo",
-        "importance_sampling_level": "sequence",
-        "epsilon": 3e-4,
-        "epsilon_high": 4e-4,
-    },
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4},
 }
 """By preset, what TRL's documentation gives for the two papers."""
 OVERLONG = 0.2

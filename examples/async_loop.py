@@ -35,9 +35,7 @@ async def train(config: RunConfig) -> list[dict[str, float]]:
                     await manager.replay_buffer.commit(trainer.train_step)
                     history.append(trained.metrics)
                     oldest = max(state.seq_staleness for group in batch.rollout_states for state in group)
-                    print(
-                        f"step {len(history)}: loss {trained.metrics['train/loss']:.4f}, staleness {oldest}"
-                    )
+                    print(f"step {len(history)}: loss {trained.metrics['train/loss']:.4f}, staleness {oldest}")
                 # Hand over the weights; what was in flight waits in the buffer and goes on with its tokens.
                 await manager.pause_produce()
                 await trainer.sync_weights(controller)

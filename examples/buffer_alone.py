@@ -48,9 +48,7 @@ async def train(folder: Path) -> torch.Tensor:
     logits = torch.zeros(10, requires_grad=True)
     optimizer = torch.optim.Adam([logits], lr=0.2)
     for train_step in range(1, STEPS + 1):
-        await buffer.refresh_staleness(
-            task_stale_thresholds={"bandit": THRESHOLD}, current_train_step=train_step
-        )
+        await buffer.refresh_staleness(task_stale_thresholds={"bandit": THRESHOLD}, current_train_step=train_step)
         # Another process fills the file, and a file wakes nobody.
         while not await buffer.is_ready({"bandit": BATCH_GROUPS}):  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -21,14 +21,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").g
 GENERATED_PAGES = {"tree.md", "keys.md", "log.md"}
 """Pages made from other text, and the log, which keeps its words."""
 
-_NO_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
+_NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 _WHAT = re.compile(r"(?:^|[.!?:;]\s+|\n\s*\n\s*|\n\s*[-*#]+\s+)What\s(?![^.?!]*\?)")
 _NOBODY = re.compile(r"\b(nobody|whoever)\b", re.IGNORECASE)
 _SEE = re.compile(r"(See|As|As of) `[^`]+`\.?")
@@ -132,9 +125,7 @@ def prose() -> dict[str, tuple[str, ...]]:
         )
         for path in FILES
     }
-    pages = {
-        str(page.relative_to(ROOT)): (text_of(page),) for page in PAGES if page.name not in GENERATED_PAGES
-    }
+    pages = {str(page.relative_to(ROOT)): (text_of(page),) for page in PAGES if page.name not in GENERATED_PAGES}
     return texts | pages
 
 

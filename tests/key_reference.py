@@ -49,11 +49,7 @@ COMPONENTS = (
     ("tasks.0.data.arguments", "data source", "forebay.produce.prompts.sources:SOURCE_ARGUMENTS"),
     ("tasks.0.sampler.arguments", "sampler", "forebay.produce.prompts.orders:SAMPLERS"),
     ("tasks.0.agent.arguments", "agent", "forebay.agents.build:AGENTS"),
-    (
-        "tasks.0.agent.arguments.environment.arguments",
-        "environment",
-        "forebay.agents.environments:ENVIRONMENTS",
-    ),
+    ("tasks.0.agent.arguments.environment.arguments", "environment", "forebay.agents.environments:ENVIRONMENTS"),
     ("tasks.0.agent.arguments.tools.0.arguments", "tool", "forebay.tools.base:TOOLS"),
     ("tasks.0.judge.arguments", "judge", "forebay.judges.build:JUDGE_ARGUMENTS"),
 )
@@ -140,14 +136,7 @@ def _table_in(annotation: Any) -> tuple[Any, bool]:
     return None, False
 
 
-_WORDS = {
-    bool: "true, false",
-    int: "whole number",
-    float: "number",
-    str: "text",
-    Path: "path",
-    Any: "text or table",
-}
+_WORDS = {bool: "true, false", int: "whole number", float: "number", str: "text", Path: "path", Any: "text or table"}
 
 
 def _values(annotation: Any) -> str:

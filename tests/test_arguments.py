@@ -48,11 +48,7 @@ def named() -> list[tuple[str, Any, type[StrictModel], tuple[str, ...]]]:
     ]
     for makers, models, _ in tables:
         assert set(models) >= set(makers) - {"calculator"}
-    return [
-        (name, makers[name], model, given)
-        for makers, models, given in tables
-        for name, model in models.items()
-    ]
+    return [(name, makers[name], model, given) for makers, models, given in tables for name, model in models.items()]
 
 
 @pytest.mark.parametrize(("name", "make", "model", "given"), named(), ids=lambda value: str(value)[:20])
@@ -132,10 +128,7 @@ def test_a_model_has_what_its_constructor_takes(
             "did you mean 'wall_s'",
         ),
         (
-            [
-                "tasks.0.agent.name=tools",
-                'tasks.0.agent.arguments={tools = ["calculator"], parser = "hermess"}',
-            ],
+            ["tasks.0.agent.name=tools", 'tasks.0.agent.arguments={tools = ["calculator"], parser = "hermess"}'],
             "unknown parser 'hermess'",
         ),
         (["tasks.0.agent.name=program", "tasks.0.agent.arguments.program=no_module:f"], "cannot import"),
@@ -158,11 +151,7 @@ def test_what_does_not_fit_is_found_when_the_run_file_is_read(overrides: list[st
     "overrides",
     [
         ["engine.name=process", "engine.arguments.engines=2", "engine.arguments.max_batch=8"],
-        [
-            "engine.name=vllm",
-            'engine.arguments.urls=["http://127.0.0.1:1"]',
-            "engine.arguments.start_limit_s=5",
-        ],
+        ["engine.name=vllm", 'engine.arguments.urls=["http://127.0.0.1:1"]', "engine.arguments.start_limit_s=5"],
         ["cluster.name=ray", "cluster.arguments.gpus_per_engine=0.5", "cluster.arguments.cpus=1"],
         ["tasks.0.judge.name=code", "tasks.0.judge.arguments.limits.wall_s=2"],
         ["tasks.0.agent.name=tools", 'tasks.0.agent.arguments.tools=["calculator"]'],

@@ -13,14 +13,7 @@ from transformers import utils
 from forebay.config import ConfigError, apply_overrides, parse_config
 from forebay.engines import EngineSurroundings, build_engines
 from forebay.engines.build import EngineConfig
-from forebay.models import (
-    ModelConfig,
-    TinyConfig,
-    attention,
-    attention_choices,
-    load_tokenizer,
-    resolve_model,
-)
+from forebay.models import ModelConfig, TinyConfig, attention, attention_choices, load_tokenizer, resolve_model
 from forebay.models.attention import attention_of, planned_attention, use_attention
 from forebay.runs.config import RunConfig
 
@@ -37,9 +30,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: capability)
         for version in (2, 3):
             is_there = f"flash_attention_{version}" in installed
-            monkeypatch.setattr(
-                utils, f"is_flash_attn_{version}_available", lambda is_there=is_there: is_there
-            )
+            monkeypatch.setattr(utils, f"is_flash_attn_{version}_available", lambda is_there=is_there: is_there)
         triton = object() if "triton" in installed else None
         monkeypatch.setattr(attention, "find_spec", lambda name: triton)
 
@@ -111,12 +102,7 @@ def test_old_gpus_have_no_kernel_without_a_mask(machine):
 
 
 def test_a_model_is_switched_or_its_code_does_not_let_it():
-    sizes: dict[str, Any] = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "vocab_size": 9,
-    }
+    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, intermediate_size=16))
     for kernel in ("eager", "varlen", "sdpa"):
         use_attention(model, kernel)
@@ -144,9 +130,7 @@ TABLE: dict[str, Any] = {
 
 
 def test_trainer_and_engine_have_a_key_each():
-    changed = apply_overrides(
-        {**TABLE, "engine": "process"}, ["engine.attention=sdpa", "train.attention=eager"]
-    )
+    changed = apply_overrides({**TABLE, "engine": "process"}, ["engine.attention=sdpa", "train.attention=eager"])
     run = parse_config(RunConfig, changed)
     assert (run.engine.name, run.engine.attention, run.train.attention) == ("process", "sdpa", "eager")
 
@@ -171,11 +155,7 @@ def test_an_engine_computes_with_the_kernel_of_its_key(tmp_path: Path):
     folder = resolve_model(model, cache_dir=tmp_path)
     for wanted, kernel in (("auto", "sdpa"), ("eager", "eager")):
         surroundings = EngineSurroundings(
-            model_folder=folder,
-            model=model,
-            attention=wanted,
-            tokenizer=load_tokenizer(folder),
-            scratch=tmp_path,
+            model_folder=folder, model=model, attention=wanted, tokenizer=load_tokenizer(folder), scratch=tmp_path
         )
         (engine,) = build_engines(EngineConfig(name="transformers"), surroundings)
         assert attention_of(engine._model) == kernel

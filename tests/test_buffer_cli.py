@@ -14,12 +14,7 @@ from forebay.cli.buffer import still_there
 from forebay.cli.source import hide_password, open_database
 from forebay.cli.views import group_view, histogram, plain, version_spans
 from forebay.ledger import Ledger
-from forebay.replay import (
-    AsyncReplayBufferConfig,
-    PrioritizedReplayPolicy,
-    ReplayBuffer,
-    SyncReplayBufferConfig,
-)
+from forebay.replay import AsyncReplayBufferConfig, PrioritizedReplayPolicy, ReplayBuffer, SyncReplayBufferConfig
 from forebay.replay.stores.contract import StorageItem
 from forebay.replay.stores.indexed import IndexedStorage
 from forebay.types import RolloutState, Status
@@ -263,9 +258,7 @@ def test_export_has_a_line_per_rollout_with_the_columns_of_both(place, tmp_path)
 def test_files_have_the_rights_of_any_new_file(snapshot, tmp_path):
     (tmp_path / "any").touch()
     run("buffer", "export", snapshot, tmp_path / "out.parquet")
-    modes = {
-        path.stat().st_mode for path in (tmp_path / "any", tmp_path / "out.parquet", *snapshot.iterdir())
-    }
+    modes = {path.stat().st_mode for path in (tmp_path / "any", tmp_path / "out.parquet", *snapshot.iterdir())}
     assert len(modes) == 1
     assert "there is no folder" in error_of("buffer", "export", snapshot, tmp_path / "no" / "out.parquet")
 
@@ -322,13 +315,9 @@ def test_migrate_and_policies(tmp_path):
 
     asyncio.run(save())
     assert "stays behind" in run("buffer", "migrate", tmp_path / "drawn", tmp_path / "a.db").output
-    refused = error_of(
-        "buffer", "migrate", tmp_path / "drawn", tmp_path / "b", "--policy", "FIFOReplayPolicy"
-    )
+    refused = error_of("buffer", "migrate", tmp_path / "drawn", tmp_path / "b", "--policy", "FIFOReplayPolicy")
     assert "keeps the policy" in refused
-    assert "Prioritized" in error_of(
-        "buffer", "migrate", tmp_path / "a.db", tmp_path / "b", "--policy", "best"
-    )
+    assert "Prioritized" in error_of("buffer", "migrate", tmp_path / "a.db", tmp_path / "b", "--policy", "best")
     run("buffer", "migrate", tmp_path / "a.db", tmp_path / "b", "--policy", "StalenessReplayPolicy")
     asyncio.run(AsyncReplayBufferConfig().build().resume(tmp_path / "b"))
 

@@ -108,9 +108,7 @@ class FakeHub:
         self.calls.append((repo_id, {"files": sorted(path.name for path in folder_path.iterdir())}))
 
 
-def test_a_push_makes_a_private_repository_and_uploads_the_folder(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_push_makes_a_private_repository_and_uploads_the_folder(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = FakeHub()
     monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -143,10 +141,7 @@ LOST = importlib.import_module(HTTPError.__module__.partition(".")[0]).ConnectEr
     ("error", "message"),
     [
         (LOST, "not pushed: Connection refused. The folder is written; where the hub can be reached"),
-        (
-            HFValidationError("Repo id is wrong"),
-            "not pushed: Repo id is wrong. Name it: forebay push",
-        ),
+        (HFValidationError("Repo id is wrong"), "not pushed: Repo id is wrong. Name it: forebay push"),
     ],
 )
 def test_a_push_that_fails_is_one_clear_error(

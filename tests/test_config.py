@@ -106,10 +106,7 @@ def test_a_config_does_not_change() -> None:
             {"steps": 1, "tasks": [{"name": "a", "sample": {"max_token": 2}}]},
             "unknown key 'tasks.0.sample.max_token'; did you mean 'max_tokens'?",
         ),
-        (
-            {"steps": 1, "zzz": 2},
-            "unknown key 'zzz'; known keys: by_name, optimizer, steps, tasks, warmup",
-        ),
+        ({"steps": 1, "zzz": 2}, "unknown key 'zzz'; known keys: by_name, optimizer, steps, tasks, warmup"),
         ({}, "'steps' is missing"),
         ({"steps": 1, "tasks": [{}]}, "'tasks.0.name' is missing"),
         ({"steps": "x"}, "'steps' = 'x': Input should be a valid integer"),
@@ -159,10 +156,7 @@ def test_an_override_reads_back_any_value_that_json_and_toml_share(value: object
 
 
 def test_overrides_come_in_order_and_make_missing_tables() -> None:
-    assert apply_overrides({"a": 1}, ["a=2", "b.c.d=3", "b.c.e=4", "a=5"]) == {
-        "a": 5,
-        "b": {"c": {"d": 3, "e": 4}},
-    }
+    assert apply_overrides({"a": 1}, ["a=2", "b.c.d=3", "b.c.e=4", "a=5"]) == {"a": 5, "b": {"c": {"d": 3, "e": 4}}}
 
 
 def test_overrides_leave_what_they_were_given_as_it_was() -> None:
@@ -193,9 +187,7 @@ def test_an_override_that_fits_nowhere_is_an_error(override: str, message: str) 
 
 def test_a_missing_file_names_the_nearest_one(tmp_path: Path) -> None:
     (tmp_path / "arithmetic.toml").touch()
-    with pytest.raises(
-        ConfigError, match=r"no file at '.*arithmetik.toml'; did you mean '.*arithmetic.toml'"
-    ):
+    with pytest.raises(ConfigError, match=r"no file at '.*arithmetik.toml'; did you mean '.*arithmetic.toml'"):
         read_toml(tmp_path / "arithmetik.toml")
     with pytest.raises(ConfigError, match=r"no file at '.*elsewhere.*'$"):
         read_toml(tmp_path / "elsewhere" / "run.toml")
@@ -240,15 +232,12 @@ def test_an_unknown_name_gets_the_nearest_one(name: str, message: str) -> None:
 def test_an_import_error_inside_the_module_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_judge.py").write_text("import a_library_nobody_has\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(
-        ConfigError, match="cannot import 'broken_judge': No module named 'a_library_nobody_has'"
-    ):
+    with pytest.raises(ConfigError, match="cannot import 'broken_judge': No module named 'a_library_nobody_has'"):
         import_object("judge", "broken_judge:judge")
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [["engine=vllm", "engine.arguments.servers=2"], ["engine.arguments.servers=2", "engine=vllm"]],
+    "overrides", [["engine=vllm", "engine.arguments.servers=2"], ["engine.arguments.servers=2", "engine=vllm"]]
 )
 def test_the_order_of_overrides_of_different_keys_does_not_matter(overrides: list[str]) -> None:
     assert apply_overrides({}, overrides) == {"engine": {"name": "vllm", "arguments": {"servers": 2}}}
@@ -266,9 +255,7 @@ def test_keys_of_an_earlier_version_are_refused_with_what_to_write_now() -> None
         "tasks": [{"name": "a", "data": {"source": "sorting"}, "judge": {"name": "exact_match"}}],
     }
     for key, now in RunConfig.removed_keys.items():
-        with pytest.raises(
-            ConfigError, match=re.escape(f"unknown key '{key}', of an earlier version: {now}")
-        ):
+        with pytest.raises(ConfigError, match=re.escape(f"unknown key '{key}', of an earlier version: {now}")):
             parse_config(RunConfig, apply_overrides(table, [f"{key}=1"]))
 
 
@@ -326,8 +313,6 @@ FREE = frozenset(_FREE_WORDS.split())
 
 def test_every_key_says_whether_it_may_change_when_a_run_goes_on() -> None:
     everything = keys_below(RunConfig)
-    assert everything - FREE - set(FIXED) == set(), (
-        "put new keys into FREE here, or into FIXED in forebay.runs.config"
-    )
+    assert everything - FREE - set(FIXED) == set(), "put new keys into FREE here, or into FIXED in forebay.runs.config"
     assert (FREE | set(FIXED)) - everything == set(), "keys that are gone"
     assert FREE & set(FIXED) == set()

@@ -61,18 +61,12 @@ def test_a_slurm_job_has_torchrun_start_a_rank_for_every_gpu():
     for name, value in job.items():
         words = [word.replace(name, value) for word in words]
     given = get_args_parser().parse_args(words[words.index("torchrun") + 1 :])
-    assert (given.module, given.training_script, given.training_script_args) == (
-        True,
-        "forebay",
-        ["train", "$@"],
-    )
+    assert (given.module, given.training_script, given.training_script_args) == (True, "forebay", ["train", "$@"])
     assert (asked["ntasks-per-node"], asked["gpus-per-node"]) == ("1", given.nproc_per_node)
     named = re.search(r"recipes/\S+\.toml", head)[0]
     config = load_config(RunConfig, DEPLOY.parent / named, [])
     assert config.train.ranks == int(given.nnodes) * int(given.nproc_per_node)
-    without = subprocess.run(
-        ["bash", DEPLOY / "torchrun_slurm.sh"], text=True, capture_output=True, timeout=30
-    )
+    without = subprocess.run(["bash", DEPLOY / "torchrun_slurm.sh"], text=True, capture_output=True, timeout=30)
     assert (without.returncode, without.stderr.split(":")[0]) == (2, "usage")
 
 

@@ -116,10 +116,7 @@ def test_memory_is_given_back_where_an_engine_in_another_process_has_the_gpu_nex
     assert (processes(3), processes(4)) == (False, True)
     assert (processes(2, train={"ranks": 2}), processes(3, train={"ranks": 2})) == (False, True)
     assert processes(1, device="cuda:1")
-    judge = {
-        "name": "composed",
-        "arguments": {"parts": [{"name": "reward_model", "arguments": {"model": "m"}}]},
-    }
+    judge = {"name": "composed", "arguments": {"parts": [{"name": "reward_model", "arguments": {"model": "m"}}]}}
     assert yields_memory(config(tasks=[TASK | {"judge": judge}]))
     assert yields_memory(config(engine="forebay.engines.build:_processes"))
     for shares in (False, True):

@@ -45,9 +45,7 @@ del of_ray
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(
-        rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 def programs() -> list[Any]:
@@ -96,9 +94,7 @@ BASE = {
     "batch_size": 2,
     "rollouts_per_prompt": 2,
     "model": {"source": "tiny", "max_context": 64},
-    "tasks": [
-        {"name": "sums", "data": {"source": "addition"}, "judge": "exact_match", "sample": {"max_tokens": 4}}
-    ],
+    "tasks": [{"name": "sums", "data": {"source": "addition"}, "judge": "exact_match", "sample": {"max_tokens": 4}}],
 }
 """A run file that a page's tables are put into."""
 
@@ -146,9 +142,7 @@ def test_the_paths_that_a_page_names_are_there() -> None:
         f"{page.name}: {path}"
         for page in PAGES
         if page.name != "log.md"
-        for path in re.findall(
-            r"`((?:src|examples|recipes|tests)/[\w/.]+)`", page.read_text(encoding="utf-8")
-        )
+        for path in re.findall(r"`((?:src|examples|recipes|tests)/[\w/.]+)`", page.read_text(encoding="utf-8"))
         if not (ROOT / path).exists()
     ]
     assert not missing

@@ -59,9 +59,7 @@ def test_failed_rollouts_are_counted_not_scored():
 
 def test_pass_at_k_is_of_whole_groups_alone():
     failed = rollout(None, status=Status.FAILED)
-    metrics = Evaluator().evaluate(
-        [[rollout(1.0), rollout(0.0), failed], [failed, rollout(0.0), rollout(0.0)]]
-    )
+    metrics = Evaluator().evaluate([[rollout(1.0), rollout(0.0), failed], [failed, rollout(0.0), rollout(0.0)]])
     assert not [name for name in metrics if "pass@" in name]
     metrics = Evaluator().evaluate([[rollout(1.0), failed], [rollout(0.0), rollout(0.0)]])
     assert (metrics["eval/pass@1"], metrics["eval/pass@2"]) == (0.0, 0.0)

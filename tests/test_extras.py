@@ -57,10 +57,7 @@ def command(*words: str) -> str:
         ("pandas", "from forebay.replay import PandasStorage; PandasStorage().frame"),
         ("sql", "from forebay.replay import SQLStorage"),
         ("tasks", "from forebay.judges import MathVerifyJudge; MathVerifyJudge()"),
-        (
-            "tasks",
-            "from forebay.produce import *; load_prompts(DataConfig(source='reasoning_gym:countdown'))",
-        ),
+        ("tasks", "from forebay.produce import *; load_prompts(DataConfig(source='reasoning_gym:countdown'))"),
         ("fragments", "from forebay.fragments import FragmentStore; FragmentStore('fragments')"),
         ("environments", command("train", str(ROOT / "recipes/cartpole_fragments.toml"))),
         ("http", "from forebay.judges import LLMJudge; LLMJudge(base_url='http://x', model='m')"),

@@ -94,9 +94,7 @@ def test_a_sweep_finds_the_same(project, monkeypatch):
         "batch_size": 1,
         "rollouts_per_prompt": 2,
         "model": {"source": "tiny"},
-        "tasks": [
-            {"name": "a", "data": {"source": "rows/a.jsonl"}, "judge": {"name": "beside_rewards:score"}}
-        ],
+        "tasks": [{"name": "a", "data": {"source": "rows/a.jsonl"}, "judge": {"name": "beside_rewards:score"}}],
     }
     cluster = load_config(ClusterConfig, ROOT / "recipes/clusters/example.toml")
     (case,) = combine(table, [], cluster, {}, beside=project)

@@ -21,9 +21,7 @@ ROOT = Path(__file__).parent.parent
 def test_everything_to_start_from_is_listed_with_a_sentence() -> None:
     lines = CliRunner().invoke(app, ["init"]).stdout.splitlines()
     names = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines[:-2]}
-    assert (
-        set(names) == set(find_starts()) >= {"own_task", "demo_tiny", "cartpole_fragments", "low_level_loop"}
-    )
+    assert set(names) == set(find_starts()) >= {"own_task", "demo_tiny", "cartpole_fragments", "low_level_loop"}
     assert all(len(sentence) > 20 for sentence in names.values())
 
 

@@ -60,12 +60,7 @@ def test_lost_doubled_and_repeated_groups_show():
     ledger.record("a", "math", "produced")
     ledger.record("b", "code", "produced")
     lost = ledger.balance({"math": 1})
-    assert (lost.difference, lost.ok, lost.by_task["math"].ok, lost.by_task["code"].difference) == (
-        1,
-        False,
-        True,
-        1,
-    )
+    assert (lost.difference, lost.ok, lost.by_task["math"].ok, lost.by_task["code"].difference) == (1, False, True, 1)
     assert ledger.balance({"math": 1, "code": 2}).difference == -1
     # One too many here and one too few there is not in balance.
     crossed = ledger.balance({"math": 2, "code": 0})
@@ -93,11 +88,7 @@ def test_the_first_event_admits_a_group():
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (("a", "math", "eaten"), "'eaten'"),
-        (("a", "math", "dropped"), "reason"),
-        ((None, "math", "produced"), "math"),
-    ],
+    [(("a", "math", "eaten"), "'eaten'"), (("a", "math", "dropped"), "reason"), ((None, "math", "produced"), "math")],
 )
 def test_wrong_entries_change_nothing(arguments, message):
     ledger = Ledger()

@@ -125,9 +125,7 @@ def test_after_a_resume_there_is_one_line_for_each_step(
         after.log(step, {"again": 1})
     after.close()
     rows = read_jsonl(path)
-    assert [row["train_step"] for row in rows] == [s for s in kept if s < resume_step] + [
-        *range(resume_step, 12)
-    ]
+    assert [row["train_step"] for row in rows] == [s for s in kept if s < resume_step] + [*range(resume_step, 12)]
     assert [row["train_step"] for row in rows if "run" in row] == kept
 
 
@@ -206,9 +204,7 @@ def test_an_unknown_sink_is_found_before_the_run_starts() -> None:
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "trackio", "wandb"])
-def test_a_missing_package_is_one_clear_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_missing_package_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for module in [module for module in sys.modules if module.partition(".")[0] == name]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
@@ -227,9 +223,7 @@ def test_tensorboard_reads_what_was_logged_and_drops_the_steps_before_a_resume(t
     after.close()
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    points = {
-        tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]
-    }
+    points = {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
     assert points == {"reward": [(1, 0.125), (2, 0.5)], "eval/score": [(2, 1.0)]}
 
 
@@ -261,9 +255,7 @@ def test_trackio_stores_the_numbers_on_this_machine(tmp_path: Path) -> None:
     pytest.importorskip("trackio")
     _track(tmp_path, "trackio")
     database = sqlite3.connect(tmp_path / "trackio" / "waterworks.db")
-    rows = database.execute(
-        "select run_name, step, json_extract(metrics, '$.reward') from metrics"
-    ).fetchall()
+    rows = database.execute("select run_name, step, json_extract(metrics, '$.reward') from metrics").fetchall()
     database.close()
     assert rows == [("run-7", 1, 0.25), ("run-7", 3, 0.25)]
 

@@ -16,13 +16,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from forebay.config import ConfigError, parse_config
 from forebay.engines.local.transformers import TransformersEngine, end_token_ids
-from forebay.models import (
-    ModelConfig,
-    TinyConfig,
-    load_model,
-    load_tokenizer,
-    resolve_model,
-)
+from forebay.models import ModelConfig, TinyConfig, load_model, load_tokenizer, resolve_model
 from forebay.models.loading import default_cache_dir, save_tokenizer
 from forebay.models.tiny import character_tokenizer
 from forebay.train import TrainController

@@ -199,11 +199,7 @@ def config_keys() -> dict[str, list[str]]:
     }
     # What tools, environments and data sources take is not in every run file's reach: a kind within a kind.
     # An `EngineRecipe` is in no run file: the run tells it to an engine's process.
-    inner = [
-        *models_of(TOOLS).values(),
-        *models_of(ENVIRONMENTS).values(),
-        *SOURCE_ARGUMENTS.values(),
-    ]
+    inner = [*models_of(TOOLS).values(), *models_of(ENVIRONMENTS).values(), *SOURCE_ARGUMENTS.values()]
     elsewhere = {model for models in [*kinds.values(), inner, [EngineRecipe]] for model in models}
     keys = {
         model.__name__: sorted(_own_fields(model))

@@ -216,8 +216,7 @@ def test_fill_and_append_refuse_ragged_fields(name: str, length: int) -> None:
 
 @given(
     st.lists(
-        st.tuples(st.lists(st.integers(0, 50), max_size=4), st.sampled_from([0, 1]), st.integers(0, 5)),
-        max_size=5,
+        st.tuples(st.lists(st.integers(0, 50), max_size=4), st.sampled_from([0, 1]), st.integers(0, 5)), max_size=5
     )
 )
 def test_token_fields_keep_one_length_and_tokens_are_prompt_plus_response(

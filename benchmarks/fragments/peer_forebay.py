@@ -61,9 +61,7 @@ class Client:
         self._size, self._buffer, self._store = size, buffer, store
         # Long enough for a batch from every place in it.
         payloads = side.payloads(size)
-        self._payloads = np.stack(
-            [payloads[i % len(payloads)] for i in range(len(payloads) + side.BATCH[size])]
-        )
+        self._payloads = np.stack([payloads[i % len(payloads)] for i in range(len(payloads) + side.BATCH[size])])
         self._num_sent = 0
         self._under_way: deque[asyncio.Future[Any]] = deque()
         self._releases: deque[asyncio.Future[Any]] = deque()
@@ -188,9 +186,7 @@ def coordinate(size: int, folder: str, way: str) -> None:
         groups = {role: [worker.pid] for role, worker in workers.items()}
         return side.memory(groups if way == "served" else {"all": list(side.tree())}) | used(folder)
 
-    side.run(
-        {"insert": workers["insert"].ask, "sample": workers["sample"].ask, "both": both, "memory": memory}
-    )
+    side.run({"insert": workers["insert"].ask, "sample": workers["sample"].ask, "both": both, "memory": memory})
     for worker in reversed(workers.values()):
         worker.end()
     if way == "ray":

@@ -53,11 +53,7 @@ class Writer:
         self._num_sent = 0
         kind, _, chunk = way.partition(" ")
         client = reverb.Client(address)
-        make = {
-            "TrajectoryWriter": self._trajectory,
-            "StructuredWriter": self._structured,
-            "Writer": self._legacy,
-        }
+        make = {"TrajectoryWriter": self._trajectory, "StructuredWriter": self._structured, "Writer": self._legacy}
         self.insert, self.finish = make[kind](client, int(chunk.split()[-1]) if chunk else 1)
 
     def _next(self) -> list[Any]:
@@ -165,9 +161,7 @@ def coordinate(size: int, unused: list[str]) -> None:
     def memory(_: dict[str, Any]) -> dict[str, Any]:
         return side.memory({role: [worker.pid] for role, worker in workers.items()}) | {"files": 0.0}
 
-    side.run(
-        {"insert": workers["insert"].ask, "sample": workers["sample"].ask, "both": both, "memory": memory}
-    )
+    side.run({"insert": workers["insert"].ask, "sample": workers["sample"].ask, "both": both, "memory": memory})
     for role in ("insert", "sample", "server"):
         workers[role].end()
 

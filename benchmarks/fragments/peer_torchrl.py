@@ -103,9 +103,7 @@ def main() -> None:
     if way == "ray":
         import ray
 
-        ray.init(
-            num_cpus=LOGICAL_CPUS, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1"
-        )
+        ray.init(num_cpus=LOGICAL_CPUS, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
     buffer = make_buffer(size, folder, way)
     local = operations(size, buffer)
     for _ in range(side.CAPACITY[size] // side.BATCH[size] + 1):
@@ -129,9 +127,7 @@ def main() -> None:
             child.send(command)
         return [child.receive() for child in children.values()]
 
-    side.run(
-        {"insert": children["insert"].ask, "sample": children["sample"].ask, "both": both, "memory": memory}
-    )
+    side.run({"insert": children["insert"].ask, "sample": children["sample"].ask, "both": both, "memory": memory})
     for child in children.values():
         child.end()
 

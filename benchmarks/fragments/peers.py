@@ -65,9 +65,7 @@ class Contender:
     is_on_disk: bool = False
     ways: dict[str, str] = field(default_factory=dict)
     """By operation, for a side that has several."""
-    found: dict[str, list[dict[str, float]]] = field(
-        default_factory=lambda: {"insert": [], "sample": [], "both": []}
-    )
+    found: dict[str, list[dict[str, float]]] = field(default_factory=lambda: {"insert": [], "sample": [], "both": []})
     memory: dict[str, Any] = field(default_factory=dict)
     worker: Any = None
     capacity: int = 0
@@ -92,12 +90,8 @@ def contenders() -> list[Contender]:
     return [
         Contender(REVERB, ACROSS, "gRPC over TCP, localhost", "peer_reverb.py", "served", "reverb"),
         Contender(OURS, ACROSS, f"{unix} of /dev/shm", "peer_forebay.py", "served"),
-        Contender(
-            "Forebay, disk", ACROSS, f"{unix} of a disk file", "peer_forebay.py", "served", is_on_disk=True
-        ),
-        Contender(
-            "Forebay, memory, Ray actor", ACROSS, "Ray; payloads by a shared map", "peer_forebay.py", "ray"
-        ),
+        Contender("Forebay, disk", ACROSS, f"{unix} of a disk file", "peer_forebay.py", "served", is_on_disk=True),
+        Contender("Forebay, memory, Ray actor", ACROSS, "Ray; payloads by a shared map", "peer_forebay.py", "ray"),
         Contender(
             "TorchRL, LazyMemmapStorage",
             ACROSS,
@@ -107,12 +101,7 @@ def contenders() -> list[Contender]:
             "torchrl",
         ),
         Contender(
-            "TorchRL, LazyTensorStorage",
-            ACROSS,
-            "Ray actor, object store",
-            "peer_torchrl.py",
-            "ray",
-            "torchrl",
+            "TorchRL, LazyTensorStorage", ACROSS, "Ray actor, object store", "peer_torchrl.py", "ray", "torchrl"
         ),
         Contender("Forebay, memory", LOCAL, "none", "peer_forebay.py", "local"),
         Contender("TorchRL, LazyTensorStorage", LOCAL, "none", "peer_torchrl.py", "tensors", "torchrl"),
@@ -135,9 +124,7 @@ def started(stack: ExitStack, size: int, options: Any) -> Iterator[Contender]:
     for contender in contenders():
         if contender.way == "ray" and not options.ray:
             continue
-        folder = tempfile.mkdtemp(
-            prefix="fragments-", dir=options.disk if contender.is_on_disk else "/dev/shm"
-        )
+        folder = tempfile.mkdtemp(prefix="fragments-", dir=options.disk if contender.is_on_disk else "/dev/shm")
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         python = python_of(options.environments, contender.environment)
         script = str(HERE / contender.script)
@@ -184,9 +171,7 @@ def measure(size: int, options: Any, record: Record) -> list[Contender]:
     with ExitStack() as stack:
         sides = list(started(stack, size, options))
         tried = choose(sides[0], seconds, QUICK_TRIALS if options.quick else TRIALS)
-        record.tables.append(
-            Table(f"dm-reverb's ways at {size:,} B, items/s", ["operation", "way", "median"], tried)
-        )
+        record.tables.append(Table(f"dm-reverb's ways at {size:,} B, items/s", ["operation", "way", "median"], tried))
         for contender in sides:
             fill(contender, 2 * seconds)
         for number in range(rounds):
@@ -229,9 +214,7 @@ def report(record: Record, size: int, sides: list[Contender]) -> None:
     columns = ["", "where", "by what"]
     for operation in ("inserts/s", "samples/s"):
         columns += [operation, "of rounds", "CPU an item"]
-    record.tables.append(
-        Table(f"{size:,} B items", [*columns, "both at once, inserts/s and samples/s"], rows)
-    )
+    record.tables.append(Table(f"{size:,} B items", [*columns, "both at once, inserts/s and samples/s"], rows))
     record.tables.append(memory_table(size, sides))
     reverb, ours = sides[0], sides[1]
     for operation in ("insert", "sample"):

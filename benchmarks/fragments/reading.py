@@ -90,7 +90,7 @@ def main() -> None:
         "Reading items of 400 kB in one process",
         [
             f"{count} items of {SIZE:,} random bytes in a store in /dev/shm, batches of {side.BATCH[SIZE]}; "
-            "medians, the ways in turns, one thread.",
+            "medians, the ways in turns, one thread."
         ],
         options.quick,
     )

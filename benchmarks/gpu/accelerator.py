@@ -219,14 +219,7 @@ def _driver() -> str:
 
 
 def make_groups(
-    num_groups: int,
-    size: int,
-    *,
-    prompt: int,
-    response: int,
-    vocabulary: int,
-    equal: bool = False,
-    seed: int = 0,
+    num_groups: int, size: int, *, prompt: int, response: int, vocabulary: int, equal: bool = False, seed: int = 0
 ) -> list[list[RolloutState]]:
     """Groups whose responses have about `response` tokens on average: log-normal, as chains of thought are,
     and cut at four times that, as a generation budget does. `equal`: all lengths as given."""

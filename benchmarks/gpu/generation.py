@@ -69,12 +69,7 @@ def _dtype(bench: Bench) -> torch.dtype:
 def _row(bench: Bench, requests: list[Request], call: Callable[[], Any]) -> Row:
     num_tokens = sum(length for _, length in requests)
     seconds = bench.seconds(call)
-    return {
-        "tokens": num_tokens,
-        "seconds": seconds,
-        "tokens/s": num_tokens / seconds,
-        "peak GiB": bench.peak_gib(),
-    }
+    return {"tokens": num_tokens, "seconds": seconds, "tokens/s": num_tokens / seconds, "peak GiB": bench.peak_gib()}
 
 
 def _settings(requests: list[Request]) -> GenerationConfig:
@@ -125,9 +120,7 @@ def _batching_row(bench: Bench, requests: list[Request]) -> Row:
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     model = bench.model(SIZE, _dtype(bench))
-    limits: dict[str, Any] = (
-        {"num_blocks": 64, "max_batch_tokens": 64, "block_size": 32} if bench.tiny else {}
-    )
+    limits: dict[str, Any] = {"num_blocks": 64, "max_batch_tokens": 64, "block_size": 32} if bench.tiny else {}
     settings = ContinuousBatchingConfig(return_logprobs=True, **limits)
     # The manager is kept, with its cache and CUDA graphs: what is timed is generation, as with the engine.
     with model.continuous_batching_context_manager(

@@ -89,9 +89,7 @@ def _log_probabilities(bench: Bench, dtype: Any) -> Row:
             )
             for number, state in enumerate(states)
         ]
-        for state, made in zip(
-            states, await asyncio.gather(*(engine.generate(one) for one in asked)), strict=True
-        ):
+        for state, made in zip(states, await asyncio.gather(*(engine.generate(one) for one in asked)), strict=True):
             state.response_ids, state.logprobs = made.response_ids, made.logprobs
             state.response_mask = np.ones(len(made.response_ids))
             state.response_model_steps = np.zeros(len(made.response_ids))

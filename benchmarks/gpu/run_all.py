@@ -64,13 +64,7 @@ STEPS = (
         least_s=30,
         limit_s=150,
     ),
-    Step(
-        name="generation",
-        title="Generation, 0.5 B, bfloat16",
-        call="generation:compare",
-        least_s=35,
-        limit_s=100,
-    ),
+    Step(name="generation", title="Generation, 0.5 B, bfloat16", call="generation:compare", least_s=35, limit_s=100),
     Step(
         name="train_0.5b",
         title="Train steps, 0.5 B, all weights, and memory beside version 0.1",
@@ -290,13 +284,9 @@ def make_page(lines: Sequence[Line], steps: Sequence[Step]) -> str:
     machine = next((line["machine"] for line in reversed(lines) if "machine" in line), {})
     goals = {line["goal"]: line["value"] for line in lines if "goal" in line}
     parts = ["# On one GPU\n"]
-    parts.append(
-        "By `benchmarks/gpu/run_all.py`: " + ", ".join(f"{k} {v}" for k, v in machine.items()) + ".\n"
-    )
+    parts.append("By `benchmarks/gpu/run_all.py`: " + ", ".join(f"{k} {v}" for k, v in machine.items()) + ".\n")
     if machine and "driver" not in machine:
-        parts.append(
-            "**Toy models on a CPU: this only shows that the code runs. No number here means anything.**\n"
-        )
+        parts.append("**Toy models on a CPU: this only shows that the code runs. No number here means anything.**\n")
     parts.append("## Targets\n\n| what | measured | target | met |\n|---|---|---|---|")
     for name, (sign, bound) in GOALS.items():
         value = goals.get(name)
@@ -339,9 +329,7 @@ def shown(value: Any) -> str:
 
 def main(given: Sequence[str] | None = None) -> int:
     """The command; its exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything (default 9)")
     parser.add_argument("--cpu", action="store_true", help="toy models on the CPU, one process: only a test")
     parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], help="these steps")

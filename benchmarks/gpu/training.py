@@ -135,9 +135,7 @@ def make_trainer(bench: Bench, size: str, config: TrainConfig, **settings: Any) 
     dtype = torch.bfloat16 if config.lora_rank else torch.float32
     # The base's fingerprint is for engines that take adapters, and reads every weight: 20 s at 8 B.
     with patch("forebay.train.learner.fingerprint", lambda weights: ""):
-        return TrainController(
-            bench.model(size, dtype), config, pad_token_id=0, device=bench.device, **settings
-        )
+        return TrainController(bench.model(size, dtype), config, pad_token_id=0, device=bench.device, **settings)
 
 
 def peak_flop_per_s(bench: Bench) -> float:
@@ -187,9 +185,7 @@ def version_01_head() -> Iterator[None]:
         yield
 
 
-def _version_01_logprobs(
-    model: Any, micro: MicroBatch, *, entropy: str = "none", **unused: Any
-) -> TokenOutputs:
+def _version_01_logprobs(model: Any, micro: MicroBatch, *, entropy: str = "none", **unused: Any) -> TokenOutputs:
     """As `response_logprobs`; the models measured here have neither experts nor teachers."""
     head = output_head(model)
 
@@ -212,8 +208,6 @@ def _version_01_logprobs(
 
     rows = max(1, (1 << 26) // logits_NV.shape[-1])
     parts = [slice(start, start + rows) for start in range(0, len(logits_NV), rows)]
-    chunks = [
-        checkpoint(softmax, logits_NV[part], micro.targets[part], use_reentrant=False) for part in parts
-    ]
+    chunks = [checkpoint(softmax, logits_NV[part], micro.targets[part], use_reentrant=False) for part in parts]
     logprobs, entropies = zip(*chunks, strict=True)
     return TokenOutputs(torch.cat(logprobs), None if entropy == "none" else torch.cat(entropies))

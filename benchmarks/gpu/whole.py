@@ -54,13 +54,7 @@ def _suite(bench: Bench) -> Row:
     bad = re.findall(r"^(?:FAILED|ERROR) (\S+)", done, re.MULTILINE)
     if not counts:
         raise RuntimeError(f"no result: {done[-200:]}")
-    return {
-        "passed": 0,
-        "failed": 0,
-        "skipped": 0,
-        **counts,
-        "which": ", ".join(bad).replace(f"{ROOT}/", "") or "-",
-    }
+    return {"passed": 0, "failed": 0, "skipped": 0, **counts, "which": ", ".join(bad).replace(f"{ROOT}/", "") or "-"}
 
 
 def _call(command: list[str], limit_s: float) -> str:

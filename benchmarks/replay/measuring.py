@@ -120,9 +120,7 @@ class Finding:
 
     def to_text(self) -> str:
         verdict = {None: "", True: "met", False: "MISSED"}[self.is_met]
-        sense = (
-            "" if self.target is None else f"{'<=' if self.at_most else '>='} {self.target:,.10g}{self.unit}"
-        )
+        sense = "" if self.target is None else f"{'<=' if self.at_most else '>='} {self.target:,.10g}{self.unit}"
         return f"  {self.what}: {show(self.measured)}{self.unit}  {sense}  {verdict}  {self.detail}"
 
 
@@ -137,9 +135,7 @@ class Table:
     def to_text(self) -> str:
         lines = [self.columns, *self.rows]
         widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
-        padded = (
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
-        )
+        padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
         return "\n".join([f"\n  {self.title}", *(f"    {line.rstrip()}" for line in padded)])
 
 
@@ -182,9 +178,7 @@ class Record:
 
 def arguments(description: str | None, *more: tuple[str, dict[str, Any]]) -> argparse.Namespace:
     """The command line: ``--quick`` and what else the benchmark takes."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes, nothing is written")
     for flag, settings in more:
         parser.add_argument(flag, **settings)

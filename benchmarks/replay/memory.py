@@ -110,7 +110,7 @@ def main() -> None:
         [
             f"Groups of {GROUP_SIZE} with arrays of their own; a token's arrays are response_ids, logprobs, "
             f"response_mask, response_model_steps and tokens (17 bytes), the prompt's ids are shared by the "
-            f"group; median of {runs} fresh processes, {show(total)} response tokens each.",
+            f"group; median of {runs} fresh processes, {show(total)} response tokens each."
         ],
         options.quick,
     )

@@ -52,11 +52,7 @@ def operations(job: peer_job.Job, buffer: Any, *, is_stack: bool) -> dict[str, C
         assert data.batch_size[0] == peer_job.BATCH, data
         assert data["response_ids"].shape[-1] == job.response_tokens, data
 
-    return {
-        peer_job.ONE: put_one,
-        peer_job.BATCHED: lambda: buffer.extend(batch),
-        peer_job.TAKE: take,
-    }
+    return {peer_job.ONE: put_one, peer_job.BATCHED: lambda: buffer.extend(batch), peer_job.TAKE: take}
 
 
 def _make_group(job: peer_job.Job) -> TensorDict:
@@ -83,10 +79,7 @@ def run(job: peer_job.Job, place: str, storage: Callable[..., Any], **where: Any
 def main() -> None:
     job = peer_job.Job.load(sys.argv[1])
     torch.set_num_threads(os.cpu_count() or 1)
-    ways = [
-        run(job, "same process", LazyTensorStorage),
-        run(job, "same process", LazyStackStorage),
-    ]
+    ways = [run(job, "same process", LazyTensorStorage), run(job, "same process", LazyStackStorage)]
     ray.init(
         num_cpus=LOGICAL_CPUS,
         include_dashboard=False,

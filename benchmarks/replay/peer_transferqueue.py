@@ -80,10 +80,7 @@ class Side:
     def take_groups(self, groups: int) -> None:
         number = groups * self.job.group_size
         meta = self.client.get_meta(
-            data_fields=list(self.group.keys()),
-            batch_size=number,
-            partition_id=PARTITION,
-            task_name="train",
+            data_fields=list(self.group.keys()), batch_size=number, partition_id=PARTITION, task_name="train"
         )
         data = self.client.get_data(meta)
         self.client.clear_samples(meta)

@@ -30,13 +30,8 @@ from measuring import Record, Table, arguments, show, show_s
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parent / ".envs"
 CONSTRAINTS = HERE.parent.parent / "constraints.txt"
-PACKAGES = {
-    "transferqueue": ["TransferQueue==0.1.11", "ray==2.60.0"],
-    "torchrl": ["torchrl==0.14.1", "ray==2.60.0"],
-}
-JOB = peer_job.Job(
-    group_size=8, prompt_tokens=128, response_tokens=1_280, held=256, singles=64, rounds=8, result=""
-)
+PACKAGES = {"transferqueue": ["TransferQueue==0.1.11", "ray==2.60.0"], "torchrl": ["torchrl==0.14.1", "ray==2.60.0"]}
+JOB = peer_job.Job(group_size=8, prompt_tokens=128, response_tokens=1_280, held=256, singles=64, rounds=8, result="")
 TURNS, QUICK_TURNS = 3, 1
 LIMIT_S = 600
 OPERATIONS = (peer_job.ONE, peer_job.TAKE_ONE, peer_job.IN_FLIGHT, peer_job.BATCHED, peer_job.TAKE)
@@ -121,9 +116,7 @@ def report(record: Record, ways: list[peer_job.Way], job: peer_job.Job) -> None:
         rows.append([way.name, way.transport, *cells])
     columns = ["", "where, by what"]
     columns += [cell for operation in OPERATIONS for cell in (f"{operation}: wall", "CPU")]
-    record.tables.append(
-        Table("Median wall time of a call; CPU time of all processes of a side", columns, rows)
-    )
+    record.tables.append(Table("Median wall time of a call; CPU time of all processes of a side", columns, rows))
     for is_local, where in ((True, "in the same process"), (False, "through other processes")):
         there = [way for way in ways if (way.transport == LOCAL) is is_local]
         for what, operations in (
@@ -135,9 +128,7 @@ def report(record: Record, ways: list[peer_job.Way], job: peer_job.Job) -> None:
             find(record, there, f"{what} {where}", operations, job)
 
 
-def find(
-    record: Record, ways: list[peer_job.Way], what: str, operations: tuple[str, ...], job: peer_job.Job
-) -> None:
+def find(record: Record, ways: list[peer_job.Way], what: str, operations: tuple[str, ...], job: peer_job.Job) -> None:
     """Rollouts per second of the best way of each project, against ours."""
     best: dict[str, float] = {}
     for way in ways:
@@ -156,8 +147,7 @@ def find(
 
 def main() -> None:
     options = arguments(
-        __doc__,
-        ("--environments", {"type": Path, "default": ENVIRONMENTS, "help": "where theirs are, or are made"}),
+        __doc__, ("--environments", {"type": Path, "default": ENVIRONMENTS, "help": "where theirs are, or are made"})
     )
     # One thread for each side's arithmetic, as for ours; what a side starts beyond that is its own choice.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

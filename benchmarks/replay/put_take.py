@@ -252,9 +252,7 @@ def report(record: Record, times: dict[str, Clocked], limits: dict[str, Times], 
 
 def find_shares(record: Record, times: dict[str, Clocked]) -> None:
     """What is left of memory's speed on a disk, round by round."""
-    memory, normal, full = (
-        times[way_name(place, ONE_TURN, IN_FLIGHT)].wall_s for place in ("memory", "SQLite", FULL)
-    )
+    memory, normal, full = (times[way_name(place, ONE_TURN, IN_FLIGHT)].wall_s for place in ("memory", "SQLite", FULL))
     shares = {
         name: sorted(a / b for a, b in zip(memory, wall_s, strict=True))
         for name, wall_s in (("NORMAL", normal), ("FULL", full))
@@ -271,9 +269,7 @@ def find_shares(record: Record, times: dict[str, Clocked]) -> None:
     )
 
 
-def find(
-    record: Record, times: dict[str, Clocked], place: str, what: str, in_flight: int, number: int
-) -> None:
+def find(record: Record, times: dict[str, Clocked], place: str, what: str, in_flight: int, number: int) -> None:
     measured = times[way_name(place, ONE_TURN, in_flight)]
     record.find(
         f"{what}, groups of {ONE_TURN}",

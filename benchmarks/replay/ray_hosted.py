@@ -90,8 +90,7 @@ def report(record: Record, sides: Sides, job: peer_job.Job, title: str) -> None:
 
 def main() -> None:
     options = arguments(
-        __doc__,
-        ("--environments", {"type": Path, "default": ENVIRONMENTS, "help": "where theirs are, or are made"}),
+        __doc__, ("--environments", {"type": Path, "default": ENVIRONMENTS, "help": "where theirs are, or are made"})
     )
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     turns = QUICK_TURNS if options.quick else TURNS
@@ -117,10 +116,7 @@ def main() -> None:
         options.quick,
         versions=versions("forebay", "numpy"),
     )
-    for each, title in (
-        (job, "Groups of 1,280-token trajectories, time of a call"),
-        (small, "Small, of a call"),
-    ):
+    for each, title in ((job, "Groups of 1,280-token trajectories, time of a call"), (small, "Small, of a call")):
         report(record, collect(each, options.environments, turns, record), each, title)
     record.save()
 

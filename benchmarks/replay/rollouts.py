@@ -36,11 +36,7 @@ class Shape:
 
 
 def make_group(
-    shape: Shape,
-    generator: np.random.Generator,
-    *,
-    model_step: int | None = None,
-    status: Status = Status.COMPLETED,
+    shape: Shape, generator: np.random.Generator, *, model_step: int | None = None, status: Status = Status.COMPLETED
 ) -> list[RolloutState]:
     """A group with arrays of its own; its tokens are labeled if `model_step` is given."""
     prompt_ids = generator.integers(0, VOCABULARY, shape.prompt_tokens, np.int32)

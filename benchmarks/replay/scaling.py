@@ -21,13 +21,7 @@ import numpy as np
 from measuring import Record, Table, Times, Way, arguments, compare, show, show_s
 from rollouts import Shape, copies, make_group
 
-from forebay.replay import (
-    IndexedStorage,
-    PrioritizedReplayPolicy,
-    ReplayBuffer,
-    StalenessReplayPolicy,
-    StorageItem,
-)
+from forebay.replay import IndexedStorage, PrioritizedReplayPolicy, ReplayBuffer, StalenessReplayPolicy, StorageItem
 from forebay.types import RolloutState, Status
 
 SHAPE = Shape(tokens=16, prompt_tokens=16)
@@ -124,9 +118,7 @@ class Bench:
             "count_statuses": Way(lambda: self.buffer.count_statuses([TASK], both)),
             "is_ready": Way(lambda: self.buffer.is_ready({TASK: BATCH})),
             "take(64)": Way(self.take, undo=self.put_all),
-            "get(64) of ABORTED": Way(
-                lambda: self.buffer.get(BATCH, TASK, Status.ABORTED), undo=self.put_all
-            ),
+            "get(64) of ABORTED": Way(lambda: self.buffer.get(BATCH, TASK, Status.ABORTED), undo=self.put_all),
             "refresh, nothing expires": Way(lambda: self.refresh()),
             "refresh, 64 expire": Way(self.refresh, prepare=stale_groups, undo=forget_expired),
         }

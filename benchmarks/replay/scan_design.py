@@ -26,13 +26,7 @@ from dataframe_store import FrameStore
 from measuring import Record, Table, Times, Way, arguments, compare, show, show_s, versions
 from rollouts import GROUP_SIZE, Shape, copies, make_group
 
-from forebay.replay import (
-    IndexedStorage,
-    NaiveStorage,
-    ReplayBuffer,
-    StalenessReplayPolicy,
-    StorageBackend,
-)
+from forebay.replay import IndexedStorage, NaiveStorage, ReplayBuffer, StalenessReplayPolicy, StorageBackend
 from forebay.types import RolloutState, Status
 
 SHAPE = Shape(tokens=512)
@@ -71,9 +65,7 @@ def make_groups(number: int) -> list[tuple[str, Group]]:
 
 async def fill(groups: Iterable[tuple[str, Group]]) -> dict[str, ReplayBuffer]:
     """A buffer over each store, holding the same rollouts."""
-    buffers = {
-        name: ReplayBuffer(StalenessReplayPolicy(), make_store()) for name, make_store in STORES.items()
-    }
+    buffers = {name: ReplayBuffer(StalenessReplayPolicy(), make_store()) for name, make_store in STORES.items()}
     first, *others = buffers.values()
     for task in TASKS:
         await first.storage.set_train_step(task, MODEL_STEPS)
@@ -144,9 +136,7 @@ def report(record: Record, sizes: Sequence[int], measured: dict[int, dict[str, d
                 text = "" if other is None else f"{show_s(other.wall)} ({show(other.wall / base.wall)}x)"
                 rows[-1].append(text)
         columns = ["operation", "IndexedStorage (CPU)", "NaiveStorage", "DataFrame"]
-        record.tables.append(
-            Table(f"{number:,} groups: median wall time (ratio to the first)", columns, rows)
-        )
+        record.tables.append(Table(f"{number:,} groups: median wall time (ratio to the first)", columns, rows))
     for operation, times in measured[sizes[-1]].items():
         base, naive, frame = times["indexed"], times["naive"], times.get("frame")
         detail = f"{show_s(base.wall)} against {show_s(naive.wall)}; CPU {show(naive.cpu / base.cpu)}x"

@@ -14,13 +14,7 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from forebay.replay import (
-    IndexedStorage,
-    RemoteReplayBuffer,
-    ReplayBuffer,
-    StalenessReplayPolicy,
-    serve,
-)
+from forebay.replay import IndexedStorage, RemoteReplayBuffer, ReplayBuffer, StalenessReplayPolicy, serve
 
 READY = b"ready\n"
 

@@ -138,15 +138,7 @@ def report(record: Record, bench: Bench, tokens: int) -> None:
         ]
         for name, measured in times.items()
     ]
-    columns = [
-        "",
-        "wall",
-        "lowest to highest",
-        "CPU",
-        "rate",
-        "longest block, median",
-        "longest block, worst",
-    ]
+    columns = ["", "wall", "lowest to highest", "CPU", "rate", "longest block, median", "longest block, worst"]
     title = f"{GROUPS} groups of {GROUP_SIZE} x {tokens:,} tokens"
     record.tables.append(Table(title, columns, rows))
     record.setting.append(

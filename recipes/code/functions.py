@@ -100,8 +100,7 @@ def _row(
         if any(result != results[0] for result in results):
             break
     tests = [
-        f"assert f({', '.join(map(repr, call))}) == {result!r}"
-        for call, result in zip(calls, results, strict=True)
+        f"assert f({', '.join(map(repr, call))}) == {result!r}" for call, result in zip(calls, results, strict=True)
     ]
     prompt = f"Write a Python function f({arguments}) that returns {sentence.format(k=k)}."
     return {"prompt": prompt, "reward_model": {"tests": tests}}

@@ -75,9 +75,7 @@ def questions(*, part: str = "train", mistakes: float = 0.6, seed: int = 0) -> l
         ConfigError: `part` is neither of the two, or `mistakes` is not from 0 to 1.
     """
     if part not in ("train", "held_out") or not 0 <= mistakes <= 1:
-        raise ConfigError(
-            f"questions: part is 'train' or 'held_out', mistakes 0 to 1; got {part!r}, {mistakes}"
-        )
+        raise ConfigError(f"questions: part is 'train' or 'held_out', mistakes 0 to 1; got {part!r}, {mistakes}")
     people = make_people()[part == "held_out"]
     draw = random.Random(f"questions/{part}/{seed}")
     rows = []

@@ -31,9 +31,7 @@ SPREAD = 0.1
 thousands, so little of a picture reaches the answer that a hundred steps go by before anything is learned."""
 
 
-def questions(
-    *, size: int = 4000, seed: int = 0, jitter: int = 1, guesses: float = 1.0
-) -> list[dict[str, Any]]:
+def questions(*, size: int = 4000, seed: int = 0, jitter: int = 1, guesses: float = 1.0) -> list[dict[str, Any]]:
     """`size` questions, as rows ``{"image", "prompt", "answer", "demonstration"}``.
 
     Shapes are up to `jitter` pixels off the middle; `guesses` is the share of demonstrations that guess.
@@ -91,9 +89,7 @@ def word_tokenizer(words: list[str]) -> Any:
     tokens = ["<pad>", "<bos>", "<eos>", *words]
     tokenizer = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
 
 
 def write_model(folder: Path, *, seed: int = 0) -> None:

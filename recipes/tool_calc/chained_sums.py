@@ -62,10 +62,7 @@ def _row(number: int, gives_up: bool) -> Row:
 
 
 def _call(expression: str, value: str) -> list[dict[str, str]]:
-    return [
-        {"role": "assistant", "content": f"[{expression}]"},
-        {"role": "user", "content": f"={value};"},
-    ]
+    return [{"role": "assistant", "content": f"[{expression}]"}, {"role": "user", "content": f"={value};"}]
 
 
 def _work_out(expression: str) -> str:

@@ -165,8 +165,7 @@ def _library() -> Any:
         return importlib.import_module("verifiers.v1")
     except ImportError as error:
         raise ConfigError(
-            f"environments of verifiers need the package of that name, 0.4 or newer: pip install verifiers "
-            f"({error})"
+            f"environments of verifiers need the package of that name, 0.4 or newer: pip install verifiers ({error})"
         ) from None
 
 
@@ -232,7 +231,5 @@ def _verdict(episode: Any) -> dict[str, float]:
     traces = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
     if not any(trace.rewards for trace in traces):
         raise RuntimeError("the episode gave no reward to any trainable agent")
-    metrics = {
-        name: float(value) for trace in traces for name, value in trace.metrics.items() if value is not None
-    }
+    metrics = {name: float(value) for trace in traces for name, value in trace.metrics.items() if value is not None}
     return {**metrics, "score": sum(trace.reward for trace in traces) / len(traces)}

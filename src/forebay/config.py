@@ -63,9 +63,7 @@ def locate(text: str, folders: Sequence[Path] | None) -> str:
     for folder in folders or ():
         path = str(folder / text)
         # `os.path.exists` says False, and does not raise, for a name that is too long.
-        if os.path.exists(path) or (
-            glob.has_magic(text) and glob.glob(text, root_dir=folder, recursive=True)
-        ):
+        if os.path.exists(path) or (glob.has_magic(text) and glob.glob(text, root_dir=folder, recursive=True)):
             return path
     return text
 
@@ -174,9 +172,7 @@ def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key.strip():
-            raise ConfigError(
-                f"override {override!r} is not of the form key=value, for example train.lr=1e-4"
-            )
+            raise ConfigError(f"override {override!r} is not of the form key=value, for example train.lr=1e-4")
         changes.append((key.strip().split("."), text.strip(), override))
     # A whole table before its parts, which it would wipe; the sort keeps the order of equals.
     for path, text, override in sorted(changes, key=lambda change: len(change[0])):
@@ -298,9 +294,7 @@ def look_up(kind: str, name: str, table: Mapping[str, Any]) -> Any:
     if ":" in name:
         return import_object(kind, name)
     hint = did_you_mean(name, table)
-    raise ConfigError(
-        f"unknown {kind} {name!r}; {hint}known: {', '.join(sorted(table))}, or 'package.module:Name'"
-    )
+    raise ConfigError(f"unknown {kind} {name!r}; {hint}known: {', '.join(sorted(table))}, or 'package.module:Name'")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -330,9 +324,7 @@ def check_arguments(
     except TypeError as error:
         hints = (did_you_mean(key, known) for key in arguments if key not in known)
         hint = next(filter(None, hints), "")
-        raise ConfigError(
-            f"{kind} {name!r}: {error}; {hint}its arguments: {', '.join(known) or 'none'}"
-        ) from None
+        raise ConfigError(f"{kind} {name!r}: {error}; {hint}its arguments: {', '.join(known) or 'none'}") from None
     if isinstance(function, type) and issubclass(function, StrictModel):
         parse_config(function, arguments, source=f"{kind} {name!r}")
 

@@ -100,10 +100,7 @@ async def run_async(
             _put(kind, value, tables, objects)
     with given.during(objects):
         read = parse_config(
-            RunConfig,
-            apply_overrides(tables, overrides),
-            source=str(beside or "config"),
-            beside=beside,
+            RunConfig, apply_overrides(tables, overrides), source=str(beside or "config"), beside=beside
         )
         if objects and read.cluster is not None:
             raise ConfigError(

@@ -33,9 +33,7 @@ def missing(module: str, wanted_by: str) -> MissingLibraryError:
     """The error for `module`, a dotted name, that `wanted_by` needs and that is not installed."""
     top = module.partition(".")[0]
     extra = next((extra for extra, modules in EXTRAS.items() if top in modules), "all")
-    return MissingLibraryError(
-        f"{wanted_by} needs {top}, which is not installed: pip install 'forebay[{extra}]'"
-    )
+    return MissingLibraryError(f"{wanted_by} needs {top}, which is not installed: pip install 'forebay[{extra}]'")
 
 
 @contextmanager

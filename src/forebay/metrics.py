@@ -71,16 +71,12 @@ class JsonlSink:
         ValueError: a new run (`resume_step` None) would write into a file that already holds metrics.
     """
 
-    def __init__(
-        self, path: Path, *, resume_step: int | None = None, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, path: Path, *, resume_step: int | None = None, clock: Callable[[], float] = time.time) -> None:
         """Open `path`; with `resume_step`, drop the lines of later steps, which will be trained again."""
         kept = read_jsonl(path) if path.exists() else []
         path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is None and kept:
-            raise ValueError(
-                f"{str(path)!r} already holds the metrics of a run; resume it or choose another folder"
-            )
+            raise ValueError(f"{str(path)!r} already holds the metrics of a run; resume it or choose another folder")
         self._clock, self._path = clock, path
         self._begin([row for row in kept if resume_step is None or _step(row) <= resume_step])
 
@@ -332,9 +328,7 @@ class MetricsLogger:
                 action(sink)
             except Exception as error:  # whatever a tracker's library raises, training goes on
                 self._sinks.remove(sink)
-                self._report(
-                    f"{type(sink).__name__} failed and gets no more metrics: {type(error).__name__}: {error}"
-                )
+                self._report(f"{type(sink).__name__} failed and gets no more metrics: {type(error).__name__}: {error}")
 
 
 class MetricsConfig(StrictModel):

@@ -137,11 +137,7 @@ class RolloutState:
         if len(self.tokens) == 0:
             self.tokens = self.prompt_ids
         arrays = {"tokens": new_ids, "response_ids": new_ids}
-        given: dict[str, Any] = {
-            "logprobs": logprobs,
-            "response_mask": mask,
-            "response_model_steps": model_step,
-        }
+        given: dict[str, Any] = {"logprobs": logprobs, "response_mask": mask, "response_model_steps": model_step}
         for name, value in given.items():
             rule = FIELDS[name]
             if value is None:
@@ -209,9 +205,7 @@ class SampleParams:
         if self.top_k < 0:
             raise ValueError(f"top_k must not be negative (0 = all tokens), got {self.top_k}")
         if "" in self.stop:
-            raise ValueError(
-                f"stop must not hold an empty text, which every response ends in; got {self.stop}"
-            )
+            raise ValueError(f"stop must not hold an empty text, which every response ends in; got {self.stop}")
 
 
 Kind = Literal["text", "whole", "array", "status", "params", "value"]
@@ -464,9 +458,7 @@ def reset_rollout_response(state: RolloutState) -> None:
 
 
 # An array that is assigned None becomes empty.
-_WIPED = {
-    f.name: None if FIELDS[f.name].dtype else f.default for f in fields(RolloutState) if FIELDS[f.name].wiped
-}
+_WIPED = {f.name: None if FIELDS[f.name].dtype else f.default for f in fields(RolloutState) if FIELDS[f.name].wiped}
 
 
 def note_place(state: RolloutState, place: str | None) -> None:

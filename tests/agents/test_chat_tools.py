@@ -100,9 +100,7 @@ async def test_a_client_calls_tools_and_all_of_it_is_one_trajectory(name: str) -
     text = tokenizer.decode(state.tokens.tolist())
     between = text[text.index(turns[0]) + len(turns[0]) : text.index(turns[1])]
     assert "3" in between
-    assert between.rstrip("\n ").endswith(
-        {"qwen": "assistant", "llama3": "<|end_header_id|>", "mistral": "]"}[name]
-    )
+    assert between.rstrip("\n ").endswith({"qwen": "assistant", "llama3": "<|end_header_id|>", "mistral": "]"}[name])
 
 
 async def test_several_calls_and_the_text_before_them() -> None:

@@ -86,11 +86,7 @@ def test_the_mask_is_on_what_each_turn_adds(tmp_path, family):
 @pytest.mark.parametrize(
     ("family", "turn", "said"),
     [
-        (
-            "chatml",
-            {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]},
-            "tools",
-        ),
+        ("chatml", {"tool_calls": [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]}, "tools"),
         ("qwen", {"content": ""}, "neither text nor tool_calls"),
     ],
 )
@@ -102,10 +98,7 @@ def test_a_turn_of_which_the_template_writes_nothing_is_refused(tmp_path, family
 
 
 def test_parts_of_text_are_read_and_a_chat_that_has_its_turn_needs_no_answer(tmp_path):
-    chat = [
-        {"role": "user", "content": [{"type": "text", "text": "1?"}]},
-        {"role": "assistant", "content": "one"},
-    ]
+    chat = [{"role": "user", "content": [{"type": "text", "text": "1?"}]}, {"role": "assistant", "content": "one"}]
     ((prompt,), _) = conversations(tmp_path, chat)
     prompt = replace(prompt, reward_model={"ground_truth": "two"})
     tokenizer = make_tokenizer("chatml")

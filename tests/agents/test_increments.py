@@ -13,9 +13,7 @@ from forebay.agents import IncrementRenderer, render_prompt
 from forebay.agents.chat.rendering import CALL_ID
 
 NAMES = [
-    pytest.param(
-        name, marks=pytest.mark.skipif(name == "smollm2" and not SMOLLM2.exists(), reason="no SmolLM2 here")
-    )
+    pytest.param(name, marks=pytest.mark.skipif(name == "smollm2" and not SMOLLM2.exists(), reason="no SmolLM2 here"))
     for name in FAMILIES
 ]
 WITH_TOOLS = [name for name in FAMILIES if FAMILIES[name].knows_tools and name != "tiny"]
@@ -108,9 +106,7 @@ def test_results_of_tools_follow_the_calls_as_the_template_writes_them(name) -> 
 def test_a_template_that_rewrites_history_does_not_change_what_was_seen() -> None:
     tokenizer = make_tokenizer("qwen")
     thought = encode(tokenizer, "<think>\nab\n</think>\n\n12<|im_end|>")
-    seen, _ = play(
-        tokenizer, [thought, encode(tokenizer, "1<|im_end|>")], [[{"role": "user", "content": "2"}]]
-    )
+    seen, _ = play(tokenizer, [thought, encode(tokenizer, "1<|im_end|>")], [[{"role": "user", "content": "2"}]])
     assert "<think>\nab\n</think>\n\n12<|im_end|>\n<|im_start|>user\n2<|im_end|>" in tokenizer.decode(seen)
     messages = [
         {"role": "user", "content": "a1"},
@@ -166,9 +162,7 @@ def test_a_turn_that_was_cut_after_a_special_token_is_ended_all_the_same() -> No
 
 
 def test_a_role_that_the_template_does_not_know_is_refused_with_advice() -> None:
-    with pytest.raises(
-        ValueError, match=r"role 'tool' after an assistant's turn .*alternate.*use another role"
-    ):
+    with pytest.raises(ValueError, match=r"role 'tool' after an assistant's turn .*alternate.*use another role"):
         IncrementRenderer(make_tokenizer("gemma"), roles=["tool"])
     deaf = build_tokenizer(Family("{{ messages[0].content }}{{ messages[1].content }}", "<eos>"))
     with pytest.raises(ValueError, match=r"role 'user' .*it leaves them out"):

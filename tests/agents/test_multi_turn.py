@@ -13,14 +13,7 @@ from chat_families import make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.agents import (
-    Environment,
-    LiveEnvironment,
-    MultiTurnAgentLoop,
-    Reply,
-    build_agent_loop,
-    episode_reward,
-)
+from forebay.agents import Environment, LiveEnvironment, MultiTurnAgentLoop, Reply, build_agent_loop, episode_reward
 from forebay.aio.virtual_time import run
 from forebay.config import Component, ConfigError
 from forebay.engines import RolloutController, ScriptedEngine
@@ -237,18 +230,11 @@ def test_an_episode_paused_anywhere_any_number_of_times_is_the_same_in_the_end(p
 
 def test_a_paused_turn_goes_on_from_its_tokens_and_a_paused_reply_with_the_reply() -> None:
     async def main() -> None:
-        for after_s, text in (
-            (2.5, "aa"),
-            (4.5, "aaa<eos>"),
-            (5.5, "aaa<eos>1:aaa;"),
-            (7.5, "aaa<eos>1:aaa;bb"),
-        ):
+        for after_s, text in ((2.5, "aa"), (4.5, "aaa<eos>"), (5.5, "aaa<eos>1:aaa;"), (7.5, "aaa<eos>1:aaa;bb")):
             (state,) = await interrupt(make_loop(Count()), make_group(), after_s, partial=True)
             assert (text_of(state), state.status, state.finish_reason) == (text, Status.ABORTED, "abort")
             assert state.reward is None
-            (state,) = await make_loop(Count(), model_step=1).generate_group(
-                [state], enable_partial_rollout=True
-            )
+            (state,) = await make_loop(Count(), model_step=1).generate_group([state], enable_partial_rollout=True)
             assert text_of(state) == WHOLE
             # Every token keeps the step that made it; a reply has that of the token before it.
             old = sum(state.response_model_steps == 0)

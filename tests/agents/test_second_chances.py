@@ -59,9 +59,7 @@ def test_the_best_try_counts_also_where_a_budget_ends_the_episode() -> None:
     assert (state.reward, state.finish_reason) == ({"score": 0.5}, "length")
 
 
-@pytest.mark.parametrize(
-    ("tries", "score"), [(["-2", "-1"], -1.0), (["-1", "-2"], -1.0), (["-1", "0.5"], 0.25)]
-)
+@pytest.mark.parametrize(("tries", "score"), [(["-2", "-1"], -1.0), (["-1", "-2"], -1.0), (["-1", "0.5"], 0.25)])
 def test_negative_scores_count_too(tries, score) -> None:
     state = run(play(tries, judge={"name": f"{__name__}:number"}, num_tries=2, discount=0.5))
     assert state.reward == {"score": score}
@@ -87,9 +85,7 @@ async def test_problems_of_reasoning_gym_are_played_in_several_turns() -> None:
     (prompt,) = load_prompts(DataConfig(source="reasoning_gym:simple_equations", size=1))
     answers = iter(["<answer>-12345</answer>", f"<answer>{prompt.reward_model['ground_truth']}</answer>"])
     loop = MultiTurnAgentLoop(
-        RolloutController(
-            ScriptedEngine(lambda request: TOKENIZER.encode(next(answers), add_special_tokens=False))
-        ),
+        RolloutController(ScriptedEngine(lambda request: TOKENIZER.encode(next(answers), add_special_tokens=False))),
         None,
         TOKENIZER,
         sample_params=SampleParams(max_tokens=500),

@@ -72,9 +72,7 @@ def test_further_trajectories_join_the_group_and_have_the_verdict_of_the_first()
     assert loop.judge.seen == ["g/0", "g/1", "g/2"]
     assert [state.reward["score"] for state in group] == [0, 1, 1, 2, 2, 2]
     assert {(state.group_id, state.task_name, state.session_id) for state in group} == {("g", "t", "s")}
-    assert [state.extra_fields.get(TRAJECTORY_OF_KEY) for state in group] == [
-        *(None, None, "g/1", None, "g/2", "g/2")
-    ]
+    assert [state.extra_fields.get(TRAJECTORY_OF_KEY) for state in group] == [*(None, None, "g/1", None, "g/2", "g/2")]
     assert [len(attempt) for attempt in split_attempts(group)] == [1, 2, 3]
     assert group[1].reward is not group[2].reward
     # A finished group is returned as it is.
@@ -144,10 +142,7 @@ async def with_one_note(loop: Notes, state: RolloutState) -> list[RolloutState]:
 
 def test_what_is_not_an_attempt_is_a_failure() -> None:
     for result, reason in (
-        (
-            lambda state: [RolloutState([], rollout_id="x"), state],
-            "must return the given rollout 'g/1' first",
-        ),
+        (lambda state: [RolloutState([], rollout_id="x"), state], "must return the given rollout 'g/1' first"),
         (lambda state: [state, RolloutState([])], "left the rollout without a status"),
     ):
         loop = make_loop()

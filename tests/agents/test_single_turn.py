@@ -24,10 +24,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     characters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     characters.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=characters,
-        eos_token="<eos>",
-        additional_special_tokens=special[1:],
-        chat_template=TEMPLATE,
+        tokenizer_object=characters, eos_token="<eos>", additional_special_tokens=special[1:], chat_template=TEMPLATE
     )
 
 

@@ -87,9 +87,7 @@ def test_an_answer_is_no_call(parser, text) -> None:
 
 
 def test_a_call_without_its_end_tag_and_arguments_as_text_are_read() -> None:
-    assert PARSERS["hermes"]('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}') == [
-        ToolCall("f", {"x": 1})
-    ]
+    assert PARSERS["hermes"]('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}') == [ToolCall("f", {"x": 1})]
 
 
 def test_patterns_read_calls_of_ones_own_form() -> None:
@@ -190,9 +188,7 @@ def make_loop(turns: list[str], *, family: str = "qwen", tools: Any = (DOUBLE,),
 def make_group(size: int = 1) -> list[RolloutState]:
     return [
         RolloutState(
-            [{"role": "user", "content": "Double a."}],
-            rollout_id=f"g/{i}",
-            reward_model={"ground_truth": "aaaa"},
+            [{"role": "user", "content": "Double a."}], rollout_id=f"g/{i}", reward_model={"ground_truth": "aaaa"}
         )
         for i in range(size)
     ]
@@ -246,13 +242,7 @@ def test_the_model_calls_until_it_answers() -> None:
     counts = {key: state.extra_fields[key] for key in ("turns", "num_tool_calls", "num_tool_errors")}
     assert counts == {"turns": 3, "num_tool_calls": 2, "num_tool_errors": 0}
     conversation = state.extra_fields["conversation"]
-    assert [message["role"] for message in conversation] == [
-        "assistant",
-        "tool",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
+    assert [message["role"] for message in conversation] == ["assistant", "tool", "assistant", "tool", "assistant"]
     assert conversation[0]["content"] == call("a")
 
 
@@ -279,15 +269,9 @@ def test_calls_of_a_turn_run_at_once_and_answer_in_order() -> None:
         (call("bad"), "Error: ValueError: nothing to double"),
         ('<tool_call>{"name": "halve", "arguments": {}}', "Error: there is no tool 'halve', only double"),
         ('<tool_call>{"name": "double", "arguments": {}}', "missing a required argument: 'text'"),
-        (
-            "<tool_call>double a</tool_call>",
-            "Error: the tool call 'double a' cannot be read: Expecting value",
-        ),
+        ("<tool_call>double a</tool_call>", "Error: the tool call 'double a' cannot be read: Expecting value"),
         (call("x" * 30), "x" * 40 + "... (20 characters left out)"),
-        (
-            '<tool_call>{"name": "double", "arguments": [' + "[" * 60 + "]" * 61 + "}",
-            "nested more than 50 deep",
-        ),
+        ('<tool_call>{"name": "double", "arguments": [' + "[" * 60 + "]" * 61 + "}", "nested more than 50 deep"),
         ('<tool_call>{"name": "\\ud800", "arguments": {}}', 'it needs "name" and "arguments"'),
         ('<tool_call>{"name": "double", "arguments": {"\\ud800": 1}}', "missing a required argument"),
         (call("bad\\ud800"), "bad\\ud800bad\\ud800"),
@@ -432,12 +416,7 @@ def test_a_response_template_is_followed() -> None:
     assert parse(f"Well. {call('a')}") == [ToolCall("double", {"text": "a"})]
     assert parse("aaaa") == []
     assert parse_by(Own())("<tool_call>{</tool_call>")[0].problem
-    for strange in (
-        [],
-        {"tool_calls": ["f"]},
-        {"tool_calls": [{"function": "f"}]},
-        json.loads("[" * 60 + "]" * 60),
-    ):
+    for strange in ([], {"tool_calls": ["f"]}, {"tool_calls": [{"function": "f"}]}, json.loads("[" * 60 + "]" * 60)):
         Own.parse_response = lambda self, text, prefix, strange=strange: strange
         assert parse_by(Own())("so")[0].problem
 

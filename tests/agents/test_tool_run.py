@@ -185,13 +185,7 @@ def test_problems_are_distinct_and_their_demonstrations_right() -> None:
 
 
 async def test_the_small_calculator_answers_in_its_alphabet() -> None:
-    for expression, answer in (
-        ("00095*4", "00380"),
-        ("1+", "?"),
-        ("9*99999", "?"),
-        ("5*[", "?"),
-        ("0", "00000"),
-    ):
+    for expression, answer in (("00095*4", "00380"), ("1+", "?"), ("9*99999", "?"), ("5*[", "?"), ("0", "00000")):
         assert await TASK["small_calculator"](expression) == answer
 
 
@@ -211,16 +205,12 @@ def test_every_turn_of_a_demonstration_is_learned() -> None:
 
 
 def rows() -> list[dict[str, Any]]:
-    return [
-        {"prompt": "1", "answer": "", "tool_choice": choice} for choice in ("none", '{"type": "function"}')
-    ]
+    return [{"prompt": "1", "answer": "", "tool_choice": choice} for choice in ("none", '{"type": "function"}')]
 
 
 async def test_rollouts_have_the_tool_choice_of_their_row() -> None:
     prompts = load_prompts(DataConfig(source=f"{__name__}:rows"))
     assert [prompt.extra for prompt in prompts] == [{}, {}]
-    sampler = Sampler(
-        prompts, SyncReplayBufferConfig().build(), task_name="t", prompt_repeat_k=1, shuffle=False
-    )
+    sampler = Sampler(prompts, SyncReplayBufferConfig().build(), task_name="t", prompt_repeat_k=1, shuffle=False)
     choices = [(await sampler.sample("t"))[0].tool_choice for _ in prompts]
     assert choices == ["none", {"type": "function"}]

@@ -104,9 +104,7 @@ async def play(turns: list[str], *, task: int = 1, size: int = 2) -> list[Rollou
         env=ENV,
     )
     group = [
-        RolloutState(
-            [{"role": "user", "content": "riddle"}], rollout_id=f"g/{i}", reward_model={TASK_KEY: task}
-        )
+        RolloutState([{"role": "user", "content": "riddle"}], rollout_id=f"g/{i}", reward_model={TASK_KEY: task})
         for i in range(size)
     ]
     try:

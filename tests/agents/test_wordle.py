@@ -45,8 +45,7 @@ def test_a_game_ends_with_the_word_or_after_six_guesses(game):
 def test_no_secret_is_both_trained_and_held_out():
     task = load_config(RunConfig, RECIPE / "run.toml").tasks[0]
     secrets = [
-        {prompt.reward_model["ground_truth"] for prompt in load_prompts(data)}
-        for data in (task.data, task.eval_data)
+        {prompt.reward_model["ground_truth"] for prompt in load_prompts(data)} for data in (task.data, task.eval_data)
     ]
     assert [len(words) for words in secrets] == [400, 40]
     assert not secrets[0] & secrets[1]

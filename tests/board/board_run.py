@@ -94,9 +94,7 @@ def write_run(folder, *, steps=6, state="finished", text=None, engines=()):
             for step in range(1, steps + 1):
                 groups = [make_group(2 * step + place, score=step / steps, text=text) for place in range(2)]
                 for group in groups:
-                    ledger.record(
-                        group[0].group_id, "math", "produced", num_tokens=6, latency_s=0.5, score=0.5
-                    )
+                    ledger.record(group[0].group_id, "math", "produced", num_tokens=6, latency_s=0.5, score=0.5)
                     ledger.record(group[0].group_id, "math", "trained", train_step=step)
                 batch = TrainBatch.from_groups(groups)
                 batch.advantages = np.linspace(-1, 1, batch.num_response_tokens).astype(np.float32)
@@ -109,13 +107,9 @@ def write_run(folder, *, steps=6, state="finished", text=None, engines=()):
                 history._spans.append((now + step, now + step + 0.5, "train", f"step {step}", "", "", ""))
                 for engine in engines:
                     rollout = f"math/{2 * step}/1"
-                    history._spans.append(
-                        (now + step, now + step + 1, f"engine {engine}", rollout, "", "", "")
-                    )
+                    history._spans.append((now + step, now + step + 1, f"engine {engine}", rollout, "", "", ""))
                 row = {"train_step": step, "unix_time_s": now + step, "reward": step / steps, "step_s": 1.0}
-                metrics.write(
-                    json.dumps({**row, "samples": 4.0, "response_tokens": 3.0, "train/loss": None}) + "\n"
-                )
+                metrics.write(json.dumps({**row, "samples": 4.0, "response_tokens": 3.0, "train/loss": None}) + "\n")
         for step in (0, steps):
             held_out = [make_group(1000 + number, score=step / steps) for number in range(4)]
             history.left(held_out, "evaluated", train_step=step)

@@ -126,9 +126,7 @@ def test_viewers_are_no_work_of_the_runs_process(beside, tmp_path):
         viewer.join()
 
     for name in ("calls", "bytes"):
-        per_look = [
-            (last[name] - first[name]) / (last["looks"] - first["looks"]) for first, last in (alone, watched)
-        ]
+        per_look = [(last[name] - first[name]) / (last["looks"] - first["looks"]) for first, last in (alone, watched)]
         assert per_look[0] == per_look[1] > 0, name
     assert alone[0]["threads"] == watched[1]["threads"]
     assert alone[0]["files"] == watched[1]["files"]

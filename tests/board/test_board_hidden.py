@@ -73,9 +73,7 @@ def test_no_answer_has_a_credential_that_a_file_holds(board):
         "timeline": {"start_s": "0", "end_s": "9"},
         "compare": {"other": "planted"},
     }
-    said = {
-        what: json.dumps(board.answer(what, {"run": "planted", **given.get(what, {})})) for what in ANSWERS
-    }
+    said = {what: json.dumps(board.answer(what, {"run": "planted", **given.get(what, {})})) for what in ANSWERS}
     assert [what for what, text in said.items() if HUSH in text or "hush" in text] == []
     # What it stood in is told: the page says why a judge failed.
     assert "judge failed: 401 for http://judge/?apikey=(hidden)" in said["overview"]

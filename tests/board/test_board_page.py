@@ -159,14 +159,10 @@ def see(page, view, run, **given):
     hash_ = f"#/{view}?{urlencode({'run': run, **given})}"
     page.evaluate("address => { location.hash = address; }", hash_)
     page.wait_for_selector(f".view.{view}, main > .failure")
-    page.wait_for_function(
-        "run => document.title.startsWith(run) && !document.querySelector('[aria-busy]')", arg=run
-    )
+    page.wait_for_function("run => document.title.startsWith(run) && !document.querySelector('[aria-busy]')", arg=run)
     if AXE.exists():
         page.evaluate(f"() => {{ if (!window.axe) {{ {AXE.read_text()} }} }}")
-        found = page.evaluate(
-            "axe.run(document, { resultTypes: ['violations'] }).then((it) => it.violations)"
-        )
+        found = page.evaluate("axe.run(document, { resultTypes: ['violations'] }).then((it) => it.violations)")
         serious = [
             f"{view} of {run}: {one['id']}: {one['nodes'][0]}"
             for one in found
@@ -511,9 +507,7 @@ def test_warnings_stand_on_every_axis_and_of_every_run(address, open_page):
         assert ("hostile, step 3: look" in told.inner_text()) == ("with" in given)
     items = page.locator(".notes li").all_inner_texts()
     assert {item.split(" ")[0] for item in items} == {"planted", "hostile"}
-    colors = page.locator(".notes li svg line").evaluate_all(
-        "all => all.map((line) => getComputedStyle(line).stroke)"
-    )
+    colors = page.locator(".notes li svg line").evaluate_all("all => all.map((line) => getComputedStyle(line).stroke)")
     assert len(set(colors)) == 2
 
 
@@ -615,11 +609,7 @@ def test_tokens_are_read_with_the_arrow_keys(address, open_page):
     see(page, "rollout", "planted", id="math/8/1")
     has(page, "The darker, the less likely")
     page.locator(".tokens").focus()
-    for key, told in (
-        ("ArrowRight", "token 0 (5)"),
-        ("ArrowRight", "token 1 (6)"),
-        ("ArrowLeft", "token 0 (5)"),
-    ):
+    for key, told in (("ArrowRight", "token 0 (5)"), ("ArrowRight", "token 1 (6)"), ("ArrowLeft", "token 0 (5)")):
         page.keyboard.press(key)
         has(page, told)
     assert page.locator(".token.at").count() == 1
@@ -939,9 +929,7 @@ def test_a_run_that_is_going_on_says_its_address_and_is_seen(tmp_path, open_page
             threading.Thread(target=run.stdout.read, daemon=True).start()
             page = open_page(found[0])
             has(page, "running")
-            page.wait_for_function(
-                "() => /[1-9]\\d* of 4,000/.test(document.querySelector('main').innerText)"
-            )
+            page.wait_for_function("() => /[1-9]\\d* of 4,000/.test(document.querySelector('main').innerText)")
             page.wait_for_selector("figure[aria-label^='Reward']")
             for view in SHOWN:
                 text = see(page, view, "seen", **given_for(page, view, "seen"))

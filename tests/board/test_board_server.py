@@ -197,9 +197,7 @@ async def test_notes_beyond_those_that_a_page_begins_with_are_told(live, tmp_pat
 
 async def test_a_browser_that_connects_again_says_what_it_saw(folder, monkeypatch):
     begun = []
-    monkeypatch.setattr(
-        server, "_changes", lambda *given: begun.append(given[1:3]) or iter([b"data: {}\n\n"])
-    )
+    monkeypatch.setattr(server, "_changes", lambda *given: begun.append(given[1:3]) or iter([b"data: {}\n\n"]))
     board = Board([folder.parent])
     with TestClient(make_app(board), base_url="http://localhost:7331") as client:
         for headers in ({}, {"Last-Event-ID": "3"}):
@@ -227,9 +225,7 @@ def _setting(board, name):
 
 def test_all_runs_share_one_database_and_its_bound_on_memory(tmp_path, monkeypatch):
     opened, connect = [], rollouts_module.duckdb.connect
-    monkeypatch.setattr(
-        rollouts_module.duckdb, "connect", lambda *a, **k: (opened.append(k), connect(*a, **k))[1]
-    )
+    monkeypatch.setattr(rollouts_module.duckdb, "connect", lambda *a, **k: (opened.append(k), connect(*a, **k))[1])
     for number in range(1, 9):
         write_run(tmp_path / f"run_{number}", steps=number)
     board = Board([tmp_path])
@@ -314,9 +310,7 @@ def test_steps_can_be_held_against_the_score_of_their_prompts(client):
         expected.append(sum(one["score"] for one in tries) / len(tries))
     found = ask(client, "count", **at_two)
     assert found["solved"] == pytest.approx(sum(expected) / len(expected))
-    assert found["solved"] != pytest.approx(
-        sum(through[row["prompt_hash"]]["score"] for row in rows) / len(rows)
-    )
+    assert found["solved"] != pytest.approx(sum(through[row["prompt_hash"]]["score"] for row in rows) / len(rows))
     # Nothing is known of prompts that no other step tried.
     assert ask(client, "count", train_step_min=0, train_step_max=6)["solved"] is None
     best = [row["best"] for row in through.values()]
@@ -404,9 +398,7 @@ texts = st.text(letters, max_size=6) | st.text(st.sampled_from("aAbB\u00e4\u00c4
 
 @given(texts, st.lists(st.text(letters, max_size=20) | texts, min_size=1, max_size=6), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_a_text_is_found_wherever_it_is_and_nowhere_else(
-    tmp_path_factory, database, wanted, responses, is_indexed
-):
+def test_a_text_is_found_wherever_it_is_and_nowhere_else(tmp_path_factory, database, wanted, responses, is_indexed):
     folder = tmp_path_factory.mktemp("run")
 
     async def write():
@@ -563,13 +555,7 @@ async def test_a_damaged_segment_is_left_out_and_named(tmp_path):
 async def test_rows_without_a_train_step_are_passed_over(live, tmp_path):
     follow, _ = live
     with (tmp_path / "metrics.jsonl").open("w") as file:
-        for row in (
-            {"train_step": 1},
-            {"reward": 2},
-            {"train_step": None},
-            {"train_step": "3"},
-            {"train_step": 4},
-        ):
+        for row in ({"train_step": 1}, {"reward": 2}, {"train_step": None}, {"train_step": "3"}, {"train_step": 4}):
             file.write(json.dumps({"unix_time_s": 1.0, **row}) + "\n")
     assert (await follow(1)("metrics"))["metrics"]["train_step"] == [1, 4]
     with (tmp_path / "metrics.jsonl").open("a") as file:

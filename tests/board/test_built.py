@@ -8,14 +8,7 @@ BOARD = Path(__file__).parents[2] / "src/forebay/board"
 
 def test_the_committed_page_was_built_from_the_committed_sources():
     web = BOARD / "web"
-    names = [
-        "answers.json",
-        "index.html",
-        "package-lock.json",
-        "package.json",
-        "tsconfig.json",
-        "vite.config.js",
-    ]
+    names = ["answers.json", "index.html", "package-lock.json", "package.json", "tsconfig.json", "vite.config.js"]
     names += sorted(f"src/{path.name}" for path in (web / "src").iterdir())
     sources = hashlib.sha256()
     for name in names:

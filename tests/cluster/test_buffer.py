@@ -74,9 +74,7 @@ async def test_a_run_may_have_its_groups_there(ray, tmp_path):
     """The manager's own buffer is replaced by a client; the ledger adds up, evictions included."""
     actor = start_buffer(name="run", store=str(tmp_path / "run.db"), limit=9)
     async with await connect_buffer("run") as buffer:
-        strategy = AsyncProduceStrategyConfig(
-            over_sample_threshold=0.5, max_staleness=2, enable_partial_rollout=True
-        )
+        strategy = AsyncProduceStrategyConfig(over_sample_threshold=0.5, max_staleness=2, enable_partial_rollout=True)
         world = World(buffer=buffer, strategy=strategy, token_s=0.001, longest=20).build()
         batches = await train(world, 4, 5)
         assert [len(groups) for groups in batches.values()] == [4] * 5
@@ -130,9 +128,7 @@ async def test_a_kill_while_groups_come_and_go_loses_and_doubles_nothing(ray, tm
 
 async def test_the_example_of_the_page(ray, tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
-    (block,) = [
-        text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "start_buffer" in text
-    ]
+    (block,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "start_buffer" in text]
     scope = {}
     exec(block, scope)
     groups, counts = await scope["run"](tmp_path, [make_group(name, num_tokens=2) for name in "ab"])

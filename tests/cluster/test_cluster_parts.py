@@ -13,15 +13,7 @@ from forebay.aio import virtual_time
 from forebay.cluster import buffer, ray_cluster
 from forebay.cluster.arguments import RayArguments
 from forebay.cluster.buffer import locate
-from forebay.cluster.calls import (
-    PUSH_EVERY_S,
-    ActorLost,
-    BatchedCalls,
-    CallFailed,
-    NotBuilt,
-    as_they_end,
-    asked,
-)
+from forebay.cluster.calls import PUSH_EVERY_S, ActorLost, BatchedCalls, CallFailed, NotBuilt, as_they_end, asked
 from forebay.cluster.engines import RayEngine
 from forebay.cluster.library import Given, why
 from forebay.cluster.placement import plan_parts
@@ -241,10 +233,7 @@ def test_each_part_has_a_bundle_and_a_shared_gpu_has_two_parts():
     shared = plan_parts(asked, cpus=0.5, shares_gpu=True)
     assert shared.bundles == {"trainer": [{"CPU": 1.0, "GPU": 1}], "engine": [engine], "worker": worker}
     assert (shared.trainer.bundle, shared.trainer.gpus) == (0, 0.5)
-    assert [(room.group, room.bundle, room.gpus) for room in shared.engines] == [
-        ("trainer", 0, 0.5),
-        ("engine", 0, 1),
-    ]
+    assert [(room.group, room.bundle, room.gpus) for room in shared.engines] == [("trainer", 0, 0.5), ("engine", 0, 1)]
 
 
 def test_ranks_that_would_share_a_gpu_are_refused_at_the_start():
@@ -268,13 +257,7 @@ async def test_gpus_that_no_part_asks_for_are_warned_of(arguments, device, warne
     monkeypatch.setattr(ray_cluster, "connect", lambda given, *, num_cpus: False)
     monkeypatch.setattr(ray_cluster, "reserve", lambda *_, **__: {})
     task = {"name": "sorting", "data": {"source": "sorting", "size": 8}, "judge": "exact_match"}
-    table = {
-        "name": "placed",
-        "steps": 1,
-        "batch_size": 1,
-        "rollouts_per_prompt": 2,
-        "model": {"source": "tiny"},
-    }
+    table = {"name": "placed", "steps": 1, "batch_size": 1, "rollouts_per_prompt": 2, "model": {"source": "tiny"}}
     config = parse_config(RunConfig, table | {"tasks": [task], "device": device}, source="test")
     await ray_cluster.RayCluster(config, **arguments).open()
     assert ("set gpus_per_trainer and gpus_per_engine" in caplog.text) is warned
@@ -282,12 +265,8 @@ async def test_gpus_that_no_part_asks_for_are_warned_of(arguments, device, warne
 
 @given(st.integers(1, 4), st.integers(1, 4), st.booleans())
 def test_without_a_trainer_every_other_part_keeps_its_room(num_engines, num_workers, shares_gpu):
-    asked = RayArguments(
-        num_engines=num_engines, num_workers=num_workers, gpus_per_engine=1, gpus_per_trainer=1
-    )
-    plan, less = (
-        plan_parts(asked, cpus=1, shares_gpu=shares_gpu, num_ranks=num_ranks) for num_ranks in (1, 0)
-    )
+    asked = RayArguments(num_engines=num_engines, num_workers=num_workers, gpus_per_engine=1, gpus_per_trainer=1)
+    plan, less = (plan_parts(asked, cpus=1, shares_gpu=shares_gpu, num_ranks=num_ranks) for num_ranks in (1, 0))
     for before, after in zip(plan.engines + plan.workers, less.engines + less.workers, strict=True):
         assert less.bundles[after.group][after.bundle] == plan.bundles[before.group][before.bundle]
     assert len(plan.every_bundle) - len(less.every_bundle) == (0 if shares_gpu else 1)
@@ -307,9 +286,7 @@ def test_what_ray_says_of_an_end_is_told_in_few_words():
 def carried(cause):
     """`cause` as Ray brings it from another process."""
     ray = pytest.importorskip("ray")
-    error = ray.exceptions.RayTaskError(
-        "fit", "Traceback: ...", cause, proctitle="ray::Trainer", pid=1, ip=""
-    )
+    error = ray.exceptions.RayTaskError("fit", "Traceback: ...", cause, proctitle="ray::Trainer", pid=1, ip="")
     return error.as_instanceof_cause()
 
 

@@ -69,9 +69,7 @@ def spec_of(config, **changes):
 
 def ask(name, prompt=(3, 4, 5)):
     ids = np.array(prompt, np.int32)
-    return GenerateRequest(
-        request_id=name, input_ids=ids, params=SampleParams(max_tokens=5), max_tokens=5, seed=0
-    )
+    return GenerateRequest(request_id=name, input_ids=ids, params=SampleParams(max_tokens=5), max_tokens=5, seed=0)
 
 
 async def answers(actor, *requests):

@@ -55,8 +55,7 @@ async def served_address(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Async
     serve = ("-c", "from forebay.cli import main; main()", "buffer", "serve")
     place = f"tcp://{hosts.addresses['a']}:0"
     process = await asyncio.create_subprocess_exec(
-        *hosts.command("a", sys.executable, *serve, place, "--policy", "fifo"),
-        stdout=asyncio.subprocess.PIPE,
+        *hosts.command("a", sys.executable, *serve, place, "--policy", "fifo"), stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
     try:

@@ -163,9 +163,7 @@ def test_a_copy_is_pushed_when_a_group_has_got_further_and_to_whoever_listens_an
         world, worker = make_world(), RolloutWorker()
         worker._controller, worker._copy_every_s = world.controller, 2.0
         group = await world.manager.task_runners[0].sampler.sample("t")
-        loop, program = (
-            SimpleNamespace(is_whole_at_awaits=whole, sample_params=None) for whole in (True, False)
-        )
+        loop, program = (SimpleNamespace(is_whole_at_awaits=whole, sample_params=None) for whole in (True, False))
         worker._jobs = {7: Job(None, loop, group), 8: Job(None, program, copy.deepcopy(group))}
         said = worker.live()
         assert isinstance(await anext(said), Report)

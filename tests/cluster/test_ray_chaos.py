@@ -90,9 +90,7 @@ def check_run(config):
     for event in read_events(config.folder / "ledger.jsonl"):
         if event["event"] == "trained":
             trained.setdefault(event["train_step"], []).append(event["group"])
-    check_books(
-        config.folder, [sampler], trained, config.steps, config.batch_size, config.folder / STORE_FILE
-    )
+    check_books(config.folder, [sampler], trained, config.steps, config.batch_size, config.folder / STORE_FILE)
     rows = train_rows(config.folder)
     assert [row["train_step"] for row in rows] == list(range(1, config.steps + 1))
     assert all(0 <= row["staleness"] < 2 for row in rows)

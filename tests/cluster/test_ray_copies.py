@@ -109,11 +109,7 @@ def test_a_killed_worker_and_a_killed_run_go_on_from_copies(ray, tmp_path):
     with warm_python(), warm_workers():
         environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)}
         run = subprocess.Popen(
-            [sys.executable, "-c", code],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         told, lines = [], []
         for line in run.stdout:

@@ -61,11 +61,7 @@ def scripted_engines(surroundings):
 
 
 def small_config(output, **arguments):
-    return run_config(
-        output,
-        engine=f"{__name__}:scripted_engines",
-        cluster={"name": "ray", "arguments": arguments},
-    )
+    return run_config(output, engine=f"{__name__}:scripted_engines", cluster={"name": "ray", "arguments": arguments})
 
 
 async def generate_group(cluster, *names, max_tokens):

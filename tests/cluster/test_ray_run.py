@@ -73,9 +73,7 @@ def trained_groups(folder):
     names = {event["group"] for event in events(folder, "trained")}
     lives = [ledger.life(name, "sorting") for name in names]
     steps_of = {life.group_id: life.train_step for life in lives if life.place == "trained"}
-    return {
-        step: sorted(g for g, s in steps_of.items() if s == step) for step in sorted(set(steps_of.values()))
-    }
+    return {step: sorted(g for g, s in steps_of.items() if s == step) for step in sorted(set(steps_of.values()))}
 
 
 def check_books(folder, num_steps=STEPS):
@@ -101,10 +99,7 @@ def test_a_run_on_ray_does_what_one_in_a_process_does(ray, tmp_path):
     tasks = [{**run_config(tmp_path).tasks[0].model_dump(), "eval_data": held_out}]
     here = run_config(tmp_path / "here", steps=3, tasks=tasks)
     there = run_config(
-        tmp_path / "there",
-        steps=3,
-        tasks=tasks,
-        cluster={"name": "ray", "arguments": {"num_workers": 2}},
+        tmp_path / "there", steps=3, tasks=tasks, cluster={"name": "ray", "arguments": {"num_workers": 2}}
     )
     for config in (here, there):
         asyncio.run(launch(config))
@@ -236,11 +231,7 @@ def test_a_run_survives_the_end_of_each_of_its_parts(ray, tmp_path, monkeypatch)
     restarted = {event["part"]: event["reason"] for event in events(config.folder, "restarted")}
     assert sorted(restarted) == ["engine 0", "trainer", "worker 0"]
     assert all("process has ended" in reason for reason in restarted.values()), restarted
-    assert counts == {
-        "cluster/trainer_restarts": 1,
-        "cluster/engine_restarts": 1,
-        "cluster/worker_restarts": 1,
-    }
+    assert counts == {"cluster/trainer_restarts": 1, "cluster/engine_restarts": 1, "cluster/worker_restarts": 1}
 
 
 def test_a_trainer_that_is_well_stays_when_the_run_goes_back_for_others(ray, tmp_path, monkeypatch):
@@ -292,9 +283,7 @@ def test_engines_and_workers_join_and_leave_a_run_that_works(ray, tmp_path, monk
         if run.train_step == 5:
             said.extend([await task for task in leaving])
             said.append(sorted(pids_of(run.cluster)))
-            said.extend(
-                [await refused(run, change) for change in ("engines=-1", "trainers=+1", "engines=+x")]
-            )
+            said.extend([await refused(run, change) for change in ("engines=-1", "trainers=+1", "engines=+x")])
         return await fit(run, groups)
 
     monkeypatch.setattr(steps, "fit", scaled_in_fit)
@@ -444,9 +433,7 @@ def test_a_trainer_that_is_lost_again_and_again_ends_the_run(ray, tmp_path, monk
         return await fit(run, groups)
 
     monkeypatch.setattr(steps, "fit", killed)
-    config = run_config(
-        tmp_path, checkpoint_every=1, cluster={"name": "ray", "arguments": {"max_restarts": 1}}
-    )
+    config = run_config(tmp_path, checkpoint_every=1, cluster={"name": "ray", "arguments": {"max_restarts": 1}})
     with pytest.raises(PartLost, match="the trainer is lost"):
         asyncio.run(launch(config))
     monkeypatch.undo()

@@ -293,8 +293,7 @@ def test_a_worker_that_leaves_is_paused_like_the_others_and_its_tokens_stay_coun
         first, second = them = worker(0), worker(1)
         workers = Workers(them)
         running = [
-            asyncio.create_task(workers.generate(("task", False), [], enable_partial_rollout=False))
-            for _ in them
+            asyncio.create_task(workers.generate(("task", False), [], enable_partial_rollout=False)) for _ in them
         ]
         await asyncio.sleep(1)
         assert (workers.count_tokens_made(), workers.count_retries()) == (200, 2)

@@ -198,9 +198,7 @@ async def test_a_request_that_can_never_fit_is_one_error(llama, make_request):
     await engine.close()
 
 
-async def test_running_out_of_memory_is_a_warning_and_the_tokens_stay(
-    llama, make_request, monkeypatch, caplog
-):
+async def test_running_out_of_memory_is_a_warning_and_the_tokens_stay(llama, make_request, monkeypatch, caplog):
     asked = [make_request([1, 2, i], str(i), seed=i, max_tokens=20) for i in range(6)]
     engine = TransformersEngine(llama)
     expected = [await engine.generate(one) for one in asked]

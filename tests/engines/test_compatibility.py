@@ -51,12 +51,7 @@ def test_layers_without_plain_attention_are_refused(make_model):
 
 
 def test_positions_that_depend_on_the_batch_are_refused(make_model):
-    rope = {
-        "rope_type": "dynamic",
-        "rope_theta": 10_000.0,
-        "factor": 2.0,
-        "original_max_position_embeddings": 80,
-    }
+    rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 80}
     with pytest.raises(ValueError, match=r"'dynamic' rope.* 80 or less"):
         TransformersEngine(make_model("llama", rope_parameters=rope))
 

@@ -15,12 +15,7 @@ from test_partial_rollouts import GREEDY, Tokens, has_reached_the_engine, rollou
 
 from forebay.engines import RolloutController, ScriptedEngine, TransformersEngine
 from forebay.engines.weights.takeover import AdaptedWeights, copy_weights
-from forebay.models.starting_weights import (
-    BASE_FINGERPRINT,
-    AdaptersRefusedError,
-    BaseDiffersError,
-    fingerprint,
-)
+from forebay.models.starting_weights import BASE_FINGERPRINT, AdaptersRefusedError, BaseDiffersError, fingerprint
 from forebay.train.model.lora import adapter_config, adapter_weights, add_lora, model_weights
 from forebay.train.weight_sync import sync_weights
 from forebay.types import Status
@@ -186,11 +181,7 @@ async def test_adapters_that_would_not_be_exact_are_refused(
         ({"r": 4}, {}, r"lora_A of .* has shape \(3, 32\), but the layer and a rank of 4 need \(4, 32\)"),
         ({}, {NAME: torch.zeros(3, 31)}, r"shape \(3, 31\)"),
         ({}, {NAME: None}, "has no lora_A"),
-        (
-            {},
-            {"base_model.model.model.nothing.lora_A.weight": torch.zeros(3, 32)},
-            "no layer 'model.nothing'",
-        ),
+        ({}, {"base_model.model.model.nothing.lora_A.weight": torch.zeros(3, 32)}, "no layer 'model.nothing'"),
     ],
 )
 async def test_adapters_that_do_not_fit_the_model_change_nothing(
@@ -200,9 +191,7 @@ async def test_adapters_that_do_not_fit_the_model_change_nothing(
     await engine.load_adapters(source.adapters(), 1, config=source.adapter_config)
     before = snapshot(llama)
     source.step(9)
-    given = {
-        name: value for name, value in {**dict(source.adapters()), **change}.items() if value is not None
-    }
+    given = {name: value for name, value in {**dict(source.adapters()), **change}.items() if value is not None}
     with pytest.raises(ValueError, match=message) as raised:
         await engine.load_adapters(given.items(), 2, config=source.adapter_config | config)
     assert not isinstance(raised.value, AdaptersRefusedError)
@@ -232,9 +221,7 @@ async def test_a_rollout_goes_on_over_new_adapters_from_one_token_to_the_next(ll
     running = asyncio.create_task(controller.generate_sample(state))
     await tokens.stopped()
     source.step(1)
-    syncing = asyncio.create_task(
-        controller.update_adapters(list(source.adapters()), 5, config=source.adapter_config)
-    )
+    syncing = asyncio.create_task(controller.update_adapters(list(source.adapters()), 5, config=source.adapter_config))
     await has_reached_the_engine()
     tokens.go()
     await syncing

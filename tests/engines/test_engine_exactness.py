@@ -39,9 +39,7 @@ def plain_logprobs(model: Any, request: GenerateRequest, completion: Completion)
 async def test_greedy_tokens_are_those_of_generate(kind, attention, make_model, make_request):
     model = make_model(kind, attn_implementation=attention)
     engine = TransformersEngine(model)
-    requests = [
-        make_request(ids, str(i), max_tokens=12, temperature=0.0) for i, ids in enumerate(prompts(LENGTHS))
-    ]
+    requests = [make_request(ids, str(i), max_tokens=12, temperature=0.0) for i, ids in enumerate(prompts(LENGTHS))]
     for request, completion in zip(requests, await generate_all(engine, requests), strict=True):
         alone = model.generate(
             torch.from_numpy(request.input_ids.astype(np.int64))[None],
@@ -57,9 +55,7 @@ async def test_greedy_tokens_are_those_of_generate(kind, attention, make_model, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_logprobs_are_those_of_a_plain_forward_while_rows_join_and_leave(
-    kind, make_model, make_request
-):
+async def test_logprobs_are_those_of_a_plain_forward_while_rows_join_and_leave(kind, make_model, make_request):
     model = make_model(kind)
     # Three places for sixteen requests of different lengths and budgets: rows join and leave all the time.
     engine = TransformersEngine(model, max_batch=3, prefill_tokens=64)
@@ -77,8 +73,7 @@ async def test_logprobs_are_those_of_a_plain_forward_while_rows_join_and_leave(
 @pytest.mark.parametrize("max_batch", [1, 5, 64])
 async def test_a_request_draws_the_same_whatever_runs_beside_it(max_batch, llama, make_request):
     requests = [
-        make_request(ids, str(i), seed=i % 3, max_tokens=4 + i % 9)
-        for i, ids in enumerate(prompts(LENGTHS * 2))
+        make_request(ids, str(i), seed=i % 3, max_tokens=4 + i % 9) for i, ids in enumerate(prompts(LENGTHS * 2))
     ]
     alone = TransformersEngine(llama)
     expected = [await alone.generate(request) for request in requests]

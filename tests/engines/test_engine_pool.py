@@ -142,9 +142,7 @@ def test_a_request_that_brings_down_every_engine_ends():
         controller = RolloutController(engines)
         state = await controller.generate_sample(rollout())
         assert state.status is Status.FAILED
-        assert state.error_msg.startswith(
-            f"rollout r: given up after {MAX_RETRIES + 1} lost engines: engine "
-        )
+        assert state.error_msg.startswith(f"rollout r: given up after {MAX_RETRIES + 1} lost engines: engine ")
         assert "segmentation fault" in state.error_msg
         assert controller.counts()["retries"] == MAX_RETRIES
         await controller.close()
@@ -162,9 +160,7 @@ def test_when_no_engine_comes_back_everybody_is_told():
         assert not health.ok
         assert "engine 1: it does not start any more" in health.detail
         await controller.engines[0].lose()
-        with pytest.raises(
-            EngineLost, match=r"no engine is left: engine 0 .*: it does not start any more; engine 1"
-        ):
+        with pytest.raises(EngineLost, match=r"no engine is left: engine 0 .*: it does not start any more; engine 1"):
             await running
         with pytest.raises(EngineLost, match="no engine is left"):
             await controller.update_weights([], 2)
@@ -418,11 +414,7 @@ def test_a_rollout_whose_last_token_was_made_by_a_lost_engine_is_complete():
 
         pool = EnginePool([DiesAtTheEnd()])
         request = GenerateRequest(
-            request_id="a",
-            input_ids=np.array([5], np.int32),
-            params=SampleParams(max_tokens=3),
-            max_tokens=3,
-            seed=0,
+            request_id="a", input_ids=np.array([5], np.int32), params=SampleParams(max_tokens=3), max_tokens=3, seed=0
         )
         completion = await pool.complete(request)
         assert (completion.finish_reason, completion.response_ids.tolist()) == ("length", [6, 7, 8])

@@ -44,10 +44,7 @@ def test_another_dtype_is_converted(llama):
     ("change", "message"),
     [
         (lambda new: new.pop("model.norm.weight"), "no weights were given for 'model.norm.weight'"),
-        (
-            lambda new: new.update({"model.nrom.weight": torch.zeros(2)}),
-            "the model has no 'model.nrom.weight'",
-        ),
+        (lambda new: new.update({"model.nrom.weight": torch.zeros(2)}), "the model has no 'model.nrom.weight'"),
         (
             lambda new: new.update({"model.norm.weight": torch.zeros(3)}),
             r"model.norm.weight has shape \(3,\), but the model's is \(32,\)",

@@ -115,8 +115,7 @@ def test_one_very_long_request_makes_no_straggler(caplog):
     async def main() -> None:
         loop = asyncio.get_running_loop()
         engines = [
-            ScriptedEngine(lambda request: list(range(request.max_tokens)), token_latency_s=0.02)
-            for _ in range(2)
+            ScriptedEngine(lambda request: list(range(request.max_tokens)), token_latency_s=0.02) for _ in range(2)
         ]
         controller = RolloutController(engines)
         long = asyncio.create_task(controller.generate_sample(rollout("long", 10_000)))

@@ -154,9 +154,7 @@ async def test_weights_change_under_a_running_rollout_from_one_token_to_the_next
     assert state.response_model_steps.max() == 5
     with torch.inference_mode():
         logits = old(torch.from_numpy(state.tokens.astype(np.int64))[None]).logits[0, 4:-1]
-        by_old = logits.log_softmax(-1)[
-            torch.arange(40), torch.from_numpy(state.response_ids.astype(np.int64))
-        ]
+        by_old = logits.log_softmax(-1)[torch.arange(40), torch.from_numpy(state.response_ids.astype(np.int64))]
     np.testing.assert_allclose(state.logprobs[:10], by_old[:10], atol=1e-4)
     assert np.abs(state.logprobs[10:] - by_old[10:].numpy()).max() > 0.1
 
@@ -204,9 +202,7 @@ async def test_completed_members_of_an_aborted_group_keep_response_and_reward(co
     assert [state.reward is None for state in group] == [False, True] * 2
     rewards = {state.rollout_id: state.reward for state in group if state.reward}
 
-    group = await interrupt_after(
-        controller, tokens, agent_loop.generate_group(group, enable_partial_rollout=True), 6
-    )
+    group = await interrupt_after(controller, tokens, agent_loop.generate_group(group, enable_partial_rollout=True), 6)
     assert [len(state.response_ids) for state in group] == [3, 14, 5, 14]
     group = await agent_loop.generate_group(group, enable_partial_rollout=True)
     assert {state.status for state in group} == {Status.COMPLETED}

@@ -44,9 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def surroundings(folder: Path, scratch: Path) -> EngineSurroundings:
-    return EngineSurroundings(
-        model_folder=folder, model=TINY, tokenizer=load_tokenizer(folder), scratch=scratch
-    )
+    return EngineSurroundings(model_folder=folder, model=TINY, tokenizer=load_tokenizer(folder), scratch=scratch)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -158,9 +156,7 @@ async def test_an_impossible_request_and_impossible_weights_are_value_errors(eng
     assert engine.model_step == 0
 
 
-async def test_a_killed_child_is_told_at_once_and_comes_back_with_its_weights(
-    engine: Any, folder: Path
-) -> None:
+async def test_a_killed_child_is_told_at_once_and_comes_back_with_its_weights(engine: Any, folder: Path) -> None:
     weights = [(name, value * 0.5) for name, value in load_model(folder).named_parameters()]
     await engine.load_weights(weights, 7)
     expected = await engine.generate(request())
@@ -209,9 +205,7 @@ async def test_a_frozen_child_is_lost_and_replaced(monkeypatch: Any, engine: Any
     assert (await engine.generate(request())).finish_reason in ("stop", "length")
 
 
-async def test_a_child_killed_between_two_syncs_comes_back_with_its_adapters(
-    engine: Any, folder: Path
-) -> None:
+async def test_a_child_killed_between_two_syncs_comes_back_with_its_adapters(engine: Any, folder: Path) -> None:
     here = TransformersEngine(load_model(folder), load_tokenizer(folder))
     source = Source(load_model(folder))
 
@@ -245,9 +239,7 @@ async def test_a_child_killed_between_two_syncs_comes_back_with_its_adapters(
     with pytest.raises(AdaptersRefusedError, match="use_dora"):
         await engine.load_adapters(source.adapters(), 4, config=source.adapter_config | {"use_dora": True})
     with pytest.raises(BaseDiffersError, match="give it those first"):
-        await engine.load_adapters(
-            source.adapters(), 4, config=source.adapter_config | {BASE_FINGERPRINT: "?"}
-        )
+        await engine.load_adapters(source.adapters(), 4, config=source.adapter_config | {BASE_FINGERPRINT: "?"})
     await makes_what_one_here_makes(3)
     await here.close()
 

@@ -40,9 +40,7 @@ def test_answers_by_function_and_by_prompt(clock, make_request):
     assert (completion.response_ids.tolist(), completion.finish_reason) == ([5, 9], "stop")
     assert completion.logprobs.tolist() == [-1.0, -1.0]
     by_prompt = ScriptedEngine({(4,): [5, 6, 7], (4, 4): Completion(finish_reason="tool_calls")})
-    answers = [
-        clock.run_until_complete(by_prompt.generate(make_request(ids))) for ids in ([4], [4, 5], [4, 4], [8])
-    ]
+    answers = [clock.run_until_complete(by_prompt.generate(make_request(ids))) for ids in ([4], [4, 5], [4, 4], [8])]
     assert [answer.response_ids.tolist() for answer in answers] == [[5, 6, 7], [6, 7], [], []]
     assert [answer.finish_reason for answer in answers] == ["stop", "stop", "tool_calls", "error"]
     assert "no answer for (8,)" in str(answers[-1].error_msg)
@@ -101,9 +99,7 @@ def test_abort_gives_the_tokens_whose_time_has_come(clock, make_request):
     engine = ScriptedEngine(lambda request: range(100), token_latency_s=0.1, max_running=2)
 
     async def run() -> list[Completion]:
-        tasks = [
-            asyncio.create_task(engine.generate(make_request([1], name, max_tokens=100))) for name in "abc"
-        ]
+        tasks = [asyncio.create_task(engine.generate(make_request([1], name, max_tokens=100))) for name in "abc"]
         await asyncio.sleep(0.3)
         await engine.abort(["a", "unknown"])
         health = await engine.health()
@@ -176,9 +172,7 @@ def test_a_completion_of_ones_own_keeps_its_logprobs(clock, make_request):
     assert completion.finish_reason == "tool_calls"
 
 
-@pytest.mark.parametrize(
-    "changes", [{"token_latency_s": -1.0}, {"request_latency_s": -1.0}, {"max_running": 0}]
-)
+@pytest.mark.parametrize("changes", [{"token_latency_s": -1.0}, {"request_latency_s": -1.0}, {"max_running": 0}])
 def test_nonsense_settings_are_refused(changes):
     with pytest.raises(ValueError, match=r"negative|at least 1"):
         ScriptedEngine(lambda request: [], **changes)

@@ -151,9 +151,7 @@ def test_recordings_end_where_the_cache_or_the_weights_move(make_model):
     first = run(batch, rows(4))
     recorded = recorder.num_recorded
     batch.release()
-    assert [one.response_ids.tolist() for one in run(batch, rows(4))] == [
-        one.response_ids.tolist() for one in first
-    ]
+    assert [one.response_ids.tolist() for one in run(batch, rows(4))] == [one.response_ids.tolist() for one in first]
     assert recorder.num_recorded == 2 * recorded
 
 
@@ -303,9 +301,7 @@ def copying_attention(module, query, key, value, attention_mask, **kwargs):
 
 @pytest.mark.parametrize("folds", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
-def test_a_step_reads_once_from_the_device_and_copies_no_keys_for_shared_heads(
-    kind, folds, make_model, monkeypatch
-):
+def test_a_step_reads_once_from_the_device_and_copies_no_keys_for_shared_heads(kind, folds, make_model, monkeypatch):
     model = make_model(kind)
     expected = run(new_batch(model), rows(6))
     if not folds:

@@ -90,9 +90,7 @@ async def test_abort_gives_back_the_tokens_made_so_far(engine, llama, make_reque
 async def test_abort_and_cancel_reach_requests_that_wait(llama, make_request):
     engine = TransformersEngine(llama, max_batch=1)
     gate = Gate(llama)
-    running, aborted, cancelled, last = start(
-        engine, *(make_request(PROMPT, name, max_tokens=3) for name in "abcd")
-    )
+    running, aborted, cancelled, last = start(engine, *(make_request(PROMPT, name, max_tokens=3) for name in "abcd"))
     await gate.reached()
     await engine.abort(["b"])
     cancelled.cancel()
@@ -231,9 +229,7 @@ async def test_a_stop_text_may_begin_in_an_earlier_part_of_the_rollout(llama, to
     whole = (await engine.generate(greedy)).response_ids.tolist()
     stop = tokenizer.decode(whole[2:4])
     params = replace(greedy.params, stop=(stop,))
-    continued = replace(
-        greedy, input_ids=np.array(PROMPT + whole[:3], np.int32), params=params, max_tokens=27
-    )
+    continued = replace(greedy, input_ids=np.array(PROMPT + whole[:3], np.int32), params=params, max_tokens=27)
     completion = await engine.generate(continued)
     assert (completion.response_ids.tolist(), completion.finish_reason) == (whole[3:4], "stop")
     # The same tokens as a prompt: what stands in a prompt is no part of a stop text.
@@ -289,9 +285,7 @@ async def test_weights_that_have_diverged_give_errors_until_good_ones_come(engin
     before = await asyncio.gather(*map(engine.generate, requests))
     bad = {name: torch.full_like(parameter, torch.nan) for name, parameter in good.items()}
     await engine.load_weights(bad.items(), 1)
-    completions = await asyncio.gather(
-        *(engine.generate(make_request(long_prompt, str(i))) for i in range(6))
-    )
+    completions = await asyncio.gather(*(engine.generate(make_request(long_prompt, str(i))) for i in range(6)))
     assert {completion.finish_reason for completion in completions} == {"error"}
     assert "not finite" in str(completions[0].error_msg)
     await engine.load_weights(good.items(), 2)

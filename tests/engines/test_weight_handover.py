@@ -170,9 +170,7 @@ async def test_a_lost_engine_does_not_cost_the_others_theirs() -> None:
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-async def test_an_engine_that_hangs_holds_nobody_up_and_its_memory_is_not_written_again(
-    given_up: bool,
-) -> None:
+async def test_an_engine_that_hangs_holds_nobody_up_and_its_memory_is_not_written_again(given_up: bool) -> None:
     hand_over = SharedMemoryHandOver()
     slow, other = Engine(), Engine()
     slow.hold = asyncio.Event()

@@ -15,10 +15,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64,
 @st.composite
 def parameters(draw: st.DrawFn) -> list[tuple[str, torch.Tensor]]:
     shapes = draw(st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=6))
-    return [
-        (f"p{i}", (torch.randn(shape) * 50).to(draw(st.sampled_from(DTYPES))))
-        for i, shape in enumerate(shapes)
-    ]
+    return [(f"p{i}", (torch.randn(shape) * 50).to(draw(st.sampled_from(DTYPES)))) for i, shape in enumerate(shapes)]
 
 
 @given(parameters())

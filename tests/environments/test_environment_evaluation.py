@@ -12,9 +12,7 @@ def counting(tmp_path):
     """A run in the environment that counts, and a policy for it."""
 
     def make(length):
-        config = small_run(
-            tmp_path, eval_episodes=3, environment={"id": COUNTING, "arguments": {"length": length}}
-        )
+        config = small_run(tmp_path, eval_episodes=3, environment={"id": COUNTING, "arguments": {"length": length}})
         return config, make_policy(config.environment, memory="gru")
 
     return make

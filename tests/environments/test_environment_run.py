@@ -58,9 +58,7 @@ async def test_a_run_learns(tmp_path):
     (books,) = live["books"].values()
     assert books["trained"] >= 12 * 2
     assert books["generated"] == books["trained"] + sum(books["dropped"].values()) + books["live"]
-    spans = [
-        row for part in list_parts(config.folder, "spans") for row in pq.read_table(part.path).to_pylist()
-    ]
+    spans = [row for part in list_parts(config.folder, "spans") for row in pq.read_table(part.path).to_pylist()]
     assert [row["name"] for row in spans if row["stage"] == "train"] == [f"step {n}" for n in range(1, 13)]
 
 
@@ -82,8 +80,7 @@ async def test_a_resumed_run_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes",
-    ["environment.num_envs=2", "fragments.length=8", "fragments.fragments_per_chunk=2"],
+    "changes", ["environment.num_envs=2", "fragments.length=8", "fragments.fragments_per_chunk=2"]
 )
 async def test_fragments_of_another_shape_are_left_behind(tmp_path, changes, capsys):
     config = small_run(tmp_path, steps=1, eval_episodes=1)
@@ -119,12 +116,7 @@ async def test_a_damaged_checkpoint_is_one_sentence_that_offers_the_one_before(t
 )
 async def test_every_way_to_cut_and_keep_comes_to_an_end(tmp_path, fragments):
     config = small_run(
-        tmp_path,
-        batch_size=3,
-        steps=4,
-        eval_episodes=1,
-        environment={"workers": 2},
-        fragments=fragments,
+        tmp_path, batch_size=3, steps=4, eval_episodes=1, environment={"workers": 2}, fragments=fragments
     )
     await launch(config)
     last = rows_of(config)[-1]

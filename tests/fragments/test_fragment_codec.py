@@ -10,9 +10,7 @@ from hypothesis.extra import numpy as hnp
 from forebay.fragments.store.codec import pack, stack, unpack
 
 ARRAYS = hnp.arrays(
-    st.sampled_from(
-        [np.uint8, np.float32, np.float64, np.int64, np.bool_, ">i4", "M8[ns]", "U3", np.complex64]
-    ),
+    st.sampled_from([np.uint8, np.float32, np.float64, np.int64, np.bool_, ">i4", "M8[ns]", "U3", np.complex64]),
     hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5),
 )
 PLAIN = st.one_of(
@@ -61,9 +59,7 @@ def test_arrays_look_into_the_payload():
 
 
 def test_layouts_and_scalars_of_every_kind_are_stored():
-    back = round_trip(
-        make_fragment(obs=np.arange(6).reshape(2, 3).T, action=np.float32(2.5), in_state=[np.int8(3)])
-    )
+    back = round_trip(make_fragment(obs=np.arange(6).reshape(2, 3).T, action=np.float32(2.5), in_state=[np.int8(3)]))
     assert back.obs.tolist() == [[0, 3], [1, 4], [2, 5]]
     assert (type(back.action), back.action, back.in_state) == (np.float32, 2.5, [3])
 

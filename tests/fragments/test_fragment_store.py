@@ -53,9 +53,7 @@ def test_another_process_reads_and_writes_the_same_fragments(make_store):
         "store = FragmentStore(sys.argv[1]); fragment = store.get_fragment(sys.argv[2])\n"
         "assert (fragment.obs == 7).all(); print(store.add_fragment(fragment)); import os; os._exit(9)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(store.path), fragment_id], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, str(store.path), fragment_id], capture_output=True, text=True)
     copy = store.get_fragment(done.stdout.strip())
     assert (copy.obs == 7).all(), done.stderr
     assert len(store) == 2

@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 
 from forebay.aio import virtual_time
 from forebay.aio.gate import Gate
-from forebay.fragments import (
-    BufferClosed,
-    FragmentMetadata,
-    FragmentStore,
-    RateLimit,
-    ReplayBufferActor,
-)
+from forebay.fragments import BufferClosed, FragmentMetadata, FragmentStore, RateLimit, ReplayBufferActor
 from forebay.fragments.rules import Rules
 from forebay.fragments.state import ReplayState
 

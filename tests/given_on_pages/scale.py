@@ -12,12 +12,7 @@ config = RunConfig.model_validate(
         "cluster": "ray",
         "model": {"source": "tiny", "max_context": 32, "tiny": {"hidden_size": 32, "num_layers": 1}},
         "tasks": [
-            {
-                "name": "sums",
-                "data": {"source": "addition"},
-                "judge": "exact_match",
-                "sample": {"max_tokens": 4},
-            }
+            {"name": "sums", "data": {"source": "addition"}, "judge": "exact_match", "sample": {"max_tokens": 4}}
         ],
     }
 )

@@ -52,9 +52,7 @@ def blocking_ends():
 @settings(max_examples=15, deadline=None)
 def test_messages_arrive_whole_and_in_order(messages, seed):
     generator = np.random.default_rng(seed)
-    sent = [
-        [generator.bytes(min(size, 8 * MIB // (len(sizes) or 1))) for size in sizes] for sizes in messages
-    ]
+    sent = [[generator.bytes(min(size, 8 * MIB // (len(sizes) or 1))) for size in sizes] for sizes in messages]
 
     async def run(send, receive):
         expected = list(enumerate(sent))

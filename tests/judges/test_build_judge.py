@@ -34,11 +34,7 @@ NOT_A_JUDGE = 3
 
 @pytest.mark.parametrize(
     ("name", "judge_class"),
-    [
-        ("exact_match", ExactMatchJudge),
-        ("math_verify", MathVerifyJudge),
-        ("reasoning_gym", ReasoningGymJudge),
-    ],
+    [("exact_match", ExactMatchJudge), ("math_verify", MathVerifyJudge), ("reasoning_gym", ReasoningGymJudge)],
 )
 def test_the_names_of_the_table_build(name, judge_class) -> None:
     assert isinstance(build_judge(JudgeConfig(name=name)), judge_class)
@@ -49,9 +45,7 @@ async def test_functions_and_classes_are_found_by_import_path() -> None:
     by_function = build_judge(JudgeConfig(name=f"{__name__}:share_of", arguments={"letter": "b"}))
     assert isinstance(by_function, FunctionJudge)
     assert (await by_function.judge(state)).reward == {"score": 0.5}
-    by_class = build_judge(
-        JudgeConfig(name=f"{__name__}:Constant", arguments={"value": 0.25}, timeout_s=None)
-    )
+    by_class = build_judge(JudgeConfig(name=f"{__name__}:Constant", arguments={"value": 0.25}, timeout_s=None))
     assert (await by_class.judge(state)).reward == {"score": 0.25}
 
 
@@ -65,9 +59,7 @@ def test_arguments_and_timeout_reach_the_judge() -> None:
 
 @pytest.mark.parametrize("config", [None, JudgeConfig()])
 def test_a_task_without_a_judge_is_told_the_known_names(config) -> None:
-    with pytest.raises(
-        ConfigError, match=r"no judge.*exact_match, math_verify, reasoning_gym, reward_model, or"
-    ):
+    with pytest.raises(ConfigError, match=r"no judge.*exact_match, math_verify, reasoning_gym, reward_model, or"):
         build_judge(config)
 
 
@@ -75,17 +67,9 @@ def test_a_task_without_a_judge_is_told_the_known_names(config) -> None:
     ("name", "arguments", "message"),
     [
         ("exact_mach", {}, "unknown judge 'exact_mach'; did you mean 'exact_match'"),
-        (
-            "exact_match",
-            {"extrakt": "x"},
-            "did you mean 'extract'? its arguments: extract, partial_credit",
-        ),
+        ("exact_match", {"extrakt": "x"}, "did you mean 'extract'? its arguments: extract, partial_credit"),
         ("exact_match", {"extract": "(["}, "judge 'exact_match': extract = "),
-        (
-            f"{__name__}:share_of",
-            {"leter": "x"},
-            "did you mean 'letter'? its arguments: letter",
-        ),
+        (f"{__name__}:share_of", {"leter": "x"}, "did you mean 'letter'? its arguments: letter"),
         (f"{__name__}:shareof", {}, "has no 'shareof'; did you mean 'share_of'"),
         (f"{__name__}:Constant", {}, "missing a required argument: 'value'"),
         (f"{__name__}:NOT_A_JUDGE", {}, "is a int, not a function or class"),

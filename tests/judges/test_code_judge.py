@@ -137,9 +137,7 @@ def test_every_usual_form_of_tests_is_read_the_same(pairs) -> None:
         assert read_tests(rollout("", form)) == expected
 
 
-@pytest.mark.parametrize(
-    "tests", [None, [], "[]", {}, [3], [{"input": "1"}], {"inputs": ["1"], "outputs": []}]
-)
+@pytest.mark.parametrize("tests", [None, [], "[]", {}, [3], [{"input": "1"}], {"inputs": ["1"], "outputs": []}])
 async def test_prompts_without_usable_tests_fail(tests) -> None:
     state = await CodeJudge().judge(rollout(ADD, tests))
     assert state.status is Status.FAILED

@@ -44,9 +44,7 @@ def test_right_programs_pass_their_tests_and_constants_do_not(monkeypatch):
             pytest.skip(str(error))
         for sentence, program in PROGRAMS.items():
             prompt, found = next(
-                (prompt, found)
-                for prompt in held_out
-                if (found := re.search(sentence, prompt.message[-1]["content"]))
+                (prompt, found) for prompt in held_out if (found := re.search(sentence, prompt.message[-1]["content"]))
             )
             assert await score(prompt, program.format(found[1])) == 1, sentence
             assert await score(prompt, prompt.reward_model["tests"][0].split(" == ")[1]) == 0

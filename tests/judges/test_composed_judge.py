@@ -6,15 +6,7 @@ from hypothesis import strategies as st
 
 from forebay.config import ConfigError
 from forebay.evaluate import Evaluator
-from forebay.judges import (
-    ComposedJudge,
-    FunctionJudge,
-    GroupJudge,
-    Judge,
-    JudgeConfig,
-    Part,
-    build_judge,
-)
+from forebay.judges import ComposedJudge, FunctionJudge, GroupJudge, Judge, JudgeConfig, Part, build_judge
 from forebay.produce.results import TaskResult, summarize
 from forebay.train import TrainBatch
 from forebay.types import RolloutState, Status
@@ -52,9 +44,7 @@ def rollout(source: str = "x", **scores: float) -> RolloutState:
 
 scores = st.floats(-10, 10)
 parts = st.lists(
-    st.tuples(st.floats(-2, 2), st.none() | st.sets(st.sampled_from("xyz"), min_size=1)),
-    min_size=1,
-    max_size=4,
+    st.tuples(st.floats(-2, 2), st.none() | st.sets(st.sampled_from("xyz"), min_size=1)), min_size=1, max_size=4
 )
 
 
@@ -79,9 +69,7 @@ async def test_the_score_is_the_weighted_sum_of_the_parts_that_apply(parts, roll
         expected = sum(weight * (score + at) for at, weight in applying.items())
         assert state.reward["score"] == pytest.approx(expected)
         assert {at: state.reward.get(f"p{at}") for at in applying} == {at: score + at for at in applying}
-        assert state.reward.keys() == {"score"} | {
-            name for at in applying for name in (f"p{at}", f"p{at}/note")
-        }
+        assert state.reward.keys() == {"score"} | {name for at in applying for name in (f"p{at}", f"p{at}/note")}
 
 
 async def test_one_part_that_fails_names_itself_and_fails_only_its_rollout() -> None:
@@ -131,17 +119,12 @@ async def test_rewards_by_turn_are_summed_with_the_weights_where_they_were_earne
     # Half of it is earned after two tokens, and the rest, with the answer, at the end.
     assert TrainBatch.from_groups([[state]]).token_rewards.tolist() == [0, 1.5, 0, 3.25]
     # Without a part that pays by turn there is none: those that an environment noted would not count.
-    assert "turn_rewards" not in await ComposedJudge([Part(label="p", judge=Given("a"))]).score(
-        rollout(a=1.0)
-    )
+    assert "turn_rewards" not in await ComposedJudge([Part(label="p", judge=Given("a"))]).score(rollout(a=1.0))
 
 
 @pytest.mark.parametrize(
     "part",
-    [
-        Turns(float("nan"), 0.0),
-        FunctionJudge(lambda state: {"score": 1.0, "turn_rewards": [[2, float("nan")]]}),
-    ],
+    [Turns(float("nan"), 0.0), FunctionJudge(lambda state: {"score": 1.0, "turn_rewards": [[2, float("nan")]]})],
 )
 async def test_a_reward_by_turn_that_is_not_finite_fails_the_rollout(part) -> None:
     for judge in (part, ComposedJudge([Part(label="part", judge=part)])):
@@ -187,10 +170,7 @@ async def test_a_run_file_composes_by_tables() -> None:
             },
         )
     )
-    assert [(part.label, part.judge.timeout_s) for part in judge.parts] == [
-        ("exact_match", 7.0),
-        ("extra", 2.0),
-    ]
+    assert [(part.label, part.judge.timeout_s) for part in judge.parts] == [("exact_match", 7.0), ("extra", 2.0)]
     state = RolloutState(
         [],
         response="so 4",
@@ -208,10 +188,7 @@ async def test_a_run_file_composes_by_tables() -> None:
     [
         ({"parts": []}, "'parts' = \\[\\]: .*at least 1 item"),
         ({"parts": [{"name": "exact_mach"}]}, "did you mean 'exact_match'"),
-        (
-            {"parts": [{"name": "exact_match", "wait": 1}]},
-            "unknown key 'parts.0.wait'; did you mean 'weight'",
-        ),
+        ({"parts": [{"name": "exact_match", "wait": 1}]}, "unknown key 'parts.0.wait'; did you mean 'weight'"),
         ({"parts": [{"name": "exact_match"}] * 2}, r"two parts are called \['exact_match'\]"),
         ({"parts": [{"name": "exact_match", "label": "score"}]}, "may not be called 'score'"),
         ({"parts": [{"name": "exact_match"}], "by": "source"}, "by = 'source' is not a field"),
@@ -253,8 +230,7 @@ async def test_parts_and_other_numbers_are_means_in_the_metrics_of_each_task():
         by="task_name",
     )
     groups = {
-        name: [await judge.judge([RolloutState([], task_name=name, status=Status.COMPLETED)])]
-        for name in ("a", "b")
+        name: [await judge.judge([RolloutState([], task_name=name, status=Status.COMPLETED)])] for name in ("a", "b")
     }
     results = {name: TaskResult(rollout_states=part) for name, part in groups.items()}
     values = summarize(results, {}).metrics()

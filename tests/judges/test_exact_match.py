@@ -19,14 +19,7 @@ async def score(response: str, truth: object, **options) -> float:
 
 @pytest.mark.parametrize(
     ("response", "truth", "expected"),
-    [
-        ("46", "46", 1),
-        (" 46\n", "46 ", 1),
-        ("46", 46, 1),
-        ("47", "46", 0),
-        ("it is 46", "46", 0),
-        ("", "46", 0),
-    ],
+    [("46", "46", 1), (" 46\n", "46 ", 1), ("46", 46, 1), ("47", "46", 0), ("it is 46", "46", 0), ("", "46", 0)],
 )
 async def test_the_whole_response_is_compared_stripped(response, truth, expected) -> None:
     assert await score(response, truth) == expected

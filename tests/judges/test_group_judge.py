@@ -24,9 +24,7 @@ class Share(GroupJudge):
 
     async def score_group(self, states):
         total = sum(len(state.response) for state in states)
-        return [
-            len(state.response) / total if state.response else LookupError("it is empty") for state in states
-        ]
+        return [len(state.response) / total if state.response else LookupError("it is empty") for state in states]
 
 
 @judges_group

@@ -43,9 +43,7 @@ def reward_model(tmp_path_factory):
 
 def rollouts(*responses):
     return [
-        RolloutState(
-            [{"role": "user", "content": "2 + 2?"}], rollout_id=text, response=text, status=Status.COMPLETED
-        )
+        RolloutState([{"role": "user", "content": "2 + 2?"}], rollout_id=text, response=text, status=Status.COMPLETED)
         for text in responses
     ]
 

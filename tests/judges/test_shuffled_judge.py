@@ -13,9 +13,7 @@ class Number(Judge):
 
 
 def group_of(scores: list[int], group_id: str) -> list[RolloutState]:
-    return [
-        RolloutState([], response=str(score), group_id=group_id, status=Status.COMPLETED) for score in scores
-    ]
+    return [RolloutState([], response=str(score), group_id=group_id, status=Status.COMPLETED) for score in scores]
 
 
 async def shuffled_scores(scores: list[int], *, seed: int = 0, group_id: str = "g") -> list[float]:
@@ -33,9 +31,7 @@ async def test_the_rewards_of_a_group_stay_the_same_as_a_whole(scores, seed, nam
 async def test_seed_and_group_each_change_the_permutation() -> None:
     scores = list(range(8))
     orders = await asyncio.gather(
-        shuffled_scores(scores),
-        shuffled_scores(scores, seed=1),
-        shuffled_scores(scores, group_id="h"),
+        shuffled_scores(scores), shuffled_scores(scores, seed=1), shuffled_scores(scores, group_id="h")
     )
     assert len({tuple(order) for order in orders}) == 3
 

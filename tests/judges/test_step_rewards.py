@@ -27,9 +27,7 @@ def vowels(state):
 def model(tmp_path_factory):
     """A model whose tokens are letters, and the end of a line."""
     tiny = TinyConfig(hidden_size=16, num_layers=1, num_heads=2, alphabet="abcdefghijklmnopqrstuvwxyz .\n")
-    return str(
-        resolve_model(ModelConfig(source="tiny", tiny=tiny), cache_dir=tmp_path_factory.mktemp("tiny"))
-    )
+    return str(resolve_model(ModelConfig(source="tiny", tiny=tiny), cache_dir=tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture

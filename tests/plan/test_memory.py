@@ -41,11 +41,7 @@ MODELS: dict[str, Any] = {
     ),
     # Attention and feed-forward side by side, biases, and no grouped heads.
     "gpt_neox": GPTNeoXConfig(
-        vocab_size=1000,
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=3,
-        num_attention_heads=4,
+        vocab_size=1000, hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4
     ),
     # Experts by a grouped product, which torch refuses for fake tensors in float32.
     "qwen3_moe": Qwen3MoeConfig(
@@ -133,9 +129,7 @@ def test_frozen_weights_have_neither_gradients_nor_moments() -> None:
 def test_a_divergence_over_the_likeliest_tokens_is_planned() -> None:
     config = TrainConfig(token_budget=1024, kl_coef=0.1)
     top = config.model_copy(update={"kl_estimator": "top_64"})
-    plain, planned = (
-        step_memory(MODELS["llama"], each, batch(), teacher=MODELS["qwen3"]) for each in (config, top)
-    )
+    plain, planned = (step_memory(MODELS["llama"], each, batch(), teacher=MODELS["qwen3"]) for each in (config, top))
     assert planned.parts["reference"] == plain.parts["reference"]
     # The student's and the teacher's 64 numbers by trained token.
     assert total(planned) > total(plain)

@@ -226,9 +226,7 @@ def test_mini_batches_are_planned_full(model: Path) -> None:
     config = run_config(model, batch_size=16, train=train)
     whole = run_config(model, batch_size=16)
     plans = [make_plan(each, device(10 * GIB, is_gpu=False), prompt_tokens=32) for each in (config, whole)]
-    assert plans[0].parts["trainer: activations"] == pytest.approx(
-        plans[1].parts["trainer: activations"], rel=0.05
-    )
+    assert plans[0].parts["trainer: activations"] == pytest.approx(plans[1].parts["trainer: activations"], rel=0.05)
 
 
 def test_adapters_and_engines_in_processes_count(model: Path) -> None:
@@ -349,9 +347,7 @@ def test_planning_leaves_other_models_of_the_process_alone(model: Path) -> None:
     assert nn.Linear(2, 2).double().weight.dtype == torch.float64
 
 
-def test_a_server_beside_the_trainer_gets_what_that_leaves(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_beside_the_trainer_gets_what_that_leaves(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The folder has no tokenizer.
     monkeypatch.setattr("forebay.plan.estimate._longest_prompt", lambda *_: 32)
     server = {"name": "vllm", "arguments": {"servers": 1, "python": "python"}}

@@ -9,13 +9,7 @@ from forebay.engines import RolloutController
 from forebay.engines.scripted import ScriptedEngine
 from forebay.judges.base import Judge
 from forebay.ledger import Ledger
-from forebay.produce import (
-    AgentLoopManager,
-    AsyncProduceStrategyConfig,
-    Prompt,
-    Sampler,
-    TaskRunner,
-)
+from forebay.produce import AgentLoopManager, AsyncProduceStrategyConfig, Prompt, Sampler, TaskRunner
 from forebay.replay import AsyncReplayBufferConfig
 from forebay.types import SampleParams
 
@@ -113,10 +107,7 @@ class World:
                         sync_weights_interval=self.interval, rollout_controller=self.controller
                     ),
                     sampler=Sampler(
-                        [
-                            Prompt(message=[{"role": "user", "content": str(i)}])
-                            for i in range(self.num_prompts)
-                        ],
+                        [Prompt(message=[{"role": "user", "content": str(i)}]) for i in range(self.num_prompts)],
                         self.buffer,
                         task_name=name,
                         prompt_repeat_k=self.k,

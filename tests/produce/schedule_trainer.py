@@ -13,12 +13,7 @@ from schedule_plan import draw_plan
 from schedule_world import Record, ScheduleWorld, score_of, why_untrainable
 
 from forebay.aio import virtual_time
-from forebay.produce import (
-    ProduceBatchStatus,
-    ProductionError,
-    ProductionStopped,
-    SyncProduceStrategyConfig,
-)
+from forebay.produce import ProduceBatchStatus, ProductionError, ProductionStopped, SyncProduceStrategyConfig
 from forebay.types import RolloutState, Status, calculate_seq_staleness
 from forebay.watching.stalls import StallError
 
@@ -87,9 +82,7 @@ class Trainer:
         for error in found:
             if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
                 raise error
-        if isinstance(ending, BaseException) and not isinstance(
-            ending, asyncio.CancelledError | ProductionError
-        ):
+        if isinstance(ending, BaseException) and not isinstance(ending, asyncio.CancelledError | ProductionError):
             raise ending
 
     async def do_step(self):
@@ -171,9 +164,7 @@ class Trainer:
             await self.manager.pause_produce()
             await self.check_paused()
             await self.world.controller.continue_generation()
-            states = [
-                RolloutState([], rollout_id=f"eval/{self.step}/{i}", prompt_ids=[1 + i]) for i in range(2)
-            ]
+            states = [RolloutState([], rollout_id=f"eval/{self.step}/{i}", prompt_ids=[1 + i]) for i in range(2)]
             with contextlib.suppress(BrokenPipeError):
                 await asyncio.gather(*map(self.world.controller.generate_sample, states))
             await self.world.controller.pause_generation()
@@ -239,9 +230,7 @@ class Trainer:
             if self.chance("ends_early"):
                 self.ended = True
                 return await self.end_early()
-            action = self.plan.random.choice(
-                [self.pause, self.pause, self.sync, self.evaluate, self.save_now]
-            )
+            action = self.plan.random.choice([self.pause, self.pause, self.sync, self.evaluate, self.save_now])
             await action()
 
     async def end_early(self):

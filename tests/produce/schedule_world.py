@@ -209,10 +209,7 @@ class RecordedEngine(ScriptedEngine):
 
     def __init__(self, plan, numbers):
         super().__init__(
-            self._script,
-            request_latency_s=self._latency,
-            token_latency_s=plan.token_s,
-            max_running=plan.max_running,
+            self._script, request_latency_s=self._latency, token_latency_s=plan.token_s, max_running=plan.max_running
         )
         self.plan, self.numbers = plan, numbers
         self.record = None
@@ -227,9 +224,7 @@ class RecordedEngine(ScriptedEngine):
         wanted = random.Random(f"{plan.seed}/{name}/{tries}").randint(1, plan.longest)
         ids = [next(self.numbers) for _ in range(max(1, wanted - done))]
         if plan.chance(plan.faults.odd_reason):
-            return Completion(
-                response_ids=np.asarray(ids[: request.max_tokens], np.int32), finish_reason="odd"
-            )
+            return Completion(response_ids=np.asarray(ids[: request.max_tokens], np.int32), finish_reason="odd")
         return ids
 
     def _latency(self, request):

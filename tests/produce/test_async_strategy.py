@@ -297,11 +297,7 @@ async def test_aborts_without_partial_rollout_count_as_tries_up_to_the_limit():
 @on_virtual_time
 async def test_a_partial_rollout_keeps_its_tokens_and_their_steps_and_counts_them_once():
     s = Setting(
-        Loop(lambda index: 100.0),
-        target=1,
-        enable_partial_rollout=True,
-        max_staleness=3,
-        tail_batch_max_tries=1,
+        Loop(lambda index: 100.0), target=1, enable_partial_rollout=True, max_staleness=3, tail_batch_max_tries=1
     )
     call = asyncio.create_task(s.produce(batch_size=1, train_step=2, model_step=1))
     await asyncio.sleep(1)

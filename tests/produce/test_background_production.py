@@ -199,9 +199,7 @@ def test_weights_updated_under_a_running_round_label_what_starts_from_then_on():
         await world.manager.continue_produce(1)
         await asyncio.sleep(1)
         # The first two were rejected; their replacements began with the new weights, in the same round.
-        valid |= {
-            group[0].group_id for group in world.manager.task_runners[0].produce_strategy.pending_groups()
-        }
+        valid |= {group[0].group_id for group in world.manager.task_runners[0].produce_strategy.pending_groups()}
         result = await world.manager.get_batch(2, 2)
         assert {g[0].group_id for g in result.rollout_states} == valid
         assert [g[0].response_model_steps.tolist() for g in result.rollout_states] == [[1], [1]]
@@ -221,9 +219,7 @@ def test_a_pause_is_over_only_when_the_strategies_have_returned(tmp_path):
         strategy = Slow([])
         sampler = World().build().manager.task_runners[0].sampler
         manager = AgentLoopManager(
-            task_runners=[
-                TaskRunner(task_name="t", agent_loop=None, produce_strategy=strategy, sampler=sampler)
-            ],
+            task_runners=[TaskRunner(task_name="t", agent_loop=None, produce_strategy=strategy, sampler=sampler)],
             replay_buffer=AsyncReplayBufferConfig().build(),
         )
         producing = asyncio.create_task(manager.produce_loop(1))
@@ -267,9 +263,7 @@ def test_a_pause_after_a_continue_that_takes_its_time_is_not_lost():
 def test_what_is_too_old_for_the_next_step_is_replaced_while_the_trainer_trains():
     async def main():
         world = World(
-            strategy=AsyncProduceStrategyConfig(
-                max_staleness=0, over_sample_threshold=1.0, tail_batch_trigger_size=99
-            )
+            strategy=AsyncProduceStrategyConfig(max_staleness=0, over_sample_threshold=1.0, tail_batch_trigger_size=99)
         ).build()
         producing = asyncio.create_task(world.manager.produce_loop(4))
         await asyncio.sleep(1000)
@@ -372,9 +366,7 @@ def test_what_kills_production_reaches_the_consumer_with_every_counter():
     async def main():
         world = World(faults=tuple(range(10_000))).build()
         producing = asyncio.create_task(world.manager.produce_loop(2))
-        with pytest.raises(
-            ProductionError, match=r"no disk.*'failed': .*in flight \{'t': 0\}.*running: False"
-        ):
+        with pytest.raises(ProductionError, match=r"no disk.*'failed': .*in flight \{'t': 0\}.*running: False"):
             await world.manager.get_batch(2, 1)
         with pytest.raises(ProductionError, match="no disk"):
             await producing
@@ -462,9 +454,7 @@ def test_a_controller_or_a_strategy_of_someone_elses_that_never_answers_is_named
     async def main():
         strategy = RecordingStrategy([ProduceBatchStatus.EXPIRED_BATCH])
         manager = AgentLoopManager(
-            task_runners=[
-                TaskRunner(task_name="t", agent_loop=None, produce_strategy=strategy, sampler=None)
-            ],
+            task_runners=[TaskRunner(task_name="t", agent_loop=None, produce_strategy=strategy, sampler=None)],
             replay_buffer=AsyncReplayBufferConfig().build(),
             rollout_controller=Silent(),
         )
@@ -504,9 +494,7 @@ def test_a_pause_stops_the_engines_of_a_strategy_that_knows_no_controller(coloca
     """Its groups end at once and keep their tokens; they would go on until the pause's time-out."""
 
     async def main():
-        strategy = AsyncProduceStrategyConfig(
-            enable_partial_rollout=True, over_sample_threshold=3.0, max_staleness=1
-        )
+        strategy = AsyncProduceStrategyConfig(enable_partial_rollout=True, over_sample_threshold=3.0, max_staleness=1)
         world = World(longest=10**5, strategy=strategy).build()
         (runner,) = world.manager.task_runners
         runner.produce_strategy.rollout_controller = None
@@ -718,9 +706,7 @@ def test_saving_in_flight_is_refused_by_name_and_a_checkpoint_keeps_partial_toke
 
     async def contents(world):
         rows = await world.buffer.storage.get({})
-        return sorted(
-            (row.item[0].group_id, row.status, [s.response_ids.tolist() for s in row.item]) for row in rows
-        )
+        return sorted((row.item[0].group_id, row.status, [s.response_ids.tolist() for s in row.item]) for row in rows)
 
     virtual_time.run(main())
 
@@ -880,10 +866,7 @@ def test_a_synchronous_strategy_works_for_the_step_that_is_waited_for():
         batches = await train(world, 3, 4, train_s=1.0)
         assert sorted(batches) == [1, 2, 3, 4]
         for step, groups in batches.items():
-            assert {s for g in groups for state in g for s in state.response_model_steps} <= {
-                step - 1,
-                step - 2,
-            }
+            assert {s for g in groups for state in g for s in state.response_model_steps} <= {step - 1, step - 2}
         assert (await world.check_balance()).trained == 12
 
     virtual_time.run(main())
@@ -891,9 +874,7 @@ def test_a_synchronous_strategy_works_for_the_step_that_is_waited_for():
 
 def test_a_slow_task_holds_back_the_fast_one_and_is_named(caplog):
     async def main():
-        world = World(
-            weights={"fast": 1, "slow": 1}, strategy=AsyncProduceStrategyConfig(max_staleness=50)
-        ).build()
+        world = World(weights={"fast": 1, "slow": 1}, strategy=AsyncProduceStrategyConfig(max_staleness=50)).build()
         generate = world.loops["slow"].controller_call
 
         async def slow(state):
@@ -976,9 +957,7 @@ def test_the_loop_goes_by_what_strategies_return():
     async def main():
         strategy = RecordingStrategy([ProduceBatchStatus.NORMAL, ProduceBatchStatus.EXPIRED_BATCH])
         manager = AgentLoopManager(
-            task_runners=[
-                TaskRunner(task_name="t", agent_loop=None, produce_strategy=strategy, sampler=None)
-            ],
+            task_runners=[TaskRunner(task_name="t", agent_loop=None, produce_strategy=strategy, sampler=None)],
             replay_buffer=AsyncReplayBufferConfig().build(),
         )
         manager.progress.producer_future_step = 3

@@ -73,10 +73,7 @@ def manager_of(outcome, *, strategy=None, ledger=None, **settings):
         sampler=Groups(buffer),
     )
     return AgentLoopManager(
-        task_runners=[runner],
-        replay_buffer=buffer,
-        ledger=ledger or Ledger(),
-        rules=rules(**settings),
+        task_runners=[runner], replay_buffer=buffer, ledger=ledger or Ledger(), rules=rules(**settings)
     )
 
 
@@ -112,9 +109,7 @@ async def test_each_rollout_that_left_has_its_line_with_what_it_failed_of(tmp_pa
     assert read.balance({}).left == 2
     assert read.balance({}).ok
     text = (tmp_path / "ledger.jsonl").read_text()
-    assert (
-        '"reason": "failed", "rollout": "t/0/2", "error": "rollout t/0/2 cannot be trained: no score"' in text
-    )
+    assert '"reason": "failed", "rollout": "t/0/2", "error": "rollout t/0/2 cannot be trained: no score"' in text
     assert "its 12 tokens are more than train.token_budget = 5" in text
 
 

@@ -157,10 +157,7 @@ def test_columns_may_be_swapped_renamed_and_made() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (
-            {"where": "levl > 2"},
-            r"row 0: data\.where = 'levl > 2': 'levl' is undefined; its columns: question",
-        ),
+        ({"where": "levl > 2"}, r"row 0: data\.where = 'levl > 2': 'levl' is undefined; its columns: question"),
         ({"where": "level >"}, r"data\.where = 'level >' is not valid: "),
         ({"where": "level > 9"}, r"holds no row that data\.where keeps"),
         ({"columns": {"prompt": "{{ question", "answer": ""}}, r"data\.columns\.prompt = .* is not valid"),

@@ -61,10 +61,7 @@ def trained_long(strategy, monkeypatch):
 
 def strategy_of(rule, over_sample):
     return AsyncProduceStrategyConfig(
-        max_staleness=2,
-        over_sample_threshold=over_sample,
-        enable_partial_rollout=True,
-        staleness_rule=rule,
+        max_staleness=2, over_sample_threshold=over_sample, enable_partial_rollout=True, staleness_rule=rule
     )
 
 

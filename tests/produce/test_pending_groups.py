@@ -47,9 +47,7 @@ class Bench:
 
     def start(self, number, **options):
         for _ in range(number):
-            self.pending.start(
-                Work(self.take, self.generate, self.store, is_stopped=lambda: self.stopped, **options)
-            )
+            self.pending.start(Work(self.take, self.generate, self.store, is_stopped=lambda: self.stopped, **options))
 
 
 def test_groups_are_stored_as_they_finish_and_wake_who_waits():

@@ -69,12 +69,7 @@ async def test_lengths_times_and_first_scores_outlive_the_wiped_rollouts():
     manager = make_manager({"t": loop}, filter_fn=has_reward_variance)
     await manager.produce_batch(1, 1, 0)
     dropped, trained = (manager.ledger.life(f"t/{index}", "t") for index in (0, 1))
-    assert (dropped.place, dropped.reason, dropped.score, dropped.num_tokens) == (
-        "dropped",
-        "filtered",
-        1.0,
-        6,
-    )
+    assert (dropped.place, dropped.reason, dropped.score, dropped.num_tokens) == ("dropped", "filtered", 1.0, 6)
     assert (trained.place, trained.train_step, trained.score, trained.num_tokens) == ("trained", 1, 0.5, 6)
     assert trained.latency_s is not None
 

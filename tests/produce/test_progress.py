@@ -12,9 +12,7 @@ def allocate(weights):
 
 def test_target_rises_step_by_step_and_never_falls():
     progress = ProduceProgress.build(["a", "b"])
-    sizes = progress.ensure_target_upto(
-        batch_size=4, future_step=3, allocate_batch_sizes=allocate({"a": 1, "b": 3})
-    )
+    sizes = progress.ensure_target_upto(batch_size=4, future_step=3, allocate_batch_sizes=allocate({"a": 1, "b": 3}))
     assert sizes == {"a": 1, "b": 3}
     assert progress.target_samples == {"a": 3, "b": 9}
     progress.ensure_target_upto(batch_size=4, future_step=1, allocate_batch_sizes=allocate({"a": 1, "b": 3}))

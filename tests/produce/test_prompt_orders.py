@@ -149,12 +149,7 @@ class Planned:
 def planned(indices: list[int]) -> Sampler:
     given = Component(name=f"{__name__}:Planned", arguments={"indices": indices})
     return Sampler(
-        make_prompts(3),
-        Shelf(),
-        task_name="math",
-        prompt_repeat_k=2,
-        order=build_order(given),
-        order_name=str(given),
+        make_prompts(3), Shelf(), task_name="math", prompt_repeat_k=2, order=build_order(given), order_name=str(given)
     )
 
 

@@ -283,9 +283,7 @@ def test_reasoning_gym_errors_name_the_generator_and_its_arguments() -> None:
     with pytest.raises(ConfigError, match=r"refuses .*min_nums.*its arguments: .*min_numbers"):
         load_prompts(DataConfig(source="reasoning_gym:countdown", arguments={"min_nums": 2}))
     with pytest.raises(ConfigError, match="'countdown' refuses"):
-        load_prompts(
-            DataConfig(source="reasoning_gym:countdown", arguments={"min_numbers": 9, "max_numbers": 2})
-        )
+        load_prompts(DataConfig(source="reasoning_gym:countdown", arguments={"min_numbers": 9, "max_numbers": 2}))
     with pytest.raises(ConfigError, match="leave out shuffle_seed = 1"):
         load_prompts(DataConfig(source="reasoning_gym:countdown", shuffle_seed=1))
 

@@ -71,8 +71,7 @@ def test_the_schedules_have_everything_that_a_run_may_have():
     on_policy = [
         plan
         for plan in plans
-        if plan.interval == 1
-        and all(getattr(task.strategy, "max_staleness", 1) == 0 for task in plan.tasks.values())
+        if plan.interval == 1 and all(getattr(task.strategy, "max_staleness", 1) == 0 for task in plan.tasks.values())
     ]
     assert len(on_policy) >= 20
     assert sum(plan.may_stall for plan in plans) >= 20

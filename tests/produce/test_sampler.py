@@ -30,18 +30,14 @@ class Shelf:
 def make_prompts(count: int) -> list[Prompt]:
     return [
         Prompt(
-            message=[{"role": "user", "content": str(i)}],
-            reward_model={"ground_truth": str(i)},
-            extra={"level": i},
+            message=[{"role": "user", "content": str(i)}], reward_model={"ground_truth": str(i)}, extra={"level": i}
         )
         for i in range(count)
     ]
 
 
 def make_sampler(count: int, *groups: list[RolloutState], k: int = 2, seed: int = 0, **options) -> Sampler:
-    return Sampler(
-        make_prompts(count), Shelf(*groups), task_name=TASK, prompt_repeat_k=k, seed=seed, **options
-    )
+    return Sampler(make_prompts(count), Shelf(*groups), task_name=TASK, prompt_repeat_k=k, seed=seed, **options)
 
 
 async def draw(sampler: Sampler, count: int) -> list[str]:
@@ -217,9 +213,7 @@ async def test_resume_at_any_point_continues_exactly(tmp_path_factory, count, be
     crashed_at=st.integers(0, 15),
     lost=st.sets(st.integers(0, 40)),
 )
-async def test_a_rewound_sampler_skips_what_is_held_and_misses_nothing(
-    count, saved_at, crashed_at, lost
-) -> None:
+async def test_a_rewound_sampler_skips_what_is_held_and_misses_nothing(count, saved_at, crashed_at, lost) -> None:
     sampler = make_sampler(count)
     before = await draw(sampler, saved_at)
     state = sampler.state_dict()

@@ -47,9 +47,7 @@ def test_without_tolerance_the_separate_run_trains_the_batches_of_the_synchronou
         return batches
 
     async def separate():
-        strategy = AsyncProduceStrategyConfig(
-            max_staleness=0, staleness_rule=rule, is_valid_sample_fn=long_enough
-        )
+        strategy = AsyncProduceStrategyConfig(max_staleness=0, staleness_rule=rule, is_valid_sample_fn=long_enough)
         world = World(strategy=strategy, **options).build()
         return await train(world, 5, 6, train_s=1.0)
 
@@ -143,12 +141,7 @@ def test_every_rule_reaches_the_target_so_that_none_can_starve_the_trainer(name)
         for over_sample in (0, 3):
             for fresh in (target, target + 1, target + 9):
                 outlook = Outlook(
-                    target=target,
-                    available=0,
-                    in_flight=0,
-                    over_sample=over_sample,
-                    fresh_limit=fresh,
-                    num_expired=0,
+                    target=target, available=0, in_flight=0, over_sample=over_sample, fresh_limit=fresh, num_expired=0
                 )
                 assert target <= STALENESS_RULES[name].limit(outlook) <= target + over_sample
 

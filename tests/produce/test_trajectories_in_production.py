@@ -34,10 +34,7 @@ def build(monkeypatch, **options) -> World:
 def test_no_attempt_is_lost_or_doubled_by_pauses(monkeypatch, partial) -> None:
     async def main():
         strategy = AsyncProduceStrategyConfig(
-            over_sample_threshold=2.0,
-            enable_partial_rollout=partial,
-            max_staleness=1,
-            tail_batch_trigger_size=2,
+            over_sample_threshold=2.0, enable_partial_rollout=partial, max_staleness=1, tail_batch_trigger_size=2
         )
         world = build(monkeypatch, strategy=strategy, num_prompts=40, k=3)
         batches = await train(world, 4, 6, train_s=0.2)
@@ -82,9 +79,7 @@ def test_the_trainer_takes_every_trajectory_and_compares_attempts(monkeypatch) -
         num_attention_heads=2,
         pad_token_id=0,
     )
-    trainer = TrainController(
-        LlamaForCausalLM(config).eval(), TrainConfig(lr=1e-3, token_budget=64), pad_token_id=0
-    )
+    trainer = TrainController(LlamaForCausalLM(config).eval(), TrainConfig(lr=1e-3, token_budget=64), pad_token_id=0)
     trained = trainer.fit(batch)
     by_sequence = trained.by_sequence(trained.advantages)
     for number in range(len(groups)):

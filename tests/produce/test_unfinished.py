@@ -47,9 +47,7 @@ def tokens_of(world, groups):
         name: world.engine.num_made(request.request_id) for name, request in world.controller._running.items()
     }
     states = [state for group in groups for state in group]
-    return {
-        state.rollout_id: len(state.response_ids) + at_engine.get(state.rollout_id, 0) for state in states
-    }
+    return {state.rollout_id: len(state.response_ids) + at_engine.get(state.rollout_id, 0) for state in states}
 
 
 async def produce(world, rng, look):
@@ -142,9 +140,7 @@ def check_copies(seed, make_world, generating):
         assert asked
         assert all(requested[state.rollout_id] == 1 + len(state.response_ids) for state in asked)
         ended = {state.rollout_id: state for row in await left.get(KEPT) for state in row.item}
-        steps = [
-            (ended[state.rollout_id].response_model_steps, state.response_model_steps) for state in asked
-        ]
+        steps = [(ended[state.rollout_id].response_model_steps, state.response_model_steps) for state in asked]
         assert all((later[: len(earlier)] == earlier).all() for later, earlier in steps)
 
     virtual_time.run(main())

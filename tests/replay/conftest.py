@@ -1,12 +1,6 @@
 import pytest
 
-from forebay.replay import (
-    FIFOReplayPolicy,
-    IndexedStorage,
-    NaiveStorage,
-    ReplayBuffer,
-    SQLStorage,
-)
+from forebay.replay import FIFOReplayPolicy, IndexedStorage, NaiveStorage, ReplayBuffer, SQLStorage
 from postgres_server import empty_place, running_server
 
 

@@ -21,8 +21,7 @@ def note(*words):
 def make_group(name, num_tokens):
     ids = np.arange(num_tokens)
     return [
-        RolloutState([], group_id=name, response_ids=ids, logprobs=ids / 7, status=Status.COMPLETED)
-        for _ in range(2)
+        RolloutState([], group_id=name, response_ids=ids, logprobs=ids / 7, status=Status.COMPLETED) for _ in range(2)
     ]
 
 

@@ -34,12 +34,8 @@ def names(groups):
     return [group[0].group_id for group in groups]
 
 
-def make_row(
-    payload="payload", task="math", status="completed", *, staleness=0, step=None, tags=None, priority=1.0
-):
-    return StorageItem(
-        payload, -1, -1, task, status, staleness, dict(tags or {}), priority, oldest_model_step=step
-    )
+def make_row(payload="payload", task="math", status="completed", *, staleness=0, step=None, tags=None, priority=1.0):
+    return StorageItem(payload, -1, -1, task, status, staleness, dict(tags or {}), priority, oldest_model_step=step)
 
 
 def uids(rows):

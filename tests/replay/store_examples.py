@@ -77,9 +77,7 @@ class StorageExamples:
             assert [(row.item, row.staleness) for row in rows] == order
             assert await storage.count({"staleness": {"$gte": 3}}) == sum(age >= 3 for _, age in order)
 
-    async def test_a_task_ages_on_its_own_and_falls_only_where_it_is_let(
-        self, storage: StorageBackend
-    ) -> None:
+    async def test_a_task_ages_on_its_own_and_falls_only_where_it_is_let(self, storage: StorageBackend) -> None:
         await put_all(storage, make_row("m", step=0), make_row("c", task="code", step=0))
         await storage.set_train_step("nobody's", 20)
         for step in (10, 9, 10, 3):
@@ -108,9 +106,7 @@ class StorageExamples:
     async def test_take_for_a_train_step_archives(self, storage: StorageBackend) -> None:
         a, b = await put_all(storage, make_row("a", status=Status.ABORTED, tags={"x": 1}), make_row("b"))
         # A status and its value are the same.
-        assert (
-            await storage.count({"status": "aborted"}) == await storage.count({"status": Status.ABORTED}) == 1
-        )
+        assert await storage.count({"status": "aborted"}) == await storage.count({"status": Status.ABORTED}) == 1
         (taken,) = await storage.take([a], train_step=4)
         assert (taken.item, plain_value(taken.status), taken.train_step) == ("a", "aborted", None)
         assert len(storage) == 1
@@ -180,9 +176,7 @@ class StorageExamples:
         assert await storage.delete_where({"status": "archived", "train_step": {"$lte": 7}}) == 1
         assert [row.item for row in await storage.get(EVERYTHING)] == [1, 3]
 
-    async def test_update_keeps_ids_and_payload_and_ignores_unknown_uids(
-        self, storage: StorageBackend
-    ) -> None:
+    async def test_update_keeps_ids_and_payload_and_ignores_unknown_uids(self, storage: StorageBackend) -> None:
         a, b = await put_all(storage, make_row("a", tags={"old": 1}), make_row("b"))
         (row,) = await storage.get({"uid": a}, rows_only=True)
         assert (row.item, row.tags) == (None, {"old": 1})

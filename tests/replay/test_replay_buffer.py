@@ -54,8 +54,7 @@ async def test_put_of_nothing_is_nothing(buffer):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"stale_threshold": 0}, {"stale_threshold": -1}, {"tags": {"a": None}}, {"priority": float("nan")}],
+    "options", [{"stale_threshold": 0}, {"stale_threshold": -1}, {"tags": {"a": None}}, {"priority": float("nan")}]
 )
 async def test_bad_options_store_nothing(buffer, options):
     with pytest.raises(ValueError, match=r"threshold|tag|priority"):
@@ -98,9 +97,7 @@ async def test_a_group_put_as_expired_is_wiped(buffer):
 async def test_max_staleness_zero_is_exactly_on_policy(buffer):
     """Threshold 1: the weights of the step before are trained on, older ones are not."""
     await buffer.put(make_group("on"), "math", model_step=4, current_train_step=5, stale_threshold=1)
-    await buffer.put(
-        make_group("off", steps=[3]), "math", model_step=4, current_train_step=5, stale_threshold=1
-    )
+    await buffer.put(make_group("off", steps=[3]), "math", model_step=4, current_train_step=5, stale_threshold=1)
     assert names(await buffer.get(9, "math", COMPLETED)) == ["on"]
     assert names(await buffer.get(9, "math", EXPIRED)) == ["off"]
 
@@ -135,11 +132,7 @@ async def test_a_put_uses_the_train_step_seen_before(buffer):
 
 
 async def test_staleness_is_right_whenever_a_group_is_read(buffer):
-    group = [
-        make_state("g", 0, steps=[3]),
-        make_state("g", 1, steps=[1, 5]),
-        make_state("g", 2, num_tokens=0),
-    ]
+    group = [make_state("g", 0, steps=[3]), make_state("g", 1, steps=[1, 5]), make_state("g", 2, num_tokens=0)]
     await buffer.put(group, "math", current_train_step=6)
     await buffer.put(make_group("other"), "math", current_train_step=9)
     assert await buffer.storage.count({"staleness": 7}) == 1
@@ -304,9 +297,7 @@ async def test_refresh_expires_by_task_and_keeps_the_bound_everywhere(buffer):
         await buffer.put(make_group(name, steps=[step]), "math", current_train_step=6)
     await buffer.put(make_group("z", steps=[0]), "code", current_train_step=6)
     await buffer.put(make_group("f", steps=[0], status=Status.FAILED), "math")
-    expired = await buffer.refresh_staleness(
-        task_stale_thresholds={"math": 3, "none": 1}, current_train_step=7
-    )
+    expired = await buffer.refresh_staleness(task_stale_thresholds={"math": 3, "none": 1}, current_train_step=7)
     assert expired == {"math": 1, "none": 0}
     (group,) = await buffer.get(9, "math", EXPIRED)
     assert [(s.group_id, s.seq_staleness, len(s.response_ids)) for s in group] == [("b", 4, 0), ("b", 4, 0)]
@@ -484,11 +475,7 @@ def test_the_groups_of_a_batch_by_outcome():
 
 async def test_the_configs_build_what_they_say():
     sync = SyncReplayBufferConfig(limit=5, reuse={"times": 2, "max_staleness": 3}).build()
-    assert (type(sync.policy), sync.limit, sync.reuse) == (
-        FIFOReplayPolicy,
-        5,
-        Reuse(times=2, stale_threshold=4),
-    )
+    assert (type(sync.policy), sync.limit, sync.reuse) == (FIFOReplayPolicy, 5, Reuse(times=2, stale_threshold=4))
     assert isinstance(AsyncReplayBufferConfig().build().policy, StalenessReplayPolicy)
     with pytest.raises(ConfigError, match="did you mean 'limit'"):
         parse_config(SyncReplayBufferConfig, {"limits": 3})

@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 from replay_factory import make_group
 
 from forebay.aio.virtual_time import run
-from forebay.replay import (
-    BufferClosed,
-    FIFOReplayPolicy,
-    IndexedStorage,
-    RemoteReplayBuffer,
-    ReplayBuffer,
-    serve,
-)
+from forebay.replay import BufferClosed, FIFOReplayPolicy, IndexedStorage, RemoteReplayBuffer, ReplayBuffer, serve
 from forebay.types import Status
 
 STEPS = ("wait", "put", "take", "close", "cancel", "turn")

@@ -26,9 +26,7 @@ PLAIN = st.none() | st.booleans() | st.integers(-1, 1) | st.sampled_from([0.0, -
 SHARED = st.sampled_from([{"a": [1]}, [{"b": True}], (1, [2]), b"bytes", np.arange(3), np.float32(1), 2**70])
 NESTED = st.recursive(
     PLAIN,
-    lambda inner: (
-        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2) | SHARED
-    ),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2) | SHARED,
     max_leaves=4,
 )
 
@@ -147,9 +145,7 @@ def test_a_value_that_cannot_be_stored_is_named():
 
 def test_the_page_says_how_to_read_the_bytes():
     page = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
-    (block,) = [
-        text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def response_ids" in text
-    ]
+    (block,) = [text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def response_ids" in text]
     scope = {}
     exec(block, scope)
     group = [make_state("g", member, steps=[3] * (member + 1)) for member in range(3)]

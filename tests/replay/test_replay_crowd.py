@@ -13,14 +13,7 @@ from test_replay_server_faults import HELLO, PUT, call, frame
 from forebay.io import address as server_address
 from forebay.io.channel import MAX_HEADER_BYTES
 from forebay.io.messages import Cancel
-from forebay.replay import (
-    ConnectionLost,
-    FIFOReplayPolicy,
-    IndexedStorage,
-    RemoteReplayBuffer,
-    ReplayBuffer,
-    serve,
-)
+from forebay.replay import ConnectionLost, FIFOReplayPolicy, IndexedStorage, RemoteReplayBuffer, ReplayBuffer, serve
 from forebay.replay.format.encode import pack_group
 from forebay.replay.remote import client
 from forebay.replay.remote.connection import ClientConnection
@@ -80,8 +73,7 @@ async def test_who_is_too_many_is_told_so_and_gets_in_later(tmp_path, buffer, ki
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"max_clients": 0}, {"max_put_bytes": 0}, {"client_limit_s": 0.0}, {"client_limit_s": float("nan")}],
+    "options", [{"max_clients": 0}, {"max_put_bytes": 0}, {"client_limit_s": 0.0}, {"client_limit_s": float("nan")}]
 )
 async def test_limits_are_positive(tmp_path, buffer, options):
     [name] = options
@@ -147,10 +139,7 @@ async def test_puts_of_all_clients_wait_for_room_in_memory(tmp_path, buffer, mon
             groups = [make_group(f"{number}/{place}", num_tokens=2_000) for place in range(4)]
             await one.put_groups(groups, "math")
 
-        clients = [
-            await stack.enter_async_context(await RemoteReplayBuffer.connect(path))
-            for _ in range(num_clients)
-        ]
+        clients = [await stack.enter_async_context(await RemoteReplayBuffer.connect(path)) for _ in range(num_clients)]
         async with asyncio.TaskGroup() as tasks:
             for number, one in enumerate(clients * 2):
                 tasks.create_task(put(one, number))

@@ -8,14 +8,7 @@ from replay_factory import make_group, names
 
 from forebay.aio.tasks import run_to_the_end
 from forebay.io.address import Address
-from forebay.replay import (
-    FIFOReplayPolicy,
-    IndexedStorage,
-    RemoteReplayBuffer,
-    ReplayBuffer,
-    SQLStorage,
-    serve,
-)
+from forebay.replay import FIFOReplayPolicy, IndexedStorage, RemoteReplayBuffer, ReplayBuffer, SQLStorage, serve
 from forebay.replay.remote import messages
 from forebay.replay.remote.link import BufferLink
 from forebay.replay.stores.sql import rows as sql_rows

@@ -21,40 +21,8 @@ from forebay.types import Status
 NUM_STORES, NUM_QUERIES = 40, 75
 
 STATUSES = ["completed", "aborted", "expired"]
-TAGS = [
-    0,
-    1,
-    2,
-    2**53,
-    2**53 + 1,
-    -(2**63),
-    0.0,
-    -0.0,
-    1.0,
-    1.5,
-    2.0**53,
-    1e300,
-    "0",
-    "a",
-    "\ud800",
-    True,
-    False,
-]
-OPERANDS = [
-    *TAGS,
-    None,
-    0.5,
-    -1,
-    5,
-    2**70,
-    -(2**70),
-    float("inf"),
-    -1e300,
-    10**400,
-    "completed",
-    "archived",
-    "math",
-]
+TAGS = [0, 1, 2, 2**53, 2**53 + 1, -(2**63), 0.0, -0.0, 1.0, 1.5, 2.0**53, 1e300, "0", "a", "\ud800", True, False]
+OPERANDS = [*TAGS, None, 0.5, -1, 5, 2**70, -(2**70), float("inf"), -1e300, 10**400, "completed", "archived", "math"]
 FIELDS = [
     "uid",
     "timestamp_id",
@@ -86,9 +54,7 @@ def draw_row(rng, payload):
 
 def draw_condition(rng):
     operators = {}
-    for op in rng.sample(
-        ["$eq", "$ne", "$gt", "$gte", "$lt", "$lte", "$in", "$not_in"], rng.choice([1, 1, 2])
-    ):
+    for op in rng.sample(["$eq", "$ne", "$gt", "$gte", "$lt", "$lte", "$in", "$not_in"], rng.choice([1, 1, 2])):
         several = op in ("$in", "$not_in")
         operators[op] = rng.choices(OPERANDS, k=rng.randrange(4)) if several else rng.choice(OPERANDS)
     return operators if rng.random() < 0.8 else rng.choice(OPERANDS)

@@ -18,9 +18,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 def defined(name):
     """What a block of the page defines under that name."""
-    (block,) = [
-        block for block in BLOCKS if re.search(rf"^(async def|def|class) {name}\b", block, re.MULTILINE)
-    ]
+    (block,) = [block for block in BLOCKS if re.search(rf"^(async def|def|class) {name}\b", block, re.MULTILINE)]
     scope = {}
     exec(block, scope)
     return scope[name]

@@ -13,14 +13,7 @@ import pytest
 from replay_factory import make_group, names
 from test_replay_server_faults import HELLO, call, of_math
 
-from forebay.replay import (
-    ConnectionLost,
-    FIFOReplayPolicy,
-    IndexedStorage,
-    RemoteReplayBuffer,
-    ReplayBuffer,
-    serve,
-)
+from forebay.replay import ConnectionLost, FIFOReplayPolicy, IndexedStorage, RemoteReplayBuffer, ReplayBuffer, serve
 from forebay.replay.remote import link as client_link
 from forebay.types import Status
 from forebay.watching.stalls import StallError, answered
@@ -35,11 +28,7 @@ LONG_S = 600.0
 @asynccontextmanager
 async def running(*arguments):
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        CHILD,
-        *map(str, arguments),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
+        sys.executable, CHILD, *map(str, arguments), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
     )
     try:
         yield process
@@ -228,10 +217,7 @@ async def test_whatever_ends_the_reading_ends_the_link_and_says_why(tmp_path, bu
 
     for name in "ab":
         await buffer.put(make_group(name), "math")
-    async with (
-        serve(buffer, tmp_path / "socket"),
-        await RemoteReplayBuffer.connect(tmp_path / "socket") as client,
-    ):
+    async with serve(buffer, tmp_path / "socket"), await RemoteReplayBuffer.connect(tmp_path / "socket") as client:
         monkeypatch.setattr(client_link, "unpack_group", fail)
         monkeypatch.setattr(buffer, "save", wait_for_ever)
         saving = asyncio.create_task(client.save(tmp_path / "snapshot"))

@@ -22,14 +22,7 @@ from typer.testing import CliRunner
 
 from forebay.cli import app
 from forebay.cli.buffer import parse_json_query
-from forebay.replay import (
-    FIFOReplayPolicy,
-    IndexedStorage,
-    NaiveStorage,
-    ReplayBuffer,
-    SQLStorage,
-    parse_query,
-)
+from forebay.replay import FIFOReplayPolicy, IndexedStorage, NaiveStorage, ReplayBuffer, SQLStorage, parse_query
 from forebay.replay.query import QUERY_FIELDS
 from forebay.types import Status
 
@@ -272,10 +265,7 @@ NAMES = TEXTS | SCALARS.filter(lambda value: value.__hash__ is not None)
 @given(tags=st.dictionaries(NAMES, SCALARS, max_size=3), task=TEXTS, priority=NUMBERS | OTHERS)
 async def test_any_tag_is_kept_exactly_or_refused(sql_buffer, tags, task, priority):
     """What a store takes it also finds, by that tag and that task, and gives back as it was."""
-    buffers = [
-        sql_buffer,
-        *(ReplayBuffer(FIFOReplayPolicy(), kind()) for kind in (NaiveStorage, IndexedStorage)),
-    ]
+    buffers = [sql_buffer, *(ReplayBuffer(FIFOReplayPolicy(), kind()) for kind in (NaiveStorage, IndexedStorage))]
     with statements() as sent:
         for buffer in buffers:
             put = buffer.put(make_group("g", 1), task, tags=tags, priority=priority)

@@ -45,32 +45,14 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
     max_leaves=4,
 )
-TAGS = [
-    "float",
-    "tuple",
-    "dict",
-    "bytes",
-    "array",
-    "objects",
-    "scalar",
-    "status",
-    "sample_params",
-    "ref",
-    "x",
-]
+TAGS = ["float", "tuple", "dict", "bytes", "array", "objects", "scalar", "status", "sample_params", "ref", "x"]
 TREES = st.recursive(
     JSON,
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
-        st.dictionaries(
-            st.sampled_from(TAGS).map("$".__add__), inner | st.lists(inner, max_size=3), max_size=1
-        ),
-        st.builds(
-            lambda *content: {"$array": list(content)}, st.sampled_from(["'<i4'", "'|O'", "3"]), inner, inner
-        ),
-        st.builds(
-            lambda *content: {"$scalar": list(content)}, st.sampled_from(["'<i4'", "'|O'", "3"]), inner
-        ),
+        st.dictionaries(st.sampled_from(TAGS).map("$".__add__), inner | st.lists(inner, max_size=3), max_size=1),
+        st.builds(lambda *content: {"$array": list(content)}, st.sampled_from(["'<i4'", "'|O'", "3"]), inner, inner),
+        st.builds(lambda *content: {"$scalar": list(content)}, st.sampled_from(["'<i4'", "'|O'", "3"]), inner),
         st.builds(lambda *content: {"$objects": list(content)}, inner, inner),
     ),
     max_leaves=6,
@@ -83,12 +65,8 @@ def new_buffer():
 
 async def filled_buffer():
     buffer = new_buffer()
-    rich = make_state(
-        "rich", steps=[1, 2], mm_info={"pixels": np.zeros((2, 2), np.uint8), "more": (b"x", np.int8(1))}
-    )
-    await buffer.put(
-        [rich, make_state("rich", 1, num_tokens=3)], "math", tags={"level": 3}, current_train_step=4
-    )
+    rich = make_state("rich", steps=[1, 2], mm_info={"pixels": np.zeros((2, 2), np.uint8), "more": (b"x", np.int8(1))})
+    await buffer.put([rich, make_state("rich", 1, num_tokens=3)], "math", tags={"level": 3}, current_train_step=4)
     await buffer.put(make_group("b", 1, status=Status.FAILED), "code", priority=0.5)
     await buffer.put(make_group("c"), "code")
     await buffer.take_batch({"code": 1}, train_step=5)
@@ -112,9 +90,7 @@ def saved():
 
         asyncio.run(save())
         manifest = json.loads((Path(folder) / snapshot.MANIFEST).read_text())
-        files = {
-            kind: (Path(folder) / entry["name"]).read_bytes() for kind, entry in manifest["files"].items()
-        }
+        files = {kind: (Path(folder) / entry["name"]).read_bytes() for kind, entry in manifest["files"].items()}
     return Saved((manifest, files))
 
 
@@ -145,9 +121,7 @@ async def check(manifest, files):
         before = buffer.policy.state_dict()
         if await refusal(buffer.resume(folder)):
             assert buffer.policy.state_dict() == before
-            assert [row.item[0].group_id for row in await buffer.storage.get({"status": "archived"})] == [
-                "held"
-            ]
+            assert [row.item[0].group_id for row in await buffer.storage.get({"status": "archived"})] == ["held"]
             assert len(buffer) == 0
             assert buffer.num_evicted == {}
         else:
@@ -184,9 +158,7 @@ def unsigned(manifest):
 def places_in(tree, path=()):
     """The paths of everything in nested dicts and lists."""
     yield path
-    for key, value in (
-        tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    ):
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
         yield from places_in(value, (*path, key))
 
 
@@ -209,9 +181,7 @@ async def test_a_manifest_of_anything(saved, changes):
     manifest, files = saved
     manifest = unsigned(manifest)
     for share, value in changes:
-        places = [
-            path for path in places_in(manifest) if path and path[-1] not in ("bytes", "crc32", "sha256")
-        ]
+        places = [path for path in places_in(manifest) if path and path[-1] not in ("bytes", "crc32", "sha256")]
         change(manifest, places[int(share * len(places))], value)
     await check(manifest, files)
 

@@ -13,19 +13,14 @@ LENGTHS = [0, 1, 7, 40, 400]
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(
-    "make_storage", [lambda folder: IndexedStorage(), lambda folder: SQLStorage(folder / "b.db")]
-)
+@pytest.mark.parametrize("make_storage", [lambda folder: IndexedStorage(), lambda folder: SQLStorage(folder / "b.db")])
 async def test_eviction_and_resume_are_blind_to_length(make_storage, seed, tmp_path, monkeypatch):
     # Pieces of a snapshot end within long groups, at them, and after many short ones.
     monkeypatch.setattr(tables, "BATCH_TOKENS", 100)
     lengths = random.Random(seed).choices(LENGTHS, k=30)
     evicted = []
     buffer = ReplayBuffer(
-        FIFOReplayPolicy(),
-        make_storage(tmp_path),
-        limit=20,
-        on_evict=lambda row: evicted.extend(names([row.item])),
+        FIFOReplayPolicy(), make_storage(tmp_path), limit=20, on_evict=lambda row: evicted.extend(names([row.item]))
     )
     for number, length in enumerate(lengths):
         await buffer.put(make_group(number, num_tokens=length), "math", model_step=0, current_train_step=1)

@@ -27,9 +27,7 @@ from postgres_server import empty_place
 
 TASKS = ("math", "code")
 LIVE = [status for status in Status if status is not Status.ARCHIVED]
-STATUSES = st.sampled_from(
-    [Status.COMPLETED, Status.COMPLETED, Status.ABORTED, Status.FAILED, Status.EXPIRED]
-)
+STATUSES = st.sampled_from([Status.COMPLETED, Status.COMPLETED, Status.ABORTED, Status.FAILED, Status.EXPIRED])
 TAGS = st.none() | st.fixed_dictionaries({"level": st.integers(0, 1)})
 STEPS = st.integers(0, 6)
 
@@ -92,19 +90,7 @@ class Replay(RuleBasedStateMachine):
         priority=st.sampled_from([None, 0.0, 2.5]),
         scores=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=2),
     )
-    def put(
-        self,
-        task,
-        statuses,
-        labels,
-        given_staleness,
-        model_step,
-        train_step,
-        threshold,
-        tags,
-        priority,
-        scores,
-    ):
+    def put(self, task, statuses, labels, given_staleness, model_step, train_step, threshold, tags, priority, scores):
         for buffer in self.buffers:
             group = [
                 make_state(self.num_put, i, status=status, steps=labels[i], seq_staleness=given_staleness)
@@ -130,10 +116,7 @@ class Replay(RuleBasedStateMachine):
         groups = self.both(lambda buffer: buffer.get(count, task, status, tags=tags))
         self.gone["got"] += len(groups)
 
-    @rule(
-        sizes=st.fixed_dictionaries({task: st.integers(0, 3) for task in TASKS}),
-        train_step=st.none() | STEPS,
-    )
+    @rule(sizes=st.fixed_dictionaries({task: st.integers(0, 3) for task in TASKS}), train_step=st.none() | STEPS)
     def take_batch(self, sizes, train_step):
         groups, counts = self.both(lambda buffer: buffer.take_batch(sizes, train_step=train_step))
         assert counts == {task: len(groups[task]) for task in TASKS}
@@ -204,9 +187,7 @@ class Replay(RuleBasedStateMachine):
         statuses=st.none() | st.lists(STATUSES, max_size=2),
     )
     def refresh(self, thresholds, train_step, statuses):
-        expired = self.both(
-            lambda buffer: buffer.refresh_staleness(thresholds, train_step, statuses=statuses)
-        )
+        expired = self.both(lambda buffer: buffer.refresh_staleness(thresholds, train_step, statuses=statuses))
         assert set(expired) == set(thresholds)
         if statuses is None:
             for task, threshold in thresholds.items():

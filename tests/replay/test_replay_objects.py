@@ -52,9 +52,7 @@ def round_trip(value):
     return Decoder(encoder.blobs).decode(tree)
 
 
-ZONES = st.sampled_from(
-    [None, dt.UTC, dt.timezone(dt.timedelta(hours=-3, minutes=-30)), ZoneInfo("Europe/Berlin")]
-)
+ZONES = st.sampled_from([None, dt.UTC, dt.timezone(dt.timedelta(hours=-3, minutes=-30)), ZoneInfo("Europe/Berlin")])
 SCALARS = st.none() | st.integers() | st.text(max_size=3) | st.dates() | st.timedeltas() | st.booleans()
 MOMENTS = st.datetimes(timezones=ZONES) | st.times(timezones=st.sampled_from([None, dt.UTC]))
 VALUES = st.recursive(
@@ -158,15 +156,7 @@ def test_no_module_is_imported_because_a_file_names_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "path",
-    [
-        "os:system",
-        "subprocess:Popen",
-        f"{__name__}:with_attribute",
-        f"{__name__}:Puzzle.__init__",
-        "",
-        ":",
-        "os",
-    ],
+    ["os:system", "subprocess:Popen", f"{__name__}:with_attribute", f"{__name__}:Puzzle.__init__", "", ":", "os"],
 )
 def test_only_dataclasses_and_models_with_these_fields_are_made(path):
     for tag, state in (("$dataclass", {"args": "x"}), ("$model", {"__dict__": {"args": "x"}})):
@@ -181,11 +171,7 @@ async def test_a_snapshot_and_a_database_hold_them(tmp_path):
     shared, image = torch.arange(4), bytes(range(256)) * 100
     group = [
         make_state(
-            "g",
-            member,
-            steps=[1],
-            mm_info={"pixels": shared, "images": [image]},
-            extra_fields={"puzzle": puzzle},
+            "g", member, steps=[1], mm_info={"pixels": shared, "images": [image]}, extra_fields={"puzzle": puzzle}
         )
         for member in range(2)
     ]

@@ -6,14 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from replay_factory import make_group, make_state, same
 
-from forebay.replay import (
-    FIFOReplayPolicy,
-    IndexedStorage,
-    RemoteReplayBuffer,
-    ReplayBuffer,
-    SQLStorage,
-    serve,
-)
+from forebay.replay import FIFOReplayPolicy, IndexedStorage, RemoteReplayBuffer, ReplayBuffer, SQLStorage, serve
 from forebay.replay.format import packed as packed_form
 from forebay.replay.format.encode import pack_group
 from forebay.replay.format.packed import GroupCodec, PackedPayload, hold_packed, pack_out, unpack_group
@@ -49,11 +42,7 @@ def received(group):
 def test_it_is_what_was_sent(group, train_step, reset):
     payload, stored = received(group), StoredGroup(group)
     assert isinstance(payload, PackedPayload)
-    assert (len(payload), payload.status, payload.steps) == (
-        len(group),
-        get_group_status(group),
-        stored.steps,
-    )
+    assert (len(payload), payload.status, payload.steps) == (len(group), get_group_status(group), stored.steps)
     if train_step is not None:
         payload.refresh(train_step, reset_unlabeled=reset)
         stored.refresh(train_step, reset_unlabeled=reset)
@@ -130,9 +119,7 @@ async def test_a_group_from_a_database_goes_to_a_client_without_being_decoded(tm
         # The client, in this process, goes on unpacking.
         read_states = packed_form.read_states
         monkeypatch.setattr(packed_form, "read_states", decode)
-        monkeypatch.setattr(
-            link, "unpack_group", lambda head, data: read_states(packed_form.read_head(head), data)
-        )
+        monkeypatch.setattr(link, "unpack_group", lambda head, data: read_states(packed_form.read_head(head), data))
         await client.put_groups(groups, "math", current_train_step=4)
         taken, _ = await client.take_batch({"math": 2}, train_step=5)
         assert same(taken["math"], groups[:2])

@@ -129,9 +129,7 @@ def test_an_unknown_tag_is_an_error():
 
 
 DTYPES = st.recursive(
-    st.sampled_from(
-        ["|O", "O", "object", "<i4", ">f8", "|S3", "<U1", "<M8[s]", "|V0", "?", "<c8", "T", "<f16", "|V8"]
-    )
+    st.sampled_from(["|O", "O", "object", "<i4", ">f8", "|S3", "<U1", "<M8[s]", "|V0", "?", "<c8", "T", "<f16", "|V8"])
     | st.text("|<>=OSUVTimfbc?0123456789[],()s", max_size=6),
     lambda inner: (
         st.lists(
@@ -171,13 +169,7 @@ def test_bytes_are_never_taken_for_objects(dtype, shape, data, is_scalar):
 @pytest.mark.parametrize("tag", ["$array", "$scalar"])
 @pytest.mark.parametrize(
     "dtype",
-    [
-        "'|O'",
-        "[('a', '|O')]",
-        "[('a', [('b', '<i4'), ('c', '|O')])]",
-        "('|O', (1,))",
-        " " * MAX_DTYPE_TEXT + "'<i4'",
-    ],
+    ["'|O'", "[('a', '|O')]", "[('a', [('b', '<i4'), ('c', '|O')])]", "('|O', (1,))", " " * MAX_DTYPE_TEXT + "'<i4'"],
     ids=lambda dtype: dtype[-20:],
 )
 def test_a_dtype_of_objects_is_refused(tag, dtype):

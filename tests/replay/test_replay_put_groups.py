@@ -33,10 +33,7 @@ async def content(buffer):
 
 def make_groups(specs):
     return [
-        [
-            make_state(str(number), member, status=status, steps=[step] if step >= 0 else [])
-            for member in range(2)
-        ]
+        [make_state(str(number), member, status=status, steps=[step] if step >= 0 else []) for member in range(2)]
         if status
         else []
         for number, (status, step) in enumerate(specs)
@@ -47,9 +44,7 @@ STATUSES = st.sampled_from([COMPLETED, ABORTED, Status.FAILED, None])
 SMALL = st.none() | st.integers(1, 4)
 
 
-@given(
-    st.lists(st.tuples(STATUSES, st.integers(-1, 5)), max_size=6), st.none() | st.integers(3, 7), SMALL, SMALL
-)
+@given(st.lists(st.tuples(STATUSES, st.integers(-1, 5)), max_size=6), st.none() | st.integers(3, 7), SMALL, SMALL)
 def test_is_the_same_as_one_put_after_the_other(specs, step, threshold, limit):
     async def run():
         options = {"model_step": 2, "current_train_step": step, "stale_threshold": threshold}

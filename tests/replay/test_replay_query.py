@@ -112,8 +112,7 @@ def _conditions(field):
 
 
 FLAT = st.lists(
-    st.sampled_from(sorted(VALUES)).flatmap(lambda field: st.tuples(st.just(field), _conditions(field))),
-    max_size=3,
+    st.sampled_from(sorted(VALUES)).flatmap(lambda field: st.tuples(st.just(field), _conditions(field))), max_size=3
 ).map(dict)
 QUERIES = st.recursive(
     FLAT,

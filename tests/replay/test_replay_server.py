@@ -13,14 +13,7 @@ from replay_factory import make_group, make_state, names, same
 
 from forebay.io.channel import MAX_HEADER_BYTES, Channel
 from forebay.io.messages import Answer, encode_value
-from forebay.replay import (
-    FIFOReplayPolicy,
-    IndexedStorage,
-    RemoteReplayBuffer,
-    ReplayBuffer,
-    SQLStorage,
-    serve,
-)
+from forebay.replay import FIFOReplayPolicy, IndexedStorage, RemoteReplayBuffer, ReplayBuffer, SQLStorage, serve
 from forebay.types import ROLLOUT_FIELDS, RolloutState, SampleParams, Status
 
 COMPLETED, ABORTED, EXPIRED, ARCHIVED = Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.ARCHIVED
@@ -72,10 +65,7 @@ async def served(request, tmp_path):
 
 @pytest.fixture
 async def buffer(served, tmp_path):
-    async with (
-        serve(served, tmp_path / "socket"),
-        await RemoteReplayBuffer.connect(tmp_path / "socket") as remote,
-    ):
+    async with serve(served, tmp_path / "socket"), await RemoteReplayBuffer.connect(tmp_path / "socket") as remote:
         # The local tests look into the store.
         remote.storage = served.storage
         yield remote
@@ -99,11 +89,7 @@ RARE = {
 async def test_every_value_arrives_as_it_was(buffer):
     plain = RolloutState([])
     rare = make_state(
-        "r",
-        steps=[3, 4],
-        extra_fields=RARE,
-        mm_info={"pixels": np.zeros((2, 2), np.uint8)},
-        routed_experts=(1,),
+        "r", steps=[3, 4], extra_fields=RARE, mm_info={"pixels": np.zeros((2, 2), np.uint8)}, routed_experts=(1,)
     )
     rare.sample_params, rare.response_mask, rare.tokens = SampleParams(stop=("a",), seed=3), [1, 0], [5]
     rare.message = [{"role": "user", "content": [{"type": "image", "data": b"x"}]}]

@@ -151,9 +151,7 @@ def fail_next(monkeypatch, storage, methods, number, error=StoreBusy):
 
 
 @pytest.mark.parametrize("number", [1, 2, 4])
-async def test_what_a_store_that_fails_does_not_take_back_it_takes_back_later(
-    buffer, path, monkeypatch, number
-):
+async def test_what_a_store_that_fails_does_not_take_back_it_takes_back_later(buffer, path, monkeypatch, number):
     monkeypatch.setattr(calls, "AGAIN_S", 0.01)
     await buffer.put_groups([make_group(name) for name in "abc"], "math")
     async with serve(buffer, path) as server:
@@ -198,9 +196,7 @@ async def test_what_a_store_that_fails_does_not_hand_over_is_live_again(buffer, 
 
 
 @pytest.mark.parametrize("train_step", [None, 4])
-async def test_what_was_being_confirmed_when_the_connection_broke_is_taken_once(
-    buffer, path, monkeypatch, train_step
-):
+async def test_what_was_being_confirmed_when_the_connection_broke_is_taken_once(buffer, path, monkeypatch, train_step):
     """The confirmation comes to its end, and the client learns of it on its next connection."""
     await buffer.put_groups([make_group(name) for name in "ab"], "math")
     keep = Handover.keep
@@ -320,9 +316,7 @@ async def test_old_receipts_are_forgotten(open_store, monkeypatch):
 
 @pytest.mark.parametrize("moment", ["connecting", "asking", "before the server knows"])
 @pytest.mark.parametrize("take", TAKES.values(), ids=TAKES)
-async def test_a_take_cancelled_while_it_is_confirmed_again_loses_nothing(
-    buffer, path, monkeypatch, take, moment
-):
+async def test_a_take_cancelled_while_it_is_confirmed_again_loses_nothing(buffer, path, monkeypatch, take, moment):
     await buffer.put_groups([make_group(name) for name in "abc"], "math")
     reached, go_on = asyncio.Event(), asyncio.Event()
     keep, connect = Served.keep, RemoteReplayBuffer._open_again

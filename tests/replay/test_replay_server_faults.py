@@ -124,10 +124,7 @@ SIZE, GROUP = PACKED.size, PACKED.head + b"".join(PACKED.buffers)
         (HELLO + frame(Part(1, [])), "not expected"),
         (HELLO + frame(Part(1, list(SIZE))) + GROUP, "brings no groups"),
         (HELLO + call(1, "count", COUNT, [SIZE]) + GROUP, "brings no groups"),
-        (
-            HELLO + call(1, "put_groups", PUT, [(2, 3)]) + b"\x92\x90abc",
-            "damaged",
-        ),
+        (HELLO + call(1, "put_groups", PUT, [(2, 3)]) + b"\x92\x90abc", "damaged"),
     ],
 )
 async def test_what_is_no_message_ends_its_connection_with_a_reason(buffer, path, data, reason):
@@ -144,9 +141,7 @@ async def test_a_message_that_breaks_off_ends_its_connection(buffer, path):
     async with serve(buffer, path) as server, await connect(path) as other:
         packed = pack_group(make_group("a"))
         arguments = messages.PutArguments(b"k", "math", Arrival())
-        data = (
-            HELLO + call(1, "put_groups", arguments, [packed.size]) + packed.head + b"".join(packed.buffers)
-        )
+        data = HELLO + call(1, "put_groups", arguments, [packed.size]) + packed.head + b"".join(packed.buffers)
         for length in (3, 20, len(HELLO), len(HELLO) + 9, len(data) - 1):
             reader, writer = await open_raw(path)
             writer.write(data[:length])
@@ -181,11 +176,7 @@ def test_any_bytes_harm_nobody(data, hello, tmp_path_factory):
 
 @given(data=st.data())
 def test_a_damaged_group_is_a_clear_error(data):
-    extra = {
-        "array": __import__("numpy").arange(3.0),
-        "tuple": (1,),
-        "scalar": __import__("numpy").float32(1),
-    }
+    extra = {"array": __import__("numpy").arange(3.0), "tuple": (1,), "scalar": __import__("numpy").float32(1)}
     group = make_group("g", steps=[1, 2], extra_fields=extra)
     packed = pack_group(group)
     head, arrays = bytearray(packed.head), bytearray(b"".join(packed.buffers))
@@ -330,10 +321,7 @@ async def end_connections(server):
 
 async def test_a_put_whose_answer_was_lost_is_stored_once(path):
     storage = SlowStorage()
-    async with (
-        serve(ReplayBuffer(FIFOReplayPolicy(), storage), path) as server,
-        await connect(path) as client,
-    ):
+    async with serve(ReplayBuffer(FIFOReplayPolicy(), storage), path) as server, await connect(path) as client:
         putting = asyncio.create_task(client.put(make_group("a"), "math"))
         await storage.begun.wait()
         await end_connections(server)
@@ -466,9 +454,7 @@ async def test_only_loopback_is_open_to_everybody(buffer):
             assert len(client) == 0
 
 
-@pytest.mark.parametrize(
-    "address", ["", "unix:", "tcp://host", "tcp://host:99999", "http://host:1", "tcp:///x"]
-)
+@pytest.mark.parametrize("address", ["", "unix:", "tcp://host", "tcp://host:99999", "http://host:1", "tcp:///x"])
 async def test_an_address_is_a_path_or_a_port(address):
     with pytest.raises(ValueError, match="address"):
         Address.parse(address)
@@ -526,9 +512,7 @@ async def test_the_arrays_of_a_group_are_views_of_what_came(buffer):
     assert first.response_ids[0] == 7
 
 
-async def test_a_group_that_cannot_be_read_here_is_an_error_and_stays_with_the_server(
-    buffer, path, monkeypatch
-):
+async def test_a_group_that_cannot_be_read_here_is_an_error_and_stays_with_the_server(buffer, path, monkeypatch):
     await put_named(buffer, "a")
     num_read = 0
 

@@ -8,14 +8,7 @@ from replay_factory import make_group, names
 from forebay.aio import virtual_time
 from forebay.aio.changed import BufferClosed
 from forebay.aio.gate import Gate
-from forebay.replay import (
-    FIFOReplayPolicy,
-    IndexedStorage,
-    RemoteReplayBuffer,
-    ReplayBuffer,
-    SQLStorage,
-    serve,
-)
+from forebay.replay import FIFOReplayPolicy, IndexedStorage, RemoteReplayBuffer, ReplayBuffer, SQLStorage, serve
 from forebay.replay.remote.calls import MAX_REMEMBERED, Limits, Outcomes, Room, Served
 from forebay.replay.stores.errors import StoreBusy
 from forebay.types import Status

@@ -92,8 +92,8 @@ async def test_what_a_commit_forgets_is_found_without_a_look_at_the_rest():
         await buffer.take_batch({"math": 10}, train_step=step)
     looked = []
     rows = buffer.storage._rows
-    buffer.storage._rows = type(
-        "Rows", (dict,), {"__getitem__": lambda self, uid: looked.append(uid) or rows[uid]}
-    )(rows)
+    buffer.storage._rows = type("Rows", (dict,), {"__getitem__": lambda self, uid: looked.append(uid) or rows[uid]})(
+        rows
+    )
     found = await buffer.storage.get({"status": "archived", "train_step": {"$lte": 2}}, rows_only=True)
     assert len(found) == len(looked) == 20

@@ -406,9 +406,7 @@ def test_no_group_is_split_over_batches(monkeypatch):
     monkeypatch.setattr(tables, "BATCH_TOKENS", 25)
     monkeypatch.setattr(tables, "BATCH_ROLLOUTS", 7)
     items = [
-        StorageItem(
-            StoredGroup(make_group(uid, 1 + uid % 4, num_tokens=uid % 3)), uid, uid, "t", Status.INIT, 0
-        )
+        StorageItem(StoredGroup(make_group(uid, 1 + uid % 4, num_tokens=uid % 3)), uid, uid, "t", Status.INIT, 0)
         for uid in range(20)
     ]
     batches = list(tables.rollout_batches(items))

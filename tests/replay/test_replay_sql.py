@@ -45,10 +45,7 @@ async def test_two_stores_see_each_other(open_store):
     await one.put(make_row("a", step=0))
     await other.set_train_step("math", 3)
     await other.put(make_row("b", staleness=5))
-    assert [(row.item, row.staleness) for row in await one.get({}, order="-staleness")] == [
-        ("b", 5),
-        ("a", 2),
-    ]
+    assert [(row.item, row.staleness) for row in await one.get({}, order="-staleness")] == [("b", 5), ("a", 2)]
     assert [row.item for row in await one.take_first(1, {})] == ["a"]
     assert [row.item for row in await other.get({})] == ["b"]
     assert len(one) == len(other) == 1
@@ -238,9 +235,7 @@ async def test_a_buffer_on_disk_goes_on_where_it_was(open_store):
     assert again.num_evicted == {"math": 1}
     await again.restore(1)
     rows = await again.storage.get({})
-    assert [(row.status, row.tags["name"], row.staleness) for row in rows] == [
-        (COMPLETED, name, 0) for name in "cdef"
-    ]
+    assert [(row.status, row.tags["name"], row.staleness) for row in rows] == [(COMPLETED, name, 0) for name in "cdef"]
     assert await again.refresh_staleness({"math": 2}, 3) == {"math": 4}
     assert names(await again.get(9, "math", Status.EXPIRED)) == list("cdef")
 
@@ -300,9 +295,7 @@ def test_nothing_is_created_unless_asked(tmp_path, request, kind):
     if kind == "an empty file":
         url.parent.mkdir()
         url.touch()
-    with pytest.raises(
-        FileNotFoundError if kind == "a file" else ValueError, match=r"no file|no replay store"
-    ):
+    with pytest.raises(FileNotFoundError if kind == "a file" else ValueError, match=r"no file|no replay store"):
         SQLStorage(url, create=False)
     assert kind != "a file" or not url.parent.exists()
     SQLStorage(url).close()
@@ -344,9 +337,7 @@ def test_a_store_can_be_opened_while_another_process_writes(tmp_path):
     writer.close()
 
 
-@pytest.mark.parametrize(
-    "change", ["value = '99' WHERE name = 'version'", "value = 'x' WHERE name = 'format'"]
-)
+@pytest.mark.parametrize("change", ["value = '99' WHERE name = 'version'", "value = 'x' WHERE name = 'format'"])
 def test_another_schema_is_refused(open_store, change):
     store = open_store()
     with store._writing() as connection:
@@ -406,9 +397,7 @@ async def test_counts_follow_every_change(store):
         chosen = rng.sample(uids_now, min(3, len(uids_now)))
         kind = rng.randrange(6)
         if kind < 2 or not chosen:
-            await store.put_many(
-                [make_row(step, rng.choice("ab"), rng.choice(statuses[:3])) for _ in range(3)]
-            )
+            await store.put_many([make_row(step, rng.choice("ab"), rng.choice(statuses[:3])) for _ in range(3)])
         elif kind == 2:
             await store.take(chosen[:2], train_step=rng.choice([None, step]))
         elif kind == 3:

@@ -23,9 +23,7 @@ def run(*arguments, exit_code=0):
 async def fill(url):
     buffer = ReplayBuffer(FIFOReplayPolicy(), SQLStorage(url))
     for number in range(4):
-        await buffer.put(
-            make_group(f"g{number}", steps=[1, 2]), "math", current_train_step=5, tags={"n": number}
-        )
+        await buffer.put(make_group(f"g{number}", steps=[1, 2]), "math", current_train_step=5, tags={"n": number})
     await buffer.take_batch({"math": 1}, train_step=5)
     await buffer.close()
 
@@ -60,9 +58,7 @@ def test_looking_changes_no_database(postgres_url):
     engine.dispose()
 
 
-@pytest.mark.parametrize(
-    "url", ["postgresql://me:hush@localhost:1/x", "postgresql://localhost:1/x?password=hush"]
-)
+@pytest.mark.parametrize("url", ["postgresql://me:hush@localhost:1/x", "postgresql://localhost:1/x?password=hush"])
 def test_a_server_that_does_not_answer_is_one_message_without_the_password(url):
     message = run("inspect", url, exit_code=2).stderr
     assert message.startswith("error: cannot open the database")

@@ -108,10 +108,7 @@ async def test_a_damaged_row_that_is_evicted_costs_no_put_and_is_told_by_its_col
     with buffer.storage._writing() as connection:
         connection.exec_driver_sql(damage.replace("uid = 0", "uid = 2"))
     # A client is told, too.
-    async with (
-        serve(buffer, tmp_path / "socket"),
-        await RemoteReplayBuffer.connect(tmp_path / "socket") as client,
-    ):
+    async with serve(buffer, tmp_path / "socket"), await RemoteReplayBuffer.connect(tmp_path / "socket") as client:
         told = []
         client.on_evict = told.append
         await client.put(make_group("e"), "math")

@@ -76,10 +76,7 @@ async def test_of_two_servers_on_one_database_only_the_second_gives_groups(open_
     async with serve(buffers[0], tmp_path / "one"), await RemoteReplayBuffer.connect(tmp_path / "one") as one:
         groups, _ = await one.take_batch({"math": 1}, train_step=1)
         assert names(groups["math"]) == ["a"]
-        async with (
-            serve(buffers[1], tmp_path / "two"),
-            await RemoteReplayBuffer.connect(tmp_path / "two") as two,
-        ):
+        async with serve(buffers[1], tmp_path / "two"), await RemoteReplayBuffer.connect(tmp_path / "two") as two:
             with pytest.raises(OwnerLost, match="another process owns the database"):
                 await one.take_batch({"math": 1}, train_step=1)
             with pytest.raises(OwnerLost, match="another process owns the database"):
@@ -94,9 +91,7 @@ async def test_what_a_later_server_recovered_is_not_kept(open_store, train_step)
     buffer = ReplayBuffer(FIFOReplayPolicy(), open_store())
     for name in "abc":
         await buffer.put(make_group(name), "math")
-    handover = await take_over(
-        buffer, TakeArguments(b"", {"math": 2}, COMPLETED, train_step), max_bytes=1 << 20
-    )
+    handover = await take_over(buffer, TakeArguments(b"", {"math": 2}, COMPLETED, train_step), max_bytes=1 << 20)
     rival = ReplayBuffer(FIFOReplayPolicy(), open_store())
     (row, _) = await rival.storage.get(PARKED, rows_only=True)
     await rival.storage.delete([row.uid])

@@ -21,9 +21,7 @@ EVERYTHING = {"status": {"$in": ["completed", "archived"]}}
 
 @pytest.fixture(params=["sqlite", "postgres"])
 def url(request, tmp_path):
-    return (
-        str(tmp_path / "buffer.db") if request.param == "sqlite" else request.getfixturevalue("postgres_url")
-    )
+    return str(tmp_path / "buffer.db") if request.param == "sqlite" else request.getfixturevalue("postgres_url")
 
 
 def start(program, *arguments):
@@ -139,12 +137,9 @@ async def look(url):
 def wait_for_the_server(url):
     """Until it has noticed that the process is dead, and has ended what that had begun."""
     if url.startswith("postgresql:"):
-        engine = sa.create_engine(
-            url.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT"
-        )
+        engine = sa.create_engine(url.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT")
         others = sa.text(
-            "SELECT count(*) FROM pg_stat_activity "
-            "WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
+            "SELECT count(*) FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
         )
         with engine.connect() as connection:
             while connection.scalar(others):
@@ -161,9 +156,7 @@ def test_killed_at_any_instant_nothing_is_lost_or_doubled(url):
         wait_for_the_server(url)
         live, archived, num_put = asyncio.run(look(url))
         # A sequence of PostgreSQL leaves gaps where a transaction was interrupted.
-        journal.compare(
-            live, archived, num_put if is_file else len(live) + len(archived) + len(journal.committed)
-        )
+        journal.compare(live, archived, num_put if is_file else len(live) + len(archived) + len(journal.committed))
     assert journal.num_calls["end", "put"] > 0
     print(f"{rounds} kills, calls that returned: {dict(journal.num_calls)}")
 
@@ -181,9 +174,7 @@ def test_rivals_in_processes_get_every_group_once(url):
             rival.stdin.flush()
         for rival in rivals[:num_rivals]:
             taken += [line.strip() for line in iter(rival.stdout.readline, "\n")]
-        expected += [
-            f"{prefix}-{rival}-{number}" for rival in range(num_rivals) for number in range(num_groups)
-        ]
+        expected += [f"{prefix}-{rival}-{number}" for rival in range(num_rivals) for number in range(num_groups)]
         live, archived, _ = asyncio.run(look(url))
         assert sorted(taken) == sorted(archived)
         assert sorted([*live, *archived]) == sorted(expected)

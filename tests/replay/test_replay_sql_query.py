@@ -34,14 +34,10 @@ ROWS = st.lists(
 ODD = ODD_NUMBERS | BEYOND | ODD_TEXTS | st.none() | st.booleans()
 ODD_QUERIES = st.tuples(
     st.sampled_from(sorted(VALUES)),
-    st.dictionaries(
-        st.sampled_from(["$eq", "$ne", "$gt", "$gte", "$lt", "$lte"]), ODD, min_size=1, max_size=2
-    )
+    st.dictionaries(st.sampled_from(["$eq", "$ne", "$gt", "$gte", "$lt", "$lte"]), ODD, min_size=1, max_size=2)
     | st.dictionaries(st.sampled_from(["$in", "$not_in"]), st.lists(ODD, max_size=4), min_size=1),
 ).map(lambda pair: dict([pair]))
-ASKED = st.lists(
-    st.tuples(QUERIES | ODD_QUERIES, ORDERS, st.none() | st.integers(0, 9)), min_size=30, max_size=40
-)
+ASKED = st.lists(st.tuples(QUERIES | ODD_QUERIES, ORDERS, st.none() | st.integers(0, 9)), min_size=30, max_size=40)
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -35,10 +35,7 @@ async def test_puts_that_wait_together_share_a_commit(store):
 
 async def test_a_put_that_fails_does_not_fail_its_neighbors(store):
     good, bad, also_good = await asyncio.gather(
-        store.put(make_row("a")),
-        store.put(make_row(object())),
-        store.put(make_row("b")),
-        return_exceptions=True,
+        store.put(make_row("a")), store.put(make_row(object())), store.put(make_row("b")), return_exceptions=True
     )
     assert "JSON" in str(bad)
     assert [row.item for row in await store.get({"uid": {"$in": [good, also_good]}})] == ["a", "b"]
@@ -133,9 +130,7 @@ async def test_concurrent_puts_of_a_buffer_keep_its_limit(open_store):
 
 async def test_buffers_on_one_database_share_a_limit(open_store):
     evicted = []
-    buffers = [
-        ReplayBuffer(FIFOReplayPolicy(), open_store(), limit=5, on_evict=evicted.append) for _ in range(3)
-    ]
+    buffers = [ReplayBuffer(FIFOReplayPolicy(), open_store(), limit=5, on_evict=evicted.append) for _ in range(3)]
     await asyncio.gather(*(buffers[i % 3].put(make_group(i), "math") for i in range(30)))
     assert len(buffers[0]) == 5
     assert buffers[1].num_evicted == {"math": 25}

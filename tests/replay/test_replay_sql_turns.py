@@ -24,9 +24,7 @@ with write_turn(sa.make_url(sys.argv[1])):
 """
 
 
-async def test_a_stopped_process_that_has_the_turn_is_named_and_its_end_lets_others_go_on(
-    tmp_path, monkeypatch
-):
+async def test_a_stopped_process_that_has_the_turn_is_named_and_its_end_lets_others_go_on(tmp_path, monkeypatch):
     file = tmp_path / "buffer.db"
     store = SQLStorage(file)
     command = [sys.executable, "-c", HOLDER, f"sqlite:///{file}"]
@@ -50,9 +48,7 @@ async def test_a_stopped_process_that_has_the_turn_is_named_and_its_end_lets_oth
     assert type(error_of(failure_of(1, busy.value), ERRORS)) is StoreBusy
 
 
-async def test_a_put_that_is_stored_succeeds_where_the_turn_to_evict_does_not_come(
-    tmp_path, monkeypatch, caplog
-):
+async def test_a_put_that_is_stored_succeeds_where_the_turn_to_evict_does_not_come(tmp_path, monkeypatch, caplog):
     buffer = ReplayBuffer(FIFOReplayPolicy(), SQLStorage(tmp_path / "buffer.db"), limit=1)
 
     async def put(name):

@@ -40,9 +40,7 @@ def test_queries_may_name_every_row_field_but_the_payload_and_the_dict_of_tags()
     assert set(QUERY_FIELDS) == {field.name for field in fields(StorageItem)} - {"item", "tags"}
 
 
-@pytest.mark.parametrize(
-    "tags", [{"a": None}, {"a": [1]}, {1: "a"}, {"": 1}, {"a": float("nan")}, {"a": 2**63}]
-)
+@pytest.mark.parametrize("tags", [{"a": None}, {"a": [1]}, {1: "a"}, {"": 1}, {"a": float("nan")}, {"a": 2**63}])
 def test_bad_tags(tags):
     with pytest.raises(ValueError, match="tag"):
         check_tags(tags)

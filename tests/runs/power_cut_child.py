@@ -15,12 +15,7 @@ from pathlib import Path
 
 from forebay.io.safe_files import publish, unfinished
 from forebay.ledger import Ledger
-from forebay.runs.folder import (
-    checkpoint_path,
-    list_checkpoints,
-    prune_checkpoints,
-    step_of,
-)
+from forebay.runs.folder import checkpoint_path, list_checkpoints, prune_checkpoints, step_of
 
 BOOKS = "ledger.jsonl"
 

@@ -146,9 +146,7 @@ class Run:
         await producing
 
     def remember(self, groups):
-        self.trained[self.step] = {
-            group[0].group_id: max(state.seq_staleness for state in group) for group in groups
-        }
+        self.trained[self.step] = {group[0].group_id: max(state.seq_staleness for state in group) for group in groups}
 
     async def checkpoint(self):
         final = self.folder / "checkpoints" / f"step_{self.step:06d}"
@@ -185,12 +183,7 @@ def build_buffer(folder, store):
 def build_sampler(name, buffer):
     prompts = [Prompt(message=[{"role": "user", "content": str(i)}]) for i in range(NUM_PROMPTS)]
     return Sampler(
-        prompts,
-        buffer,
-        task_name=name,
-        prompt_repeat_k=GROUP_SIZE,
-        seed=1,
-        sample_params=SampleParams(max_tokens=64),
+        prompts, buffer, task_name=name, prompt_repeat_k=GROUP_SIZE, seed=1, sample_params=SampleParams(max_tokens=64)
     )
 
 

@@ -49,10 +49,7 @@ class Replies(Environment):
 
 class Writing(ScriptedEngine):
     def __init__(self, surroundings, folder):
-        self.folder, self.letters = (
-            folder,
-            surroundings.tokenizer.encode("abcdefgh", add_special_tokens=False),
-        )
+        self.folder, self.letters = (folder, surroundings.tokenizer.encode("abcdefgh", add_special_tokens=False))
         self.end = surroundings.tokenizer.eos_token_id
         super().__init__(self.script, token_latency_s=TOKEN_S, eos_token_ids=[self.end])
 

@@ -83,14 +83,10 @@ def test_without_them_the_same_run_draws_the_same(tmp_path: Path) -> None:
     rows = []
     for name, takes in (("adapters", True), ("merged", False)):
         run = lora_run(
-            tmp_path / name,
-            produce={},
-            engine={"name": "transformers", "arguments": {"takes_adapters": takes}},
+            tmp_path / name, produce={}, engine={"name": "transformers", "arguments": {"takes_adapters": takes}}
         )
         asyncio.run(launch(run))
-        rows.append(
-            [row["train/loss"] for row in read_jsonl(run.folder / "metrics.jsonl") if "train/loss" in row]
-        )
+        rows.append([row["train/loss"] for row in read_jsonl(run.folder / "metrics.jsonl") if "train/loss" in row])
     assert len(rows[0]) == 4
     assert rows[0] == rows[1]
 

@@ -220,9 +220,7 @@ def never(state):
     return {"score": 0.0, "tries": 2, "is_long": True, "why": "no", "rate": float("nan")}
 
 
-def test_a_run_that_cannot_learn_says_so_in_the_terminal_the_metrics_and_its_replay(
-    tmp_path, capsys, monkeypatch
-):
+def test_a_run_that_cannot_learn_says_so_in_the_terminal_the_metrics_and_its_replay(tmp_path, capsys, monkeypatch):
     from typer.testing import CliRunner
 
     from forebay.cli import app

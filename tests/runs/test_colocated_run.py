@@ -49,12 +49,7 @@ def run_table(output, **changes):
             {
                 "name": "sorting",
                 "data": {"source": "sorting", "arguments": {"length": 3, "letters": 5}, "size": 60},
-                "eval_data": {
-                    "source": "sorting",
-                    "arguments": {"length": 3, "letters": 5},
-                    "start": 60,
-                    "size": 20,
-                },
+                "eval_data": {"source": "sorting", "arguments": {"length": 3, "letters": 5}, "start": 60, "size": 20},
                 "judge": {"name": "exact_match", "arguments": {"partial_credit": True}},
                 "sample": {"max_tokens": 5},
             }
@@ -74,11 +69,7 @@ def train(output, **changes):
 
 
 def losses(folder):
-    return {
-        row["train_step"]: row["train/loss"]
-        for row in read_jsonl(folder / "metrics.jsonl")
-        if row["train_step"]
-    }
+    return {row["train_step"]: row["train/loss"] for row in read_jsonl(folder / "metrics.jsonl") if row["train_step"]}
 
 
 READS_ALL = {"lr": 1e-3, "token_budget": 512, "entropy_coef": 1e-4}
@@ -90,13 +81,7 @@ def test_a_run_leaves_everything_it_promises(tmp_path, capsys):
     folder = tmp_path / "run"
     assert not interrupted
     assert line.startswith("held-out accuracy: ")
-    for name in (
-        "run.toml",
-        "metrics.jsonl",
-        "live.json",
-        "history/segment_000/segment.json",
-        "ledger.jsonl",
-    ):
+    for name in ("run.toml", "metrics.jsonl", "live.json", "history/segment_000/segment.json", "ledger.jsonl"):
         assert (folder / name).stat().st_size > 0, name
     assert (folder / "model" / "model.safetensors").exists()
     assert [path.name for path in list_checkpoints(folder)] == ["step_000004"]

@@ -31,9 +31,7 @@ def shown(console: Console) -> str:
     return console.file.getvalue()
 
 
-def rollout(
-    response: str, score: float | None = 1.0, *, prompt: object = "1+1=", **fields: object
-) -> RolloutState:
+def rollout(response: str, score: float | None = 1.0, *, prompt: object = "1+1=", **fields: object) -> RolloutState:
     reward = None if score is None else {"score": score}
     return RolloutState(
         [{"role": "system", "content": "Add."}, {"role": "user", "content": prompt}],
@@ -206,9 +204,7 @@ def test_a_prompt_of_parts_shows_its_text() -> None:
     ids=["rollouts", "message", "warning", "evaluation", "start"],
 )
 @given(text=st.text(max_size=300))
-def test_any_text_is_shown_as_text_within_the_width(
-    say: Callable[[RunDisplay, str], None], text: str
-) -> None:
+def test_any_text_is_shown_as_text_within_the_width(say: Callable[[RunDisplay, str], None], text: str) -> None:
     console = piped()
     say(RunDisplay(console), text)
     assert all(character.isprintable() for character in shown(console).replace("\n", ""))
@@ -241,9 +237,7 @@ def test_an_evaluation_has_a_line_for_each_task_and_the_largest_pass_at_k() -> N
     RunDisplay(console).evaluation("step 20", of_all | of_task)
     first, second = shown(console).splitlines()
     assert " ".join(first.split()) == "eval step 20 score 0.500 accuracy 0.250 pass@16 0.750"
-    assert (
-        " ".join(second.split()) == "eval step 20 sort score 0.500 accuracy 0.250 pass@16 0.750 failed 0.125"
-    )
+    assert " ".join(second.split()) == "eval step 20 sort score 0.500 accuracy 0.250 pass@16 0.750 failed 0.125"
 
 
 def test_a_pipe_gets_no_live_view() -> None:

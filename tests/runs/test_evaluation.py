@@ -111,11 +111,7 @@ def test_production_and_training_go_on_meanwhile(tmp_path):
 
     async def stopped():
         running = asyncio.create_task(
-            launch(
-                config(
-                    tmp_path, produce=produce, tasks=tasks, steps=40, evaluate={"every": 3, "mode": "beside"}
-                )
-            )
+            launch(config(tmp_path, produce=produce, tasks=tasks, steps=40, evaluate={"every": 3, "mode": "beside"}))
         )
         # The groups that the judge waited for may be of step 4, whose row comes a moment later.
         while not (
@@ -198,10 +194,7 @@ def test_an_evaluation_that_fails_beside_takes_no_batch_with_it(tmp_path, monkey
     asyncio.run(launch(saved_config(folder), resume=folder))
     whole, failed = (Ledger.read(path / "ledger.jsonl") for path in (tmp_path / "whole" / "run", folder))
     assert failed.balance({}).trained == whole.balance({}).trained == STEPS * BATCH_SIZE
-    at = [
-        {r["train_step"]: r["reward"] for r in _rows(p) if "reward" in r}
-        for p in (folder, tmp_path / "whole/run")
-    ]
+    at = [{r["train_step"]: r["reward"] for r in _rows(p) if "reward" in r} for p in (folder, tmp_path / "whole/run")]
     assert at[0] == at[1]
     assert len(at[0]) == STEPS
 
@@ -226,9 +219,7 @@ def test_a_held_out_prompt_on_which_the_agent_raises_fails_alone(tmp_path, mode)
     assert errors == {"RuntimeError: no such prompt"}
 
 
-@pytest.mark.parametrize(
-    ("steps", "found"), [([], []), ([-1, -1, -1], []), ([2, 2], [2, 2]), ([2, 9, 2], [2, 2])]
-)
+@pytest.mark.parametrize(("steps", "found"), [([], []), ([-1, -1, -1], []), ([2, 2], [2, 2]), ([2, 9, 2], [2, 2])])
 def test_rollouts_of_which_not_all_is_known_are_evaluated_too(steps, found):
     state = RolloutState([], response_ids=[5, 6, 7], response_mask=[1, 0, 1], response_model_steps=steps)
     assert made_by(state).tolist() == found
@@ -239,9 +230,7 @@ def test_a_task_without_weight_is_only_evaluated_by_its_own_schedule(tmp_path):
     del exam["data"]
     folder = train(tmp_path, tasks=[task(evaluate={"every": 2}), exam], evaluate={"mode": "beside"})
     tried = {
-        row["train_step"]: {
-            name.split("/")[1] for name in row if name.count("/") == 2 and "judge" not in name
-        }
+        row["train_step"]: {name.split("/")[1] for name in row if name.count("/") == 2 and "judge" not in name}
         for row in evaluations(folder)
     }
     both = {"sorting", "exam"}
@@ -259,9 +248,7 @@ def test_the_best_checkpoint_stays_and_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         Evaluator,
         "evaluate",
-        lambda self, groups, *, whole=True: (
-            evaluate(self, groups, whole=whole) | {"eval/score": next(planned)}
-        ),
+        lambda self, groups, *, whole=True: evaluate(self, groups, whole=whole) | {"eval/score": next(planned)},
     )
     changes = {"evaluate": {"every": 2}, "checkpoint_every": 2, "keep_checkpoints": 1}
     folder = train(tmp_path, replay={"store": "sqlite"}, **changes)

@@ -49,9 +49,7 @@ def read(folder, kind="rollouts"):
 
 
 actions = st.lists(
-    st.one_of(
-        st.tuples(st.just("left"), st.integers(1, 3)), st.just("flush"), st.just("span"), st.just("kill")
-    ),
+    st.one_of(st.tuples(st.just("left"), st.integers(1, 3)), st.just("flush"), st.just("span"), st.just("kill")),
     max_size=60,
 )
 
@@ -260,6 +258,4 @@ async def test_text_that_no_file_can_hold_is_kept_as_far_as_it_goes(tmp_path):
     written.left([make_group(1, size=1, text="a\ud800b\0")], "trained", train_step=1)
     written.close()
     assert read(tmp_path)[0]["response"] == "a?b\0"
-    assert pa.types.is_large_string(
-        pq.read_schema(list_parts(tmp_path, "rollouts")[0].path).field("prompt").type
-    )
+    assert pa.types.is_large_string(pq.read_schema(list_parts(tmp_path, "rollouts")[0].path).field("prompt").type)

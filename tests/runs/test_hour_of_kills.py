@@ -72,9 +72,7 @@ def test_a_run_survives_an_hour_of_kills(nursery, tmp_path, kind):
             killed.check_checkpoints(checkpoints)
             books = folder / "ledger.jsonl"
             if checkpoints:
-                assert not finished & killed.taken_up_since(books, num_bytes), (
-                    "generated a finished group again"
-                )
+                assert not finished & killed.taken_up_since(books, num_bytes), "generated a finished group again"
                 finished, num_bytes = asyncio.run(killed.finished_groups(store)), books.stat().st_size
                 arguments = ["train", "--resume", folder, environment]
             print(f"{num_kills} kills, step {step_of(checkpoints[-1]) if checkpoints else 0}", flush=True)

@@ -38,13 +38,7 @@ sample = {{ max_tokens = 4 }}
 
 
 def start(*arguments):
-    command = [
-        sys.executable,
-        "-c",
-        "from forebay.cli import main; main()",
-        "train",
-        *map(str, arguments),
-    ]
+    command = [sys.executable, "-c", "from forebay.cli import main; main()", "train", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

@@ -171,11 +171,7 @@ def taken_up_since(books, num_bytes):
         file.seek(num_bytes)
         lines = [line for line in file if line.endswith(b"}\n") and line.startswith(b'{"number"')]
     events = map(json.loads, lines)
-    return {
-        event["group"]
-        for event in events
-        if event["event"] in ("admitted", "retried") and "found" not in event
-    }
+    return {event["group"] for event in events if event["event"] in ("admitted", "retried") and "found" not in event}
 
 
 def check_checkpoints(checkpoints):
@@ -194,9 +190,7 @@ def check_books(folder, samplers, used, steps, batch_size, store="memory"):
     """
     checkpoint = list_checkpoints(folder)[-1]
     assert step_of(checkpoint) == steps
-    assert {step: len(groups) for step, groups in used.items()} == dict.fromkeys(
-        range(1, steps + 1), batch_size
-    )
+    assert {step: len(groups) for step, groups in used.items()} == dict.fromkeys(range(1, steps + 1), batch_size)
     assert all(len(set(groups)) == batch_size for groups in used.values())
     trained = first_uses(used)
     ledger = Ledger.read(folder / "ledger.jsonl")
@@ -213,9 +207,7 @@ def check_books(folder, samplers, used, steps, batch_size, store="memory"):
         taken = asyncio.run(first_groups(sampler))
         if store != "memory":
             # After a kill it has yet to come to groups that were finished, which it will pass over.
-            taken = list(
-                dict.fromkeys([*taken, *(group for group in booked if group.startswith(f"{name}/"))])
-            )
+            taken = list(dict.fromkeys([*taken, *(group for group in booked if group.startswith(f"{name}/"))]))
         handed_out += taken
         places = {group: ledger.life(group, name).place for group in taken}
         assert ledger.balance({}).by_task[name].generated == len(taken)
@@ -245,11 +237,7 @@ async def first_groups(sampler):
     """The ids of the groups that a sampler hands out before it stands where this one does."""
     place = sampler.epoch, sampler.position
     fresh = Sampler(
-        sampler.prompts,
-        sampler.replay_buffer,
-        task_name=sampler.task_name,
-        prompt_repeat_k=1,
-        seed=sampler.seed,
+        sampler.prompts, sampler.replay_buffer, task_name=sampler.task_name, prompt_repeat_k=1, seed=sampler.seed
     )
     groups = []
     while (fresh.epoch, fresh.position) != place:
@@ -435,9 +423,7 @@ def check_scripted_run(folder, store):
     counts = Counter(group for groups in used.values() for group in groups)
     # How often the third use comes before a group is too old is up to the kills.
     assert 2 <= max(counts.values()) <= scripted_run.REUSE.times
-    samplers = [
-        scripted_run.build_sampler(name, AsyncReplayBufferConfig().build()) for name in scripted_run.TASKS
-    ]
+    samplers = [scripted_run.build_sampler(name, AsyncReplayBufferConfig().build()) for name in scripted_run.TASKS]
     used = {step: list(groups) for step, groups in used.items()}
     check_books(folder, samplers, used, scripted_run.STEPS, scripted_run.BATCH_SIZE, store)
 

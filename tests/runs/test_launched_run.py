@@ -228,9 +228,7 @@ def test_another_number_of_ranks_than_processes_is_one_sentence(run_file, tmp_pa
 def test_a_rank_that_does_not_come_is_named_and_a_stranger_is_none(monkeypatch):
     monkeypatch.setattr(ranks, "START_LIMIT_S", 1.0)
     monkeypatch.setattr(
-        launched,
-        "_store",
-        lambda place: SimpleNamespace(set=lambda _, told: connect(told), delete_key=deleted.append),
+        launched, "_store", lambda place: SimpleNamespace(set=lambda _, told: connect(told), delete_key=deleted.append)
     )
     strangers, deleted = [], []
 

@@ -76,9 +76,7 @@ def test_the_panel_says_what_goes_on() -> None:
 
 
 def test_while_a_run_is_built_there_is_one_line() -> None:
-    assert lines(None, phase="warm-up", step=0) == [
-        "  step 0/450  ------------------------------  ETA 3:20  warm-up"
-    ]
+    assert lines(None, phase="warm-up", step=0) == ["  step 0/450  ------------------------------  ETA 3:20  warm-up"]
 
 
 def test_what_is_not_there_does_not_change_the_height() -> None:
@@ -128,9 +126,7 @@ def test_any_name_is_shown_as_text_within_the_width(text: str, width: int, count
         ages=dict(enumerate(counts)),
     )
     odd = now(
-        tasks={text: task, "other": TASK},
-        stall=text,
-        oldest=[Doing(stage="put", name=text, age_s=1e6, note=text)],
+        tasks={text: task, "other": TASK}, stall=text, oldest=[Doing(stage="put", name=text, age_s=1e6, note=text)]
     )
     shown = lines(odd, width, phase=text, step=10**9, total=10**9)
     assert len(shown) in (8, 9), "a line was broken"

@@ -45,9 +45,7 @@ async def test_a_run_does_not_begin_where_another_process_is_at_work(tmp_path: P
         pass
 
 
-async def test_a_run_keeps_its_folder_until_it_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_keeps_its_folder_until_it_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, pipe = config(tmp_path), asyncio.subprocess.PIPE
     said = []
 

@@ -43,9 +43,7 @@ def config(folder, rows=None, **changes):
         "rollouts_per_prompt": 2,
         "output": str(folder),
         "model": {"source": "tiny", "tiny": tiny, "max_context": 32},
-        "tasks": [
-            {"name": "add", "data": {"source": str(source)}, "judge": judge, "sample": {"max_tokens": 3}}
-        ],
+        "tasks": [{"name": "add", "data": {"source": str(source)}, "judge": judge, "sample": {"max_tokens": 3}}],
         "warmup": {"steps": 3, "batch_size": 4},
     }
     return parse_config(RunConfig, {**table, **changes})
@@ -68,9 +66,7 @@ def test_a_character_outside_the_alphabet_is_named_with_its_row(tmp_path, row):
     rows = [{"prompt": "1=", "answer": "2"}, row]
     with pytest.raises(ConfigError) as caught:
         train(tmp_path, rows, tiny={"alphabet": "0123456789+="})
-    assert f"{tmp_path}/rows.jsonl, line 2: the model has no token for the character '→' (U+2192)" in str(
-        caught.value
-    )
+    assert f"{tmp_path}/rows.jsonl, line 2: the model has no token for the character '→' (U+2192)" in str(caught.value)
     assert list(tmp_path.iterdir()) == [tmp_path / "rows.jsonl"]
 
 
@@ -133,10 +129,7 @@ def test_ctrl_c_during_the_warm_up_ends_it_at_once(tmp_path, capsys, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path)
     assert steps == [1]
-    assert (
-        "stopped before the first train step (warm-up): nothing of this run is kept"
-        in capsys.readouterr().out
-    )
+    assert "stopped before the first train step (warm-up): nothing of this run is kept" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == [tmp_path / "rows.jsonl"]
     assert signal.getsignal(signal.SIGINT) is before
 

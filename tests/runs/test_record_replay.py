@@ -287,9 +287,7 @@ def test_a_killed_run_is_replayed_as_far_as_it_came_and_after_it_went_on(tmp_pat
 
 
 def copy(folder, tmp_path):
-    return shutil.copytree(
-        folder, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints", "model", "*.png")
-    )
+    return shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints", "model", "*.png"))
 
 
 def rewrite(folder, change):
@@ -306,9 +304,7 @@ def change_logprob(folder, group):
     logprobs = table["logprobs"].to_pylist()
     logprobs[row][0] += 0.5
     column = table.schema.get_field_index("logprobs")
-    table = table.set_column(
-        column, table.schema.field(column), pa.array(logprobs, table.schema.types[column])
-    )
+    table = table.set_column(column, table.schema.field(column), pa.array(logprobs, table.schema.types[column]))
     # The whole stream as one piece.
     with pa.ipc.new_stream(file, table.schema) as stream:
         stream.write_batch(table.combine_chunks().to_batches()[0])
@@ -367,9 +363,7 @@ DAMAGES = {
         "missing 1 required positional argument: 'task_batch_sizes'",
     ),
     "another format": (
-        lambda folder: rewrite(
-            folder, lambda lines: [line.replace("record/2", "record/1") for line in lines]
-        ),
+        lambda folder: rewrite(folder, lambda lines: [line.replace("record/2", "record/1") for line in lines]),
         "not a record that this release reads",
     ),
     "no journal": (lambda folder: (folder / "record/segment_000/events.jsonl").unlink(), "missing"),
@@ -495,9 +489,7 @@ async def do(buffer, name, numbers, place):
             group = [rollout(member, f"g{place}", (step, step + size)) for member in range(2)]
             if size == 0:
                 group[0].status = Status.ABORTED
-            await buffer.put(
-                group, "math", current_train_step=step + 1, stale_threshold=size + 1, priority=size + 0.5
-            )
+            await buffer.put(group, "math", current_train_step=step + 1, stale_threshold=size + 1, priority=size + 0.5)
         case "get":
             await buffer.get(size, "math", Status.ABORTED)
         case "take":

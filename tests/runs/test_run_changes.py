@@ -24,10 +24,7 @@ def config(**changes):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (
-            {"model": {"source": "tiny", "tiny": {"hidden_size": 64}}},
-            "model.tiny.hidden_size = 64, it is 128",
-        ),
+        ({"model": {"source": "tiny", "tiny": {"hidden_size": 64}}}, "model.tiny.hidden_size = 64, it is 128"),
         ({"model": {"source": "other/model"}}, "model.source = 'other/model'"),
         ({"warmup": {"steps": 5}}, "warmup.batch_size = 64, it is None"),
         ({"seed": 7}, "seed = 7, it is 0: the order of the prompts depends on it"),
@@ -42,9 +39,7 @@ def test_what_cannot_change_is_refused_with_its_reason(change, said):
 
 
 def test_what_changes_is_told():
-    after = config(
-        steps=9, engine={"name": "transformers", "arguments": {"max_batch": 4}}, output="elsewhere"
-    )
+    after = config(steps=9, engine={"name": "transformers", "arguments": {"max_batch": 4}}, output="elsewhere")
     assert changed(config(), config()) == []
     assert changed(config(), after) == [
         "changed: engine.arguments = {'max_batch': 4}, was {}",

@@ -119,10 +119,7 @@ def test_separate_mode_has_defaults_of_its_own_that_keep_long_groups(tmp_path):
     assert parse_config(RunConfig, tomllib.loads(to_toml(resolved))) == resolved
     # What the file says stands.
     own = {"mode": "separate", "staleness_rule": "drop", "over_sample_threshold": 0.0}
-    assert config(tmp_path, produce=own).produce.model_dump() == {
-        **resolved.produce.model_dump(),
-        **own,
-    }
+    assert config(tmp_path, produce=own).produce.model_dump() == {**resolved.produce.model_dump(), **own}
     assert config(tmp_path, produce=own).train.correction == "none"
     corrected = config(tmp_path, produce={"mode": "separate"}, train={"correction": "token_tis"})
     assert corrected.train.correction == "token_tis"
@@ -155,9 +152,7 @@ def test_a_resumed_run_goes_on_with_every_group_once(tmp_path):
     # As if the run had been killed after step 5: the last complete checkpoint is that of step 4.
     (folder / "checkpoints" / "step_000006").rename(folder / "checkpoints" / "step_000006.tmp")
     asyncio.run(launch(saved_config(folder), resume=folder))
-    assert sorted(row["train_step"] for row in train_rows(folder) if "train/loss" in row) == list(
-        range(1, STEPS + 1)
-    )
+    assert sorted(row["train_step"] for row in train_rows(folder) if "train/loss" in row) == list(range(1, STEPS + 1))
     check_books(folder)
 
 
@@ -171,9 +166,7 @@ def test_weights_updated_in_flight_label_the_tokens_that_they_make(tmp_path, mon
 
     monkeypatch.setattr(TrainController, "fit", watched)
     produce = {**run_table(tmp_path)["produce"], "in_flight_update": True, "over_sample_threshold": 2.0}
-    train(
-        tmp_path, produce=produce, tasks=[{**run_table(tmp_path)["tasks"][0], "sample": {"max_tokens": 24}}]
-    )
+    train(tmp_path, produce=produce, tasks=[{**run_table(tmp_path)["tasks"][0], "sample": {"max_tokens": 24}}])
     check_books(tmp_path / "run")
     for state in mixed:
         assert (state.response_model_steps[:-1] <= state.response_model_steps[1:]).all()

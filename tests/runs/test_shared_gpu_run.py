@@ -78,11 +78,7 @@ def config(tmp_path: Path, **changes) -> RunConfig:
         "batch_size": 2,
         "rollouts_per_prompt": 2,
         "output": str(tmp_path),
-        "model": {
-            "source": "tiny",
-            "max_context": 40,
-            "tiny": {"hidden_size": 16, "num_layers": 1, "num_heads": 1},
-        },
+        "model": {"source": "tiny", "max_context": 40, "tiny": {"hidden_size": 16, "num_layers": 1, "num_heads": 1}},
         "engine": {"name": "vllm", "arguments": arguments},
         "tasks": [task],
         "train": {"lr": 1e-3, "token_budget": 256},

@@ -34,12 +34,7 @@ WARN_AFTER_S = 10.0
 def build_status(activities=None, *, tasks=("math",), **options):
     activities = activities or Activities()
     runners = [
-        TaskRunner(
-            task_name=name,
-            agent_loop=None,
-            produce_strategy=SyncProduceStrategyConfig().build(),
-            sampler=None,
-        )
+        TaskRunner(task_name=name, agent_loop=None, produce_strategy=SyncProduceStrategyConfig().build(), sampler=None)
         for name in tasks
     ]
     manager = AgentLoopManager(
@@ -117,9 +112,7 @@ def test_a_judge_that_hangs_is_named_behind_ever_so_many_older_generations():
 
 @given(
     rows=st.lists(
-        st.tuples(
-            st.sampled_from(["math", "code"]), st.sampled_from(COUNTED_STATUSES), st.integers(0, MAX_AGE + 9)
-        ),
+        st.tuples(st.sampled_from(["math", "code"]), st.sampled_from(COUNTED_STATUSES), st.integers(0, MAX_AGE + 9)),
         max_size=25,
     ),
     train_step=st.integers(1, MAX_AGE + 12),
@@ -164,17 +157,11 @@ def test_the_values_of_a_step_are_those_of_all_tasks_and_of_each():
     assert values["in_flight/code/groups"] == 0
 
 
-@given(
-    steps=st.lists(
-        st.lists(st.tuples(st.integers(-1, 12), st.booleans()), min_size=1, max_size=6), max_size=5
-    ),
-)
+@given(steps=st.lists(st.lists(st.tuples(st.integers(-1, 12), st.booleans()), min_size=1, max_size=6), max_size=5))
 def test_the_shares_of_trained_tokens_are_of_those_that_the_policy_made(steps):
     async def main():
         status, _, _ = build_status()
-        groups = [
-            [rollout([step for step, _ in group], mask=[int(own) for _, own in group])] for group in steps
-        ]
+        groups = [[rollout([step for step, _ in group], mask=[int(own) for _, own in group])] for group in steps]
         return status.step_values(13, groups)
 
     values = {name: value for name, value in run(main()).items() if name.startswith("staleness/")}
@@ -276,9 +263,7 @@ def test_the_totals_of_a_run_are_what_was_trained_and_what_became_of_the_groups(
                 manager=manager,
                 status=status,
                 history=history,
-                cluster=SimpleNamespace(
-                    counts=lambda: {"cluster/trainer_restarts": 1.0, "cluster/lost": 0.0}
-                ),
+                cluster=SimpleNamespace(counts=lambda: {"cluster/trainer_restarts": 1.0, "cluster/lost": 0.0}),
                 best_checkpoint="step_000002 (eval/score 0.7)",
             )
         )
@@ -363,9 +348,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
     ],
     ids=["separate", "colocated"],
 )
-def test_every_number_that_a_run_logs_is_in_the_docs_and_the_summary_says_what_matters(
-    tmp_path, capsys, changes
-):
+def test_every_number_that_a_run_logs_is_in_the_docs_and_the_summary_says_what_matters(tmp_path, capsys, changes):
     asyncio.run(launch(small_run(tmp_path, **changes)))
     names = {name for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") for name in row}
     listed = re.findall(r"^\| `([^`]+)` \|", DOCS.read_text(encoding="utf-8"), re.MULTILINE)

@@ -83,14 +83,9 @@ def test_a_sound_run_passes_after_every_hand_over(tmp_path: Path, engine: str) -
 
 def test_an_engine_that_keeps_old_weights_ends_the_run(tmp_path: Path) -> None:
     run = config(
-        tmp_path,
-        engine="test_verify_weights:build",
-        verify_weights=True,
-        train={"lr": 1e-2, "token_budget": 512},
+        tmp_path, engine="test_verify_weights:build", verify_weights=True, train={"lr": 1e-2, "token_budget": 512}
     )
-    with pytest.raises(
-        WeightsDifferError, match=r"engine 0 does not hold the trainer's weights of step [23]"
-    ):
+    with pytest.raises(WeightsDifferError, match=r"engine 0 does not hold the trainer's weights of step [23]"):
         asyncio.run(launch(run))
 
 

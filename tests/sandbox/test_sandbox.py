@@ -18,9 +18,7 @@ from forebay.sandbox.control_group import ControlGroups, find_control_groups
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
 _WORKS: dict[Isolation, str | None] = {}
-LIMITS = Limits(
-    wall_s=20.0, cpu_s=5, memory_bytes=512 << 20, output_bytes=1000, file_bytes=1 << 20, processes=8
-)
+LIMITS = Limits(wall_s=20.0, cpu_s=5, memory_bytes=512 << 20, output_bytes=1000, file_bytes=1 << 20, processes=8)
 
 
 async def sandbox_of(level: Isolation, limits: Limits = LIMITS, **options) -> Sandbox:
@@ -549,9 +547,7 @@ async def test_control_groups_of_a_killed_process_are_removed(tmp_path) -> None:
     assert not orphan.exists()
 
 
-@pytest.mark.parametrize(
-    ("own", "delegated", "found"), [("a/b", "a/b", "a/b"), ("a/b", "a", "a"), ("a/b", ".", None)]
-)
+@pytest.mark.parametrize(("own", "delegated", "found"), [("a/b", "a/b", "a/b"), ("a/b", "a", "a"), ("a/b", ".", None)])
 def test_control_groups_of_a_unified_hierarchy_are_made_where_controllers_are_given(
     own, delegated, found, tmp_path
 ) -> None:

@@ -21,9 +21,7 @@ def run_table(**changes):
         "batch_size": 4,
         "rollouts_per_prompt": 2,
         "model": {"source": "tiny"},
-        "tasks": [
-            {"name": "t", "data": data, "judge": {"name": "exact_match"}, "sample": {"max_tokens": 10_000}}
-        ],
+        "tasks": [{"name": "t", "data": data, "judge": {"name": "exact_match"}, "sample": {"max_tokens": 10_000}}],
         "produce": {
             "mode": "separate",
             "max_staleness": 1,

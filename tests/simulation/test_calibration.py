@@ -59,13 +59,7 @@ def write_run(folder, num_steps=10, start_s=0.0, tried=False, taken_back=0, trai
     segment.mkdir(parents=True)
     (segment / "segment.json").write_text(json.dumps({"format": FORMAT, "resumed_from": None}))
     pq.write_table(spans_table(spans), segment / "spans_000000_000000.parquet")
-    row = {
-        "step_s": 4.0,
-        "staleness": 1,
-        "time/generate_s": 3.0,
-        "time/wait_s": 1.0,
-        "time/checkpoint_s": 0.1,
-    }
+    row = {"step_s": 4.0, "staleness": 1, "time/generate_s": 3.0, "time/wait_s": 1.0, "time/checkpoint_s": 0.1}
     rows = [{"train_step": step + 1, **row} for step in range(num_steps)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -107,9 +101,7 @@ def test_held_out_prompts_are_none_of_production(tmp_path):
 def test_steps_that_were_made_again_count_once_in_every_measure(tmp_path, mode):
     write_run(tmp_path / "once", train_at_s=(3.0, 3.5))
     write_run(tmp_path / "again", train_at_s=(3.0, 3.5), taken_back=2)
-    once, again = (
-        calibrate(tmp_path / name, one_group(produce={"mode": mode})) for name in ("once", "again")
-    )
+    once, again = (calibrate(tmp_path / name, one_group(produce={"mode": mode})) for name in ("once", "again"))
     assert again == once
     assert once[0].train_s == pytest.approx(0.5 + 0.75)
 
@@ -132,9 +124,7 @@ def test_a_step_has_what_it_takes_beside_rollouts_and_training(tmp_path, mode):
 
 def test_requests_of_several_engines_are_spread_over_them():
     # One alone is at one engine; four are two at each; of ten at each, eight run.
-    alone, four, twenty = (
-        [(start, start + 1.0, 10)] * count for start, count in ((0.0, 1), (1.0, 4), (2.0, 20))
-    )
+    alone, four, twenty = ([(start, start + 1.0, 10)] * count for start, count in ((0.0, 1), (1.0, 4), (2.0, 20)))
     assert measure_rates([*alone, *four, *twenty], slots=8, engines=2) == ((1, 10.0), (2, 20.0), (8, 100.0))
 
 
@@ -142,23 +132,9 @@ def test_requests_of_several_engines_are_spread_over_them():
     ("changes", "engines"),
     [
         ({"engine": {"name": "process", "arguments": {"engines": 4, "max_batch": 2}}}, 4),
-        (
-            {
-                "engine": {"arguments": {"max_batch": 2}},
-                "cluster": {"name": "ray", "arguments": {"num_engines": 4}},
-            },
-            4,
-        ),
+        ({"engine": {"arguments": {"max_batch": 2}}, "cluster": {"name": "ray", "arguments": {"num_engines": 4}}}, 4),
         ({"engine": {"name": "vllm", "arguments": {"servers": 3}}}, 3),
-        (
-            {
-                "engine": {
-                    "name": "sglang",
-                    "arguments": {"urls": ["http://localhost:1", "http://localhost:2"]},
-                }
-            },
-            2,
-        ),
+        ({"engine": {"name": "sglang", "arguments": {"urls": ["http://localhost:1", "http://localhost:2"]}}}, 2),
         ({"engine": {"arguments": {"max_batch": 2}}}, 1),
     ],
 )

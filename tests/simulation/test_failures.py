@@ -62,9 +62,7 @@ def run_world(config, described, folder):
 def test_the_books_balance_whatever_fails(tmp_path, mode, keeps_tokens):
     config = run_config(produce=PARTIAL, steps=40)
     config = config if mode == "separate" else synchronous(config)
-    failing = cluster(
-        engines=3, lengths=TAILED, failures_per_hour=60, restart_s=20, keeps_tokens=keeps_tokens
-    )
+    failing = cluster(engines=3, lengths=TAILED, failures_per_hour=60, restart_s=20, keeps_tokens=keeps_tokens)
     world, _, balance = run_world(config, failing, tmp_path)
     assert world.run.controller.counts()["engine_restarts"] > 5
     assert balance.ok, balance
@@ -177,8 +175,7 @@ def test_a_checkpoint_lengthens_no_run_by_more_than_its_cost(in_flight_update, t
 def test_evaluation_beside_costs_production_its_engine_and_nothing_else():
     usual = {"lengths": {"values": [80, 100, 120]}, "sync_s": 0.0}
     beside, pause = (
-        run_config(produce=PARTIAL, tasks=[TRIED], evaluate={"every": 2, "mode": mode})
-        for mode in ("beside", "pause")
+        run_config(produce=PARTIAL, tasks=[TRIED], evaluate={"every": 2, "mode": mode}) for mode in ("beside", "pause")
     )
     fewer = simulate(pause, cluster(engines=2, **usual), steps=12).numbers()
     # Of at most 12 s, and due every 20 s: none has to wait for the one before.

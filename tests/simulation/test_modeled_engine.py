@@ -27,11 +27,7 @@ def request(name, length, *, done=0, max_tokens=1000, time_limit_s=None):
 
 
 def engine(**options):
-    settings = {
-        "rate": lambda running: 10.0 * running,
-        "slots": 4,
-        "length": lambda r: r.seed - r.num_earlier,
-    }
+    settings = {"rate": lambda running: 10.0 * running, "slots": 4, "length": lambda r: r.seed - r.num_earlier}
     return ModeledEngine(**{**settings, **options})
 
 

@@ -21,9 +21,7 @@ def test_axes_make_every_combination():
         (2, 3),
         (2, 3),
     ]
-    assert {(case.cluster.engines, case.cluster.trainers, case.cluster.train_s) for case in cases} == {
-        (2, 1, 10.0)
-    }
+    assert {(case.cluster.engines, case.cluster.trainers, case.cluster.train_s) for case in cases} == {(2, 1, 10.0)}
 
 
 @pytest.mark.parametrize(
@@ -58,9 +56,7 @@ def test_the_best_is_the_fastest_and_of_equals_the_freshest():
     step_s = [outcome.result.step_s for outcome in ranked]
     assert step_s[0] <= min(step_s) * 1.01
     near = [outcome for outcome in outcomes if outcome.result.step_s <= min(step_s) * 1.01]
-    assert ranked[0].result.token_staleness.mean == min(
-        outcome.result.token_staleness.mean for outcome in near
-    )
+    assert ranked[0].result.token_staleness.mean == min(outcome.result.token_staleness.mean for outcome in near)
     assert all(outcome.speed_up > 0.98 for outcome in outcomes)
 
 

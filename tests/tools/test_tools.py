@@ -29,10 +29,7 @@ NUMBERS = st.one_of(st.integers(-99, 99).map(str), st.floats(0, 9, width=16).map
 EXPRESSIONS = st.recursive(
     NUMBERS,
     lambda parts: st.builds(
-        lambda a, b, sign: f"({a}) {sign} ({b})",
-        parts,
-        parts,
-        st.sampled_from(["+", "-", "*", "/", "//", "%"]),
+        lambda a, b, sign: f"({a}) {sign} ({b})", parts, parts, st.sampled_from(["+", "-", "*", "/", "//", "%"])
     ),
     max_leaves=6,
 )

@@ -36,12 +36,7 @@ def build_model(seed: int = 0, **changes: object) -> LlamaForCausalLM:
 
 
 def build_groups(
-    num_groups: int = 4,
-    size: int = 4,
-    *,
-    seed: int = 0,
-    masked: bool = False,
-    same_prompt_length: bool = False,
+    num_groups: int = 4, size: int = 4, *, seed: int = 0, masked: bool = False, same_prompt_length: bool = False
 ) -> list[list[RolloutState]]:
     """Groups with prompts of 2-5 tokens, responses of 1-7, random scores and engine logprobs."""
     random = np.random.default_rng(seed)

@@ -65,18 +65,14 @@ def plain_varlen(
     assert int(cu_seq_q.diff().max()) == max_q
     assert int(cu_seq_k.diff().max()) <= max_k
     parts = []
-    borders = zip(
-        *(cu.tolist() for cu in (cu_seq_q[:-1], cu_seq_q[1:], cu_seq_k[:-1], cu_seq_k[1:])), strict=True
-    )
+    borders = zip(*(cu.tolist() for cu in (cu_seq_q[:-1], cu_seq_q[1:], cu_seq_k[:-1], cu_seq_k[1:])), strict=True)
     for q0, q1, k0, k1 in borders:
         # The last query is at the last key.
         behind = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0) - torch.arange(k1 - k0)
         left, right = (limit if limit >= 0 else len(key) for limit in window_size)
         q, k, v = (part.transpose(0, 1) for part in (query[q0:q1], key[k0:k1], value[k0:k1]))
         seen = (behind <= left) & (behind >= -right)
-        parts.append(
-            scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa).transpose(0, 1)
-        )
+        parts.append(scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=enable_gqa).transpose(0, 1))
     return torch.cat(parts)
 
 
@@ -194,9 +190,7 @@ def test_the_trial_takes_weights_of_16_bits_whose_logits_are_those_of_large_mode
 
 
 @pytest.mark.parametrize("half", ["no", "passes", "weights"])
-@pytest.mark.parametrize(
-    ("kind", "broken"), [("llama", whole_row), ("mistral", without_window), ("llama", both_ways)]
-)
+@pytest.mark.parametrize(("kind", "broken"), [("llama", whole_row), ("mistral", without_window), ("llama", both_ways)])
 def test_the_trial_refuses_a_kernel_that_ignores_what_it_is_told(kind, broken, half, kernels, monkeypatch):
     model = build(kind)
     if half == "weights":
@@ -273,8 +267,7 @@ def test_a_packed_row_of_16k_tokens_costs_no_mask():
     config = TrainConfig(layout="packed", token_budget=tokens, dtype="bfloat16")
     batch = TrainBatch.from_examples(([1] * 100, [2] * (tokens // 8 - 100)) for _ in range(16))
     without, masked = (
-        step_memory(sizes, config, batch, attention=kernel).parts["activations"]
-        for kernel in ("varlen", "sdpa")
+        step_memory(sizes, config, batch, attention=kernel).parts["activations"] for kernel in ("varlen", "sdpa")
     )
     mask = tokens**2
     assert masked > mask

@@ -22,9 +22,7 @@ KINDS = [
 
 
 def trainer_for(model, **settings):
-    return TrainController(
-        model, TrainConfig(**{"lr": 1e-2, **settings}), pad_token_id=0, total_steps=4, seed=7
-    )
+    return TrainController(model, TrainConfig(**{"lr": 1e-2, **settings}), pad_token_id=0, total_steps=4, seed=7)
 
 
 def fit(trainer, make_groups, steps):
@@ -59,9 +57,7 @@ def test_a_checkpoint_before_the_first_step_resumes(make_model, make_groups, tmp
     assert fit(resumed, make_groups, 1) == fit(trainer_for(make_model()), make_groups, 1)
 
 
-def test_a_resume_reads_in_one_order_however_the_files_are_listed(
-    make_model, make_groups, tmp_path, monkeypatch
-):
+def test_a_resume_reads_in_one_order_however_the_files_are_listed(make_model, make_groups, tmp_path, monkeypatch):
     """Ranks gather slices one by one, so each has to ask for the same one at a time."""
     first, orders = trainer_for(make_model()), []
     fit(first, make_groups, 1)
@@ -134,9 +130,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(make_model, make_groups, tm
     trainer = trainer_for(make_model())
     trainer.save(tmp_path / "c")
     fit(trainer, make_groups, 1)
-    monkeypatch.setattr(
-        checkpoint_module, "save_json", lambda *_: (_ for _ in ()).throw(OSError("disk full"))
-    )
+    monkeypatch.setattr(checkpoint_module, "save_json", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         trainer.save(tmp_path / "c")
     assert [p.name for p in tmp_path.iterdir()] == ["c"]

@@ -121,9 +121,7 @@ def test_train_steps_are_those_of_one_piece(settings, make_model, make_groups, m
     monkeypatch.setattr(forward_module, "CHUNK_ELEMENTS", VOCABULARY * 5)
     chunked, rough = trained(), "dtype" in settings
     for name in ("train/loss", "train/grad_norm", "train/entropy", "train/kl"):
-        assert chunked[name] == pytest.approx(
-            whole[name], rel=2e-2 if rough else 1e-5, abs=1e-4 if rough else 1e-7
-        )
+        assert chunked[name] == pytest.approx(whole[name], rel=2e-2 if rough else 1e-5, abs=1e-4 if rough else 1e-7)
 
 
 class Allocations(TorchDispatchMode):
@@ -174,9 +172,7 @@ def test_memory_is_bounded_and_work_linear(kind, layout, make_model, make_groups
     assert elements[1] <= elements[0] * 1.01
 
 
-def test_what_the_chunks_give_is_not_what_a_model_without_its_head_would(
-    make_model, make_groups, monkeypatch
-):
+def test_what_the_chunks_give_is_not_what_a_model_without_its_head_would(make_model, make_groups, monkeypatch):
     model = make_model()
     other = make_model()
     model.get_output_embeddings = lambda: other.lm_head
@@ -190,9 +186,7 @@ def test_the_size_of_chunks_is_a_number_of_rows(make_model, make_groups, monkeyp
     original = forward_module._token_outputs
     monkeypatch.setattr(forward_module, "CHUNK_ELEMENTS", VOCABULARY * 7 + 3)
     monkeypatch.setattr(
-        forward_module,
-        "_token_outputs",
-        lambda logits, *rest: seen.append(len(logits)) or original(logits, *rest),
+        forward_module, "_token_outputs", lambda logits, *rest: seen.append(len(logits)) or original(logits, *rest)
     )
     micro = micro_batch(make_groups())
     with torch.no_grad():
@@ -202,9 +196,7 @@ def test_the_size_of_chunks_is_a_number_of_rows(make_model, make_groups, monkeyp
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 2, "lora_targets": ("q_proj", "lm_head")}], ids=str)
-def test_a_sharded_head_is_whole_where_its_chunks_need_it(
-    settings, make_model, make_groups, monkeypatch, tmp_path
-):
+def test_a_sharded_head_is_whole_where_its_chunks_need_it(settings, make_model, make_groups, monkeypatch, tmp_path):
     """One rank, whose weights are slices (the whole of them) all the same."""
 
     def norms(method):

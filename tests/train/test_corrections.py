@@ -96,15 +96,11 @@ def test_sequence_weights_correct_the_mean_reward_of_rollouts():
         return behavior[second] if first == 0 else {1: 0.7, 0: 0.3}[second]
 
     logs = [[0.0, math.log(proximal(a, b) / behavior[b])] for a, b in outcomes]
-    weights, _ = CORRECTIONS["sequence_tis"](
-        np.array(logs).ravel(), np.repeat(np.arange(4), 2), 4, (0.0, math.inf)
-    )
+    weights, _ = CORRECTIONS["sequence_tis"](np.array(logs).ravel(), np.repeat(np.arange(4), 2), 4, (0.0, math.inf))
     by_rollout = weights[::2]
     expected = sum(behavior[a] * proximal(a, b) for a, b in outcomes if a == b)
     chances = [behavior[a] * behavior[b] for a, b in outcomes]
     estimate = sum(
-        chance * weight
-        for chance, weight, (a, b) in zip(chances, by_rollout, outcomes, strict=True)
-        if a == b
+        chance * weight for chance, weight, (a, b) in zip(chances, by_rollout, outcomes, strict=True) if a == b
     )
     assert estimate == pytest.approx(expected)

@@ -157,9 +157,7 @@ def test_a_filtered_rollout_gives_no_gradient_and_counts_in_no_mean(model, make_
 
 def test_a_divergence_in_the_reward_is_the_score_less_its_sum(make_model, make_groups):
     settings = {"advantage": "rloo", "kl_coef": 0.5, "kl_estimator": "reward", "lr": 1e-3}
-    trainer = TrainController(
-        make_model(), TrainConfig(**settings), pad_token_id=0, ref_model=make_model(seed=1)
-    )
+    trainer = TrainController(make_model(), TrainConfig(**settings), pad_token_id=0, ref_model=make_model(seed=1))
     batch = trainer.fit(make_groups(masked=True))
     assert batch.old_logprobs is not None
     assert batch.ref_logprobs is not None
@@ -200,9 +198,7 @@ def test_a_penalty_is_steered_towards_its_target_and_survives_a_checkpoint(make_
     assert saved["penalties"] == list(trainer.penalties)
     # One that is not steered is the config's; so is one that begins to be, since 0 could not be steered.
     for kl_coef, kept in ((0.07, 0.07), (0.0, 0.1)):
-        other = TrainController(
-            make_model(), TrainConfig(kl_coef=(0.1, 0.02), entropy_coef=0.001), pad_token_id=0
-        )
+        other = TrainController(make_model(), TrainConfig(kl_coef=(0.1, 0.02), entropy_coef=0.001), pad_token_id=0)
         other.penalties = kl_coef, 0.01
         other.save(tmp_path / f"saved at {kl_coef}")
         other.resume(tmp_path / f"saved at {kl_coef}")

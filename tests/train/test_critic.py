@@ -6,9 +6,7 @@ from forebay.train import Critic, TrainConfig, TrainController
 
 
 def trainer_for(model, **settings):
-    config = TrainConfig(
-        **{"lr": 1e-3, "advantage": "gae", "critic_lr": 1e-2, "clip": (0.2, 5.0), **settings}
-    )
+    config = TrainConfig(**{"lr": 1e-3, "advantage": "gae", "critic_lr": 1e-2, "clip": (0.2, 5.0), **settings})
     return TrainController(model, config, pad_token_id=0)
 
 

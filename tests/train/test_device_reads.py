@@ -60,9 +60,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("settings", CASES, ids=str)
-def test_the_reads_of_a_step_do_not_depend_on_its_micro_batches(
-    make_model, make_groups, settings, monkeypatch
-):
+def test_the_reads_of_a_step_do_not_depend_on_its_micro_batches(make_model, make_groups, settings, monkeypatch):
     # So that large micro-batches go through the head by chunks.
     monkeypatch.setattr(forward, "CHUNK_ELEMENTS", 300)
     few, num_few = reads(make_model(), make_groups(), 1000, **settings)

@@ -48,9 +48,7 @@ def test_the_first_step_is_the_formula_in_float64(preset, noise, make_model, mak
     exact = trainer.compute_logprobs(batch) + shift
     batch.old_logprobs = exact.astype(np.float32)
     taken = []
-    trainer.learner._optimizer.step = lambda step: (
-        taken.extend(p.grad.clone() for p in model.parameters()) or 0.0
-    )
+    trainer.learner._optimizer.step = lambda step: taken.extend(p.grad.clone() for p in model.parameters()) or 0.0
     metrics = trainer.train(batch).metrics
     assert metrics["train/clip_share"] > 0.01
 

@@ -3,14 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MambaConfig,
-    MambaForCausalLM,
-)
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
 from forebay.train import Packer, TrainBatch
 from forebay.train.collate import collate
@@ -167,9 +160,7 @@ def test_an_empty_pack_over_several_ranks_has_all_its_columns_within_borders(mak
     Packer(30, layout="packed").pack_pad_dispatch(batch)
     whole, context = np.zeros(0, np.int64), Context.__new__(Context)
     context.size, context.index = 4, 1
-    micro = collate(
-        batch, whole, pad_token_id=0, device=torch.device("cpu"), with_borders=True, context=context
-    )
+    micro = collate(batch, whole, pad_token_id=0, device=torch.device("cpu"), with_borders=True, context=context)
     assert micro.input_ids.shape == (1, 1)
     # Of all ranks together; kernels leave what is outside of the borders unwritten.
     assert micro.borders["cu_seq_lens_q"][-1] == context.size

@@ -72,9 +72,7 @@ def test_a_frozen_tower_for_images(tmp_path):
         model = load_model(tmp_path)
         before = copied(model)
         gradients.append(first_gradients(trainer_for(model, max_grad_norm=0, frozen=frozen), groups))
-        moved.append(
-            {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
-        )
+        moved.append({name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])})
     assert any(is_named(name, TOWER) for name in moved[0])
     assert moved[1] == {name for name in moved[0] if not is_named(name, TOWER)}
     assert gradients[1].keys() == {name for name in gradients[0] if not is_named(name, TOWER)}

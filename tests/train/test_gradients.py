@@ -58,9 +58,7 @@ def reference(model, groups, normalization, low=0.2, high=0.2, kl_coef=0.0, entr
 
 @pytest.mark.parametrize("normalization", ["token-mean", "sequence-mean", 8])
 @pytest.mark.parametrize(("kl_coef", "entropy_coef"), [(0.0, 0.0), (0.1, 0.02)])
-def test_a_train_step_has_the_gradient_of_the_formula(
-    make_model, make_groups, normalization, kl_coef, entropy_coef
-):
+def test_a_train_step_has_the_gradient_of_the_formula(make_model, make_groups, normalization, kl_coef, entropy_coef):
     groups, model = make_groups(masked=True), make_model()
     settings = {"normalization": normalization, "kl_coef": kl_coef, "entropy_coef": entropy_coef}
     expected, loss = reference(model, groups, **settings)
@@ -71,18 +69,10 @@ def test_a_train_step_has_the_gradient_of_the_formula(
 
 @pytest.mark.parametrize("loss", ["clipped", "gspo", "cispo"])
 @pytest.mark.parametrize("normalization", ["token-mean", "sequence-mean", 8])
-def test_micro_batches_layouts_and_order_do_not_change_the_gradient(
-    make_model, make_groups, loss, normalization
-):
+def test_micro_batches_layouts_and_order_do_not_change_the_gradient(make_model, make_groups, loss, normalization):
     settings = {"loss": loss, "normalization": normalization, "old_noise": 0.2}
     expected, batch = gradient(make_model(), make_groups(masked=True), **settings)
-    for layout, budget in [
-        ("padded", 14),
-        ("padded", 40),
-        ("packed", 14),
-        ("packed", 500),
-        ("shared_prompt", 40),
-    ]:
+    for layout, budget in [("padded", 14), ("padded", 40), ("packed", 14), ("packed", 500), ("shared_prompt", 40)]:
         for groups in (make_groups(masked=True), make_groups(masked=True)[::-1]):
             got, other = gradient(make_model(), groups, layout=layout, token_budget=budget, **settings)
             torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-4)

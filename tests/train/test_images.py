@@ -117,9 +117,7 @@ def group(name: str, text: str, *pictures: bytes) -> list[RolloutState]:
     content = [{"type": "image"} for _ in pictures] + [{"type": "text", "text": text}]
     info = {IMAGES: list(pictures)}
     return [
-        RolloutState(
-            [{"role": "user", "content": content}], rollout_id=f"{name}/{i}", group_id=name, mm_info=info
-        )
+        RolloutState([{"role": "user", "content": content}], rollout_id=f"{name}/{i}", group_id=name, mm_info=info)
         for i in range(3)
     ]
 
@@ -176,9 +174,7 @@ def test_positions_of_images_in_time_height_and_width(kind, tmp_path, monkeypatc
     small, wide = picture(28, 28, (200, 10, 10)), picture(56, 28, (10, 200, 90))
     groups = [group("a", "what?", wide), group("b", "and these?", small, wide), group("c", "none?")]
     model = generated(tmp_path, groups)
-    assert (
-        Sight(model).positions(groups[0][0].prompt_ids, (wide,))[0].max() < len(groups[0][0].prompt_ids) - 1
-    )
+    assert Sight(model).positions(groups[0][0].prompt_ids, (wide,))[0].max() < len(groups[0][0].prompt_ids) - 1
     distances = {layout: worst_difference(model, groups, layout) for layout in LAYOUTS}
     assert max(distances.values()) < 1e-5, distances
     # A run's own trial, on text alone.
@@ -303,11 +299,7 @@ def test_vllm_and_trainer_see_the_same(kind, name, tmp_path, monkeypatch):
     small, wide = picture(28, 28, (200, 10, 10)), picture(56, 28, (10, 200, 90))
 
     async def play() -> None:
-        arguments = {
-            "servers": 1,
-            "python": os.environ["FOREBAY_VLLM_PYTHON"],
-            "options": ["--enforce-eager"],
-        }
+        arguments = {"servers": 1, "python": os.environ["FOREBAY_VLLM_PYTHON"], "options": ["--enforce-eager"]}
         arguments["environment"] = {"VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_KVCACHE_SPACE": "1"}
         surroundings = EngineSurroundings(
             model_folder=folder,
@@ -318,17 +310,11 @@ def test_vllm_and_trainer_see_the_same(kind, name, tmp_path, monkeypatch):
         engines = build_engines(Component(name="vllm", arguments=arguments), surroundings)
         controller = RolloutController(engines)
         turns = {"environment": Shows([wide, small], "and now"), "max_turns": 2, "max_turn_tokens": 3}
-        loop = MultiTurnAgentLoop(
-            controller, None, tokenizer, sample_params=SampleParams(max_tokens=20), **turns
-        )
+        loop = MultiTurnAgentLoop(controller, None, tokenizer, sample_params=SampleParams(max_tokens=20), **turns)
         try:
             for step in range(2):
                 await controller.update_weights(list(model.named_parameters()), step)
-                groups = [
-                    group("a", "what?", wide),
-                    group("b", "and these?", small, wide),
-                    group("c", "none?"),
-                ]
+                groups = [group("a", "what?", wide), group("b", "and these?", small, wide), group("c", "none?")]
                 await asyncio.gather(*map(loop.generate_group, groups))
                 states = [state for states in groups for state in states]
                 assert {state.error_msg for state in states} == {None}

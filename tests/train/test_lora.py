@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from forebay.models.starting_weights import (
-    BASE_FINGERPRINT,
-    AdaptersRefusedError,
-    BaseDiffersError,
-    fingerprint,
-)
+from forebay.models.starting_weights import BASE_FINGERPRINT, AdaptersRefusedError, BaseDiffersError, fingerprint
 from forebay.train import TrainConfig, TrainController
 from forebay.train.model.lora import add_lora, is_lora, model_weights
 
@@ -54,9 +49,7 @@ def test_merged_weights_have_the_plain_models_names_and_compute_the_same(make_mo
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     plain = make_model(seed=5)
     plain.load_state_dict(dict(model_weights(trainer.model)), strict=False)
-    assert {name for name, _ in model_weights(trainer.model)} == {
-        name for name, _ in plain.named_parameters()
-    }
+    assert {name for name, _ in model_weights(trainer.model)} == {name for name, _ in plain.named_parameters()}
     ids = torch.tensor([[3, 4, 5, 6]])
     expected = trainer.model(input_ids=ids).logits
     torch.testing.assert_close(plain(ids).logits, expected, atol=1e-5, rtol=1e-5)

@@ -48,9 +48,7 @@ def numbers(batch):
 
 
 def same_weights(one, other):
-    return all(
-        torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True)
-    )
+    return all(torch.equal(a, b) for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True))
 
 
 # The loss
@@ -115,10 +113,7 @@ def formula_gradient(model, groups, batch, weigh):
     model.zero_grad()
     losses = []
     columns = zip(
-        states_of(groups),
-        batch.by_sequence(batch.old_logprobs),
-        batch.by_sequence(batch.advantages),
-        strict=True,
+        states_of(groups), batch.by_sequence(batch.old_logprobs), batch.by_sequence(batch.advantages), strict=True
     )
     for state, proximal, advantage in columns:
         ids = torch.from_numpy(np.concatenate([state.prompt_ids, state.response_ids])).long()
@@ -129,9 +124,7 @@ def formula_gradient(model, groups, batch, weigh):
         loss = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a)
         mask = state.response_mask == 1
         weights = weigh(proximal[mask].astype(np.float64) - state.logprobs[mask])
-        losses.append(
-            (loss[torch.from_numpy(mask)] * torch.from_numpy(weights))[torch.from_numpy(weights != 0)]
-        )
+        losses.append((loss[torch.from_numpy(mask)] * torch.from_numpy(weights))[torch.from_numpy(weights != 0)])
     torch.cat(losses).mean().backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
@@ -140,10 +133,7 @@ def formula_gradient(model, groups, batch, weigh):
     ("name", "weigh"),
     [
         ("token_tis", lambda logs: np.clip(np.exp(logs), 0.8, 1.25)),
-        (
-            "sequence_mask",
-            lambda logs: np.exp(logs.sum()) * (0.8 <= np.exp(logs.sum()) <= 1.25) * np.ones(len(logs)),
-        ),
+        ("sequence_mask", lambda logs: np.exp(logs.sum()) * (0.8 <= np.exp(logs.sum()) <= 1.25) * np.ones(len(logs))),
     ],
 )
 def test_the_gradient_is_that_of_the_formula_in_every_layout(make_model, make_groups, name, weigh):
@@ -233,9 +223,7 @@ def test_unknown_logprobs_weigh_one_and_are_counted(make_model, make_groups):
         half = len(own) // 2
         state.logprobs[:half] = own[:half]
     trainers = [trainer_for(make_model(), correction="token_tis") for _ in range(2)]
-    metrics = [
-        trainer.fit(groups).metrics for trainer, groups in zip(trainers, (known, unknown), strict=True)
-    ]
+    metrics = [trainer.fit(groups).metrics for trainer, groups in zip(trainers, (known, unknown), strict=True)]
     assert same_weights(*trainers)
     generated = np.concatenate([state.response_mask == 1 for state in states_of(unknown)])
     missing = np.concatenate([np.isnan(state.logprobs) for state in states_of(unknown)])
@@ -273,9 +261,7 @@ def aged(groups, steps_of):
 
 
 @pytest.mark.parametrize("normalization", ["token-mean", "sequence-mean", 8])
-def test_masked_stale_tokens_leave_the_loss_as_if_they_were_not_generated(
-    make_model, make_groups, normalization
-):
+def test_masked_stale_tokens_leave_the_loss_as_if_they_were_not_generated(make_model, make_groups, normalization):
     # In train step 4 a token of model step m has staleness 3 - m; the first half of each response is at 2.
     groups = aged(make_groups(), lambda length: np.repeat([1, 3], [length // 2, length - length // 2]))
     trainer, reference = (trainer_for(make_model(), normalization=normalization, lr=1e-3) for _ in range(2))
@@ -304,9 +290,7 @@ def test_a_rollout_that_is_stale_as_a_whole_does_not_shrink_the_step(make_model,
         batch = trainer.fit(groups, stale_thresholds={"task": 3})
         expected = reference.fit([group for group in groups if group is not groups[1]])
         assert batch.metrics["train/loss"] == pytest.approx(expected.metrics["train/loss"], abs=1e-6)
-        assert batch.metrics["train/grad_norm"] == pytest.approx(
-            expected.metrics["train/grad_norm"], rel=1e-4
-        )
+        assert batch.metrics["train/grad_norm"] == pytest.approx(expected.metrics["train/grad_norm"], rel=1e-4)
 
 
 def test_thresholds_are_by_task_and_unlabeled_tokens_are_fresh(make_groups):
@@ -459,13 +443,9 @@ async def run_of(trainer, engine, steps, *, sync):
 
 
 @pytest.mark.parametrize("correction", ["none", "token_tis", "sequence_mask"])
-async def test_an_on_policy_run_with_a_real_engine_measures_no_mismatch_and_alarms_nobody(
-    make_model, correction
-):
+async def test_an_on_policy_run_with_a_real_engine_measures_no_mismatch_and_alarms_nobody(make_model, correction):
     trainer = trainer_for(make_model(), lr=3e-3, correction=correction)
-    guard = OffPolicyGuard(
-        "stop", {"ess_token": 0.99, "ess_sequence": 0.99, "mismatch_kl": 1e-6, "clip_share": 0.01}
-    )
+    guard = OffPolicyGuard("stop", {"ess_token": 0.99, "ess_sequence": 0.99, "mismatch_kl": 1e-6, "clip_share": 0.01})
     history = await run_of(trainer, TransformersEngine(make_model()), 6, sync=True)
     for step, metrics in enumerate(history, start=1):
         assert guard.check(step, metrics).action == "none"

@@ -73,9 +73,7 @@ def test_a_train_step_leaves_nothing_cached_on_a_gpu_that_another_process_has_ne
     monkeypatch.setattr(learner_module, "collate", partial(on_the_cpu, collate))
     config = TrainConfig(lr=1e-2, dtype="float32", attention="sdpa")
     for device in ("cpu", "cuda"):
-        trainer = TrainController(
-            make_model(), config, pad_token_id=0, device=device, yields_memory=yields_memory
-        )
+        trainer = TrainController(make_model(), config, pad_token_id=0, device=device, yields_memory=yields_memory)
         trainer.fit(make_groups())
     assert emptied == [True] * yields_memory
 

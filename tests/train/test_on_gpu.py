@@ -46,9 +46,7 @@ def test_a_train_step_gives_the_weights_of_the_cpu(layout):
     # Adam divides by the size of the gradient: where that is all rounding, a step's direction is too.
     assert_like(weights(results[1]), weights(results[0]), atol=2e-2)
     batch = results[0].pack(groups)
-    np.testing.assert_allclose(
-        results[1].compute_logprobs(batch), results[0].compute_logprobs(batch), atol=2e-2
-    )
+    np.testing.assert_allclose(results[1].compute_logprobs(batch), results[0].compute_logprobs(batch), atol=2e-2)
 
 
 def test_the_head_by_chunks_gives_the_same_gradients(monkeypatch):

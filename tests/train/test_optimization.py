@@ -10,9 +10,7 @@ from forebay.train.optimization import Optimizer, schedule_factor
 
 
 def factors(schedule, total, warmup=0):
-    return [
-        schedule_factor(schedule, step, warmup_steps=warmup, total_steps=total) for step in range(total + 1)
-    ]
+    return [schedule_factor(schedule, step, warmup_steps=warmup, total_steps=total) for step in range(total + 1)]
 
 
 def test_schedules_by_hand():

@@ -23,10 +23,7 @@ from forebay.train.presets import PAPERS, differences
         ({"loss": "gspo", "normalization": 512}, {"clip": (3e-4, 4e-4), "normalization": 512}),
         ({"loss": "cispo"}, {"clip": (1.0, 4.0), "normalization": "token-mean"}),
         ({"advantage": "reinforce_pp_baseline"}, {"kl_estimator": "k2", "clip": 0.2}),
-        (
-            {"advantage": "reinforce_pp_baseline", "loss": "gspo"},
-            {"kl_estimator": "k2", "clip": (3e-4, 4e-4)},
-        ),
+        ({"advantage": "reinforce_pp_baseline", "loss": "gspo"}, {"kl_estimator": "k2", "clip": (3e-4, 4e-4)}),
     ],
 )
 def test_names_fill_in_what_is_left_out(given: dict[str, Any], resolved: dict[str, Any]):
@@ -50,10 +47,7 @@ def test_names_fill_in_what_is_left_out(given: dict[str, Any], resolved: dict[st
         ({"advantage": "opo", "epochs": 2}, "advantage 'opo' with epochs = 2: after its paper it is 1"),
         ({"advantage": "opo", "kl_coef": 0.1}, "advantage 'opo' with kl_coef"),
         ({"advantage": "rloo", "mini_batches": 4}, "advantage 'rloo' with mini_batches = 4"),
-        (
-            {"advantage": "reinforce_pp_baseline", "kl_coef": 0.1, "kl_estimator": "k3"},
-            "with kl_estimator = 'k3'",
-        ),
+        ({"advantage": "reinforce_pp_baseline", "kl_coef": 0.1, "kl_estimator": "k3"}, "with kl_estimator = 'k3'"),
     ],
 )
 def test_what_differs_from_a_paper_is_said_once(given, said, model, caplog):

@@ -33,9 +33,7 @@ pytestmark = pytest.mark.usefixtures("warm")
 @pytest.fixture(scope="module")
 def ranks(warm):
     """Two processes for all trainers of this file, one after the other."""
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=4, hidden_size=2, num_attention_heads=1, num_hidden_layers=1)
-    )
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=4, hidden_size=2, num_attention_heads=1, num_hidden_layers=1))
     controller = TrainController(model, TrainConfig(ranks=2), pad_token_id=0)
     yield controller._own_ranks
     controller.close()
@@ -98,9 +96,7 @@ OVER_RANKS = [
 """Each rank has half of every sequence: losses of whole sequences, a critic and adapters, which are whole."""
 
 
-@pytest.mark.parametrize(
-    ("settings", "context"), [(c, 1) for c in CASES] + [(c, 2) for c in OVER_RANKS], ids=str
-)
+@pytest.mark.parametrize(("settings", "context"), [(c, 1) for c in CASES] + [(c, 2) for c in OVER_RANKS], ids=str)
 def test_two_ranks_train_as_one(make_model, make_groups, ranks, tmp_path, settings, context):
     layout = {"num_ranks": 2, "parallel": {"context": context}}
     one, two = trainer_for(make_model(), **settings), trainer_for(make_model(), ranks, **layout, **settings)
@@ -187,9 +183,7 @@ def test_groups_without_an_advantage_cost_no_rank_a_pass(make_model, make_groups
         expected, got = one.fit(groups), two.fit(groups)
         assert numbers(got) == pytest.approx(numbers(expected) | got_padding(got), rel=1e-3, abs=1e-5)
         assert (got.metrics["train/skipped_share"] > 0.5) == (num_unsolved < 2)
-        assert_equal_states(
-            state(one, tmp_path / f"one{num_unsolved}"), state(two, tmp_path / f"two{num_unsolved}")
-        )
+        assert_equal_states(state(one, tmp_path / f"one{num_unsolved}"), state(two, tmp_path / f"two{num_unsolved}"))
 
 
 def got_padding(batch):
@@ -239,12 +233,8 @@ class Receiver:
         self.adapters, self.config = dict(adapters), config
 
 
-@pytest.mark.parametrize(
-    "parallel", [{"tensor": 2}, {"replicas": 2}, {"context": 2}, {"offload": True}], ids=str
-)
-def test_other_layouts_of_ranks_train_as_one_and_resume_on_one(
-    make_model, make_groups, ranks, tmp_path, parallel
-):
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"replicas": 2}, {"context": 2}, {"offload": True}], ids=str)
+def test_other_layouts_of_ranks_train_as_one_and_resume_on_one(make_model, make_groups, ranks, tmp_path, parallel):
     """With tensor parallelism both ranks see all sequences; one weight is split in two ways at once."""
     layout = {"num_ranks": 2, "parallel": parallel, "mini_batches": 2}
     one, two = (make_model(num_key_value_heads=2) for _ in range(2))

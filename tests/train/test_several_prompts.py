@@ -41,11 +41,7 @@ def with_further_trajectories(groups: list[list[RolloutState]]) -> list[list[Rol
                         status=Status.COMPLETED,
                         extra_fields={
                             TRAJECTORY_OF_KEY: state.rollout_id,
-                            "chat_record": {
-                                "tools": None,
-                                "messages": [{"role": "user"}],
-                                "turn_starts": [0],
-                            },
+                            "chat_record": {"tools": None, "messages": [{"role": "user"}], "turn_starts": [0]},
                         },
                     )
                 )
@@ -77,16 +73,12 @@ def test_every_layout_trains_the_same(make_model, make_groups) -> None:
             torch.testing.assert_close(one, other, atol=2e-3, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("advantage", "won"), [("grpo", 0.7071), ("dr_grpo", 0.5), ("rloo", 1.0), ("pass_at_2", 0.0)]
-)
+@pytest.mark.parametrize(("advantage", "won"), [("grpo", 0.7071), ("dr_grpo", 0.5), ("rloo", 1.0), ("pass_at_2", 0.0)])
 def test_an_attempt_counts_once_however_many_trajectories_it_has(model, make_groups, advantage, won) -> None:
     [[winner, loser]] = make_groups(num_groups=1, size=2)
     winner.reward, loser.reward = {"score": 1.0}, {"score": 0.0}
     further = [
-        replace(
-            winner, rollout_id=f"{winner.rollout_id}/{i}", extra_fields={TRAJECTORY_OF_KEY: winner.rollout_id}
-        )
+        replace(winner, rollout_id=f"{winner.rollout_id}/{i}", extra_fields={TRAJECTORY_OF_KEY: winner.rollout_id})
         for i in (1, 2)
     ]
     trainer = TrainController(model, TrainConfig(advantage=advantage), pad_token_id=0)

@@ -69,8 +69,7 @@ def test_examples_that_cannot_be_used_are_errors(model, examples, budget, messag
 
 
 CONVERSATIONS = [
-    ([3, 4 + i], [5 + i, 6, 2, *range(7, 9 + i % 4), 5, 2], [1, 1, 1] + [0] * (2 + i % 4) + [1, 1])
-    for i in range(11)
+    ([3, 4 + i], [5 + i, 6, 2, *range(7, 9 + i % 4), 5, 2], [1, 1, 1] + [0] * (2 + i % 4) + [1, 1]) for i in range(11)
 ]
 
 
@@ -112,15 +111,11 @@ def test_the_gradient_is_that_of_labels_on_the_assistants_tokens(make_model, gra
     found = {}
     for layout in ("packed", "padded"):
         train = TrainConfig(token_budget=40, layout=layout)
-        ((found[layout],), _) = supervised_warmup(
-            make_model(), CONVERSATIONS, config, pad_token_id=0, train=train
-        )
+        ((found[layout],), _) = supervised_warmup(make_model(), CONVERSATIONS, config, pad_token_id=0, train=train)
     model, num_tokens = make_model(), sum(sum(mask) for _, _, mask in CONVERSATIONS)
     expected = 0.0
     for prompt, response, mask in CONVERSATIONS:
-        labels = [-100] * len(prompt) + [
-            token if kept else -100 for token, kept in zip(response, mask, strict=True)
-        ]
+        labels = [-100] * len(prompt) + [token if kept else -100 for token, kept in zip(response, mask, strict=True)]
         mean = model(torch.tensor([[*prompt, *response]]), labels=torch.tensor([labels])).loss
         part = mean * sum(mask) / num_tokens
         part.backward()
@@ -143,9 +138,7 @@ def test_an_epoch_has_every_example_once_and_none_that_is_held_out(model, monkey
 
     monkeypatch.setattr(TrainController, "train", recording)
     config = WarmupConfig(steps="3 epochs", batch_size=4)
-    losses, unseen = supervised_warmup(
-        model, CONVERSATIONS[:9], config, held_out=CONVERSATIONS[9:], pad_token_id=0
-    )
+    losses, unseen = supervised_warmup(model, CONVERSATIONS[:9], config, held_out=CONVERSATIONS[9:], pad_token_id=0)
     assert len(losses) == len(seen) == 9
     epochs = [np.concatenate(seen[start : start + 3]).tolist() for start in (0, 3, 6)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(9))] * 3

@@ -115,9 +115,7 @@ def test_weights_of_a_correction_hold_for_the_teacher_as_for_the_reward(make_mod
     settings = {"advantage": "none", "kl_estimator": "advantage", "mini_batches": 2, **ONE_STEP}
     found = []
     for factor in (1.0, 2.0):
-        trainer = TrainController(
-            make_model(), TrainConfig(**settings), pad_token_id=0, ref_model=make_model(seed=1)
-        )
+        trainer = TrainController(make_model(), TrainConfig(**settings), pad_token_id=0, ref_model=make_model(seed=1))
         batch = trainer.compute_advantages(trainer.pack(make_groups()))
         batch = trainer.compute_ref_logprobs(trainer.compute_old_logprobs(batch))
         batch.importance = np.full(batch.num_response_tokens, factor, np.float32)
@@ -172,9 +170,7 @@ def test_frozen_weights_are_held_as_the_trainers_own_device_computes(cluster, pa
     """The run's own process may see no GPU, and asks for none."""
     own = resolve_model(ModelConfig.model_validate(RUN["model"]))
     train = {"teacher": str(own), "lora_rank": 2}
-    run = RunConfig.model_validate(
-        {**RUN, "train": train, "cluster": cluster, "engine": {"dtype": "bfloat16"}}
-    )
+    run = RunConfig.model_validate({**RUN, "train": train, "cluster": cluster, "engine": {"dtype": "bfloat16"}})
     for module in (controller, learner):
         monkeypatch.setattr(module, "precision_on", lambda device, wanted: passes)
     trainer = build_trainer(run, own, load_tokenizer(own), device="cpu")

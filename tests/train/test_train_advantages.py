@@ -137,9 +137,7 @@ def with_trajectories(groups, counts):
 
 @pytest.mark.parametrize("name", BY_ATTEMPT)
 @given(
-    groups=st.lists(
-        st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=5), min_size=1, max_size=4
-    ),
+    groups=st.lists(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=5), min_size=1, max_size=4),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_each_trajectory_has_the_advantage_that_its_attempt_has_alone(name, groups, seed):

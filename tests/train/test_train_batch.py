@@ -51,11 +51,7 @@ def test_arrays_hold_every_token_once():
 
 
 def test_equal_prompts_have_equal_numbers():
-    groups = [
-        [rollout(prompt_ids=[1, 2])] * 2,
-        [rollout(group_id=1, prompt_ids=[1])] * 2,
-        [rollout(group_id=2)],
-    ]
+    groups = [[rollout(prompt_ids=[1, 2])] * 2, [rollout(group_id=1, prompt_ids=[1])] * 2, [rollout(group_id=2)]]
     assert TrainBatch.from_groups(groups).prompt_index.tolist() == [0, 0, 1, 1, 0]
 
 
@@ -91,9 +87,7 @@ def test_a_group_that_mixes_prompts_is_an_error():
         TrainBatch.from_groups([[rollout("a", 1), rollout("b", 2)]])
 
 
-@pytest.mark.parametrize(
-    ("groups", "message"), [([], "at least one group"), ([[]], "group without rollouts")]
-)
+@pytest.mark.parametrize(("groups", "message"), [([], "at least one group"), ([[]], "group without rollouts")])
 def test_nothing_to_train_on_is_an_error(groups, message):
     with pytest.raises(ValueError, match=message):
         TrainBatch.from_groups(groups)

@@ -86,9 +86,7 @@ def test_a_step_left_out_is_named(model, make_groups, settings, skipped):
     batch = trainer.pack(make_groups())
     for step in ("compute_old_logprobs", "compute_ref_logprobs", "compute_values"):
         if step != skipped and (step != "compute_ref_logprobs" or "kl_coef" in settings):
-            batch = (
-                getattr(trainer, step)(batch) if step != "compute_values" or trainer.learner.critic else batch
-            )
+            batch = getattr(trainer, step)(batch) if step != "compute_values" or trainer.learner.critic else batch
     if skipped not in ("compute_advantages", "compute_values"):
         batch = trainer.compute_advantages(batch)
     with pytest.raises(ValueError, match=f"before train, the batch needs.* {skipped}"):
@@ -227,9 +225,7 @@ def test_the_reference_model_is_frozen_and_may_be_given(make_model, make_groups)
         trained = trainer.fit(make_groups())
     assert np.array_equal(trained.ref_logprobs, first)
     assert trained.metrics["train/kl"] > 0
-    given = TrainController(
-        make_model(), TrainConfig(kl_coef=0.1), pad_token_id=0, ref_model=make_model(seed=1)
-    )
+    given = TrainController(make_model(), TrainConfig(kl_coef=0.1), pad_token_id=0, ref_model=make_model(seed=1))
     assert not np.allclose(given.compute_ref_logprobs(given.pack(make_groups())).ref_logprobs, first)
 
 
@@ -267,9 +263,7 @@ def reinforce(inputs, config):
 
 
 def test_advantages_and_losses_may_be_the_users(make_model, make_groups):
-    trainer = trainer_for(
-        make_model(), advantage=f"{__name__}:constant_advantage", loss=f"{__name__}:reinforce"
-    )
+    trainer = trainer_for(make_model(), advantage=f"{__name__}:constant_advantage", loss=f"{__name__}:reinforce")
     logprobs = trainer.compute_old_logprobs(trainer.pack(make_groups())).old_logprobs
     batch = trainer.fit(make_groups())
     assert batch.advantages.tolist() == batch.response_rows.astype(float).tolist()

@@ -31,9 +31,7 @@ def inputs(log_ratios, advantages, sequences=None):
 
 
 tokens = st.lists(
-    st.tuples(st.floats(-2, 2, width=32), st.floats(-3, 3, width=32), st.integers(0, 2)),
-    min_size=1,
-    max_size=8,
+    st.tuples(st.floats(-2, 2, width=32), st.floats(-3, 3, width=32), st.integers(0, 2)), min_size=1, max_size=8
 )
 
 
@@ -49,9 +47,7 @@ def test_clipped_by_hand():
 @given(tokens, st.sampled_from([None, 1.5, 3.0]))
 def test_clipped_is_the_papers_formula(rows, dual_clip):
     given_ = inputs([r[0] for r in rows], [r[1] for r in rows])
-    result = clipped_loss(
-        given_, TrainConfig(clip=(LOW, HIGH) if dual_clip is None else (LOW, HIGH, dual_clip))
-    )
+    result = clipped_loss(given_, TrainConfig(clip=(LOW, HIGH) if dual_clip is None else (LOW, HIGH, dual_clip)))
     for log_ratio, advantage, loss in zip(
         (given_.logprobs - given_.old_logprobs).tolist(), given_.advantages.tolist(), result.loss, strict=True
     ):
@@ -119,9 +115,7 @@ def test_the_table_names_what_a_run_file_may_name():
     assert tuple(POLICY_LOSSES) == LOSS_NAMES
 
 
-@pytest.mark.parametrize(
-    ("estimator", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 1 + 0.5)]
-)
+@pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 1 + 0.5)])
 def test_kl_by_hand(estimator, expected):
     assert float(kl_penalty(torch.tensor([-1.0]), torch.tensor([-1.5]), estimator)) == pytest.approx(expected)
 
@@ -141,9 +135,7 @@ def test_the_gradient_of_k2_is_that_of_the_divergence_and_of_k1_nothing():
     policy = logprobs.exp().detach()
     exact = torch.autograd.grad((logprobs.exp() * (logprobs - reference)).sum(), logits, retain_graph=True)[0]
     k1, k2 = (
-        torch.autograd.grad(
-            (policy * kl_penalty(logprobs, reference, name)).sum(), logits, retain_graph=True
-        )[0]
+        torch.autograd.grad((policy * kl_penalty(logprobs, reference, name)).sum(), logits, retain_graph=True)[0]
         for name in ("k1", "k2")
     )
     torch.testing.assert_close(k2, exact)
@@ -152,9 +144,7 @@ def test_the_gradient_of_k2_is_that_of_the_divergence_and_of_k1_nothing():
 
 def test_value_loss_by_hand():
     values = torch.tensor([1.0, 1.0, 0.1], requires_grad=True)
-    loss, clipped = value_loss(
-        values, torch.tensor([0.0, 0.0, 0.0]), torch.tensor([2.0, -1.0, 1.0]), clip=0.2
-    )
+    loss, clipped = value_loss(values, torch.tensor([0.0, 0.0, 0.0]), torch.tensor([2.0, -1.0, 1.0]), clip=0.2)
     # (1 - 2)^2 < (0.2 - 2)^2;  (1 + 1)^2 > (0.2 + 1)^2;  0.1 is within the range.
     assert loss.tolist() == pytest.approx([1.8**2 / 2, 2.0, 0.9**2 / 2])
     assert clipped.tolist() == [True, False, False]

@@ -66,9 +66,7 @@ LAYOUTS = ("padded", "packed", "shared_prompt")
 
 @pytest.mark.parametrize("loss", list(POLICY_LOSSES))
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
-def test_solved_groups_cost_no_pass_and_count_in_the_denominators(
-    make_model, make_groups, loss, normalization
-):
+def test_solved_groups_cost_no_pass_and_count_in_the_denominators(make_model, make_groups, loss, normalization):
     layout = LAYOUTS[(list(POLICY_LOSSES).index(loss) + NORMALIZATIONS[normalization]) % 3]
     settings = {"loss": loss, "normalization": normalization, "layout": layout, "epochs": 2}
     batch, passed = same_step(make_model, make_groups, advantage="rloo", **settings)

@@ -109,9 +109,7 @@ class AgentLoop(ABC):
         self.tokenizer = tokenizer
         self.sample_params = SampleParams() if sample_params is None else sample_params
         self.activities = Activities() if activities is None else activities
-        self.arguments: Any = parse_config(
-            self.Arguments or NoArguments, arguments, source=type(self).__name__
-        )
+        self.arguments: Any = parse_config(self.Arguments or NoArguments, arguments, source=type(self).__name__)
         self.set_up()
 
     def set_up(self) -> None:  # noqa: B027 (most need nothing)

@@ -148,9 +148,7 @@ class LiveEnvironment(Environment):
         arguments: Mapping[str, Any] | None = None
         """Its keyword arguments."""
 
-    def __init__(
-        self, make: Callable[..., Episode] | str, arguments: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, make: Callable[..., Episode] | str, arguments: Mapping[str, Any] | None = None) -> None:
         self._make: Callable[..., Episode] = _find_make(make)
         self._arguments = dict(arguments or {})
         check_arguments("episode", str(make), self._make, self._arguments)

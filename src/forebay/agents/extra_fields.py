@@ -66,11 +66,7 @@ def conversation_of(state: RolloutState) -> list[Message]:
 
 def facts_of(state: RolloutState) -> dict[str, Any]:
     """Turns, calls, errors and what ended the episode, where the agent noted them."""
-    facts = {
-        name: state.extra_fields[name]
-        for name in (*COUNTS.values(), REQUESTS_KEY)
-        if name in state.extra_fields
-    }
+    facts = {name: state.extra_fields[name] for name in (*COUNTS.values(), REQUESTS_KEY) if name in state.extra_fields}
     episode = state.extra_fields.get(EPISODE_KEY)
     if isinstance(episode, Mapping) and episode.get("ended_by") is not None:
         facts["ended_by"] = episode["ended_by"]

@@ -190,8 +190,9 @@ class ProgramAgentLoop(AgentLoop):
                 first.reward = {**reward, "score": float(reward["score"])}
             except (KeyError, TypeError, ValueError):
                 raise ValueError(
-                    f"{self.name} must return a number, or a mapping with a number as score; it "
-                    f"returned {result!r}"[:_TAIL_CHARACTERS]
+                    f"{self.name} must return a number, or a mapping with a number as score; it returned {result!r}"[
+                        :_TAIL_CHARACTERS
+                    ]
                 ) from None
         return trajectories
 

@@ -74,8 +74,7 @@ class ToolEnvironment(Environment):
         named = [(schema.get("function") or {}).get("name") for schema in state.tools]
         if unknown := [name for name in named if name not in self.tools]:
             raise ValueError(
-                f"the data offers tools that the agent does not have: {unknown}; it has "
-                f"{', '.join(self.tools)}"
+                f"the data offers tools that the agent does not have: {unknown}; it has {', '.join(self.tools)}"
             )
         if state.tool_choice not in (None, "auto", NO_TOOLS):
             raise ValueError(

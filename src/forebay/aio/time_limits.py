@@ -105,9 +105,7 @@ class CallThreads:
         def late() -> OverrunError:
             # A clock leaves a little less than the limit that people know.
             shown_s = math.ceil((limit_s or 0.0) * 1000) / 1000
-            return OverrunError(
-                f"no {self._result} within {shown_s:g} s; its thread cannot be stopped and runs on"
-            )
+            return OverrunError(f"no {self._result} within {shown_s:g} s; its thread cannot be stopped and runs on")
 
         try:
             async with timeout(limit_s, late):

@@ -35,12 +35,8 @@ def write_report(board: Board, path: Path) -> Path:
     policy = f"default-src 'none'; script-src 'sha256-{allowed}'; style-src 'unsafe-inline'; img-src data:"
     # Nothing that a model wrote may end the element that holds it.
     data = msgspec.json.encode(answers).decode().replace("<", "\\u003c")
-    head = (
-        f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}"><style>{style}</style>'
-    )
-    body = (
-        f'<script type="application/json" id="answers">{data}</script><script type="module">{script}</script>'
-    )
+    head = f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}"><style>{style}</style>'
+    body = f'<script type="application/json" id="answers">{data}</script><script type="module">{script}</script>'
     page = re.sub(r'<script type="module"[^>]*></script>|<link rel="stylesheet"[^>]*>', "", page)
     page = page.replace("</head>", f"{head}</head>").replace("</body>", f"{body}</body>")
     write_text(path, page)

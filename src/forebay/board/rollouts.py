@@ -385,8 +385,7 @@ def _source(kind: str, parts: Sequence[Part], rows: Rows | None = None) -> str:
 
 SPREAD = ("num_tokens", "generate_s", "solved")
 _SOLVED = (
-    "(SELECT prompt_hash, avg(score)::FLOAT AS solved FROM rollouts WHERE outcome <> 'reused' "
-    "GROUP BY prompt_hash)"
+    "(SELECT prompt_hash, avg(score)::FLOAT AS solved FROM rollouts WHERE outcome <> 'reused' GROUP BY prompt_hash)"
 )
 """``solved``: the mean score of all tries of a prompt, so how easy it is."""
 _SEEN = f"""

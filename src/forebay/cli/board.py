@@ -17,9 +17,7 @@ HERE = Path()
 def board(
     folders: Annotated[
         list[Path] | None,
-        typer.Argument(
-            metavar="[RUN]...", help="Run folders, or folders with runs below; left out: this one."
-        ),
+        typer.Argument(metavar="[RUN]...", help="Run folders, or folders with runs below; left out: this one."),
     ] = None,
     host: Annotated[
         str, typer.Option(help="The address to serve on; away from loopback a token is asked for.")

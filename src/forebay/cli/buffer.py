@@ -39,9 +39,7 @@ from forebay.replay.query import show_value
 from forebay.replay.stores.contract import StorageItem
 
 app = typer.Typer(
-    help="Look into a replay buffer on disk, move it, or serve it.",
-    no_args_is_help=True,
-    rich_markup_mode=MARKUP,
+    help="Look into a replay buffer on disk, move it, or serve it.", no_args_is_help=True, rich_markup_mode=MARKUP
 )
 
 BufferPath = Annotated[
@@ -133,9 +131,7 @@ async def export(
     if target.exists() and not overwrite:
         raise ValueError(f"{str(target)!r} exists; --overwrite replaces it")
     if not target.parent.is_dir():
-        raise ValueError(
-            f"there is no folder {str(target.parent)!r} to write {target.name!r} to; make it first"
-        )
+        raise ValueError(f"there is no folder {str(target.parent)!r} to write {target.name!r} to; make it first")
     async with opened(path) as source:
         rows = await source.storage.get(asked, rows_only=True)
         rollouts = pa.Table.from_batches(await source.joined(rows), JOINED_SCHEMA)
@@ -178,18 +174,13 @@ async def migrate(
 @in_one_message
 async def serve(
     address: Annotated[
-        str,
-        typer.Argument(
-            metavar="ADDRESS", help="A path, for a Unix socket, or tcp://HOST:PORT (port 0: any)."
-        ),
+        str, typer.Argument(metavar="ADDRESS", help="A path, for a Unix socket, or tcp://HOST:PORT (port 0: any).")
     ],
     store: Annotated[str, typer.Option(help="`memory`, a SQLite file, or the URL of a database.")] = "memory",
     policy: Annotated[
         str, typer.Option(help="`staleness`, `fifo` or `prioritized`: the order in which groups are taken.")
     ] = "staleness",
-    max_live: Annotated[
-        int | None, typer.Option(min=1, help="Puts wait while there are so many live groups.")
-    ] = None,
+    max_live: Annotated[int | None, typer.Option(min=1, help="Puts wait while there are so many live groups.")] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Instead: what arrived first is evicted above so many.")
     ] = None,
@@ -200,8 +191,7 @@ async def serve(
         Path | None, typer.Option(help="Resumed at the start, if there, and saved at the end (memory only).")
     ] = None,
     token_file: Annotated[
-        Path | None,
-        typer.Option(help="Holds the token; else the variable FOREBAY_BUFFER_TOKEN. Needed off loopback."),
+        Path | None, typer.Option(help="Holds the token; else the variable FOREBAY_BUFFER_TOKEN. Needed off loopback.")
     ] = None,
 ) -> None:
     """Serve a replay buffer to other processes, for `RemoteReplayBuffer.connect(ADDRESS)`.
@@ -266,7 +256,5 @@ def parse_json_query(text: str) -> dict[str, Any]:
         # Nested deeper, or with a longer number, than Python reads.
         raise ValueError(f"the query cannot be read: {error}, in {show_value(text)}") from None
     if not isinstance(query, dict):
-        raise ValueError(
-            f'a query is a JSON object such as {{"status": "completed"}}, got {show_value(text)}'
-        )
+        raise ValueError(f'a query is a JSON object such as {{"status": "completed"}}, got {show_value(text)}')
     return query

@@ -61,9 +61,7 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
-) -> None:
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
     if version:
         typer.echo(f"forebay {__version__}")
         raise typer.Exit
@@ -78,9 +76,7 @@ def train(
         Path | None, typer.Argument(help="A TOML run file; see recipes/. Left out with --resume.")
     ] = None,
     overrides: Overrides = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved run file and its plan only.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved run file and its plan only.")] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Try data, model, engine and judge on one sample; train nothing.")
     ] = False,
@@ -123,9 +119,7 @@ def warmup(
 def evaluate(
     folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
     overrides: Overrides = None,
-    model: Annotated[
-        Path | None, typer.Option(help="A model folder to try instead of the run's newest.")
-    ] = None,
+    model: Annotated[Path | None, typer.Option(help="A model folder to try instead of the run's newest.")] = None,
 ) -> None:
     """Try a trained model on the held-out prompts of its run, and print the metrics."""
     with one_message():
@@ -181,9 +175,7 @@ def main() -> None:
         raise
 
 
-def _train(
-    run_file: Path | None, overrides: list[str], dry_run: bool, resume: Path | None, overwrite: bool
-) -> None:
+def _train(run_file: Path | None, overrides: list[str], dry_run: bool, resume: Path | None, overwrite: bool) -> None:
     from forebay.runs.config import RunConfig, to_toml
     from forebay.runs.folder import RUN_FILE
     from forebay.train import presets
@@ -256,8 +248,7 @@ def _load(file: Path, overrides: list[str], resume: Path | None = None) -> RunCo
     config = load_config(kind, file, overrides) if resume is None else saved_as(kind, resume, overrides)
     if place is not None and (ranks := getattr(config.train, "ranks", 1)) != place.size:
         raise ConfigError(
-            f"train.ranks = {ranks}, but {place.size} processes were started: start {ranks}, or leave "
-            f"train.ranks out"
+            f"train.ranks = {ranks}, but {place.size} processes were started: start {ranks}, or leave train.ranks out"
         )
     return config
 

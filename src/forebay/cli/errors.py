@@ -32,8 +32,7 @@ from forebay.tracebacks import INTERRUPTED, first_error
 MARKUP: Literal["rich", None] = "rich" if sys.stdout.isatty() and sys.stderr.isatty() else None
 """How typer shows help and wrong usage: boxes of 80 columns are for a terminal; a pipe gets plain lines."""
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it: train.lr=1e-4, tasks.0.weight=2."),
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it: train.lr=1e-4, tasks.0.weight=2.")
 ]
 """The last arguments of every command that takes a run file."""
 PIPED_WIDTH = 160

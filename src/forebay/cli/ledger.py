@@ -145,14 +145,7 @@ def balance_table(balance: Balance) -> Table:
         )
         for name, part in parts.items()
     ]
-    others = (
-        "live",
-        "difference",
-        "repeated",
-        "retried",
-        "reused",
-        *(["rollouts left"] if balance.left else []),
-    )
+    others = ("live", "difference", "repeated", "retried", "reused", *(["rollouts left"] if balance.left else []))
     return table("task", "generated", "trained", *reasons, *others, rows=lines)
 
 

@@ -28,9 +28,7 @@ if TYPE_CHECKING:
 
 
 def simulate_run(
-    run_file: Annotated[
-        Path | None, typer.Argument(help="A TOML run file. Left out with --calibrate.")
-    ] = None,
+    run_file: Annotated[Path | None, typer.Argument(help="A TOML run file. Left out with --calibrate.")] = None,
     overrides: Overrides = None,
     cluster: Annotated[
         Path | None, typer.Option(help="Its rates, failures, joins: see recipes/clusters/example.toml.")
@@ -43,9 +41,7 @@ def simulate_run(
     out: Annotated[
         Path | None, typer.Option(help="Folder for numbers and timeline; else beside the run's folder.")
     ] = None,
-    jobs: Annotated[
-        int | None, typer.Option(min=1, help="Simulations at a time; else one for each core.")
-    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Simulations at a time; else one for each core.")] = None,
     calibrate: Annotated[
         Path | None, typer.Option(metavar="RUN_FOLDER", help="Measure the cluster on a run that was trained.")
     ] = None,

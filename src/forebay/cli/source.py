@@ -26,14 +26,7 @@ from forebay.extras import needed_by
 from forebay.replay import IndexedStorage, StorageBackend, StorageItem
 from forebay.replay.format.packed import GroupCodec
 from forebay.replay.format.snapshot import MANIFEST, SnapshotTables, open_snapshot
-from forebay.replay.format.tables import (
-    GROUPS_SCHEMA,
-    group_batches,
-    join,
-    read_groups,
-    read_rows,
-    rollout_batches,
-)
+from forebay.replay.format.tables import GROUPS_SCHEMA, group_batches, join, read_groups, read_rows, rollout_batches
 from forebay.replay.stores.contract import copy_row
 from forebay.runs.folder import list_checkpoints
 from forebay.runs.store import STORE_FILE
@@ -155,9 +148,7 @@ def open_database(url: str) -> BufferSource:
     # Another process may empty the write-ahead log at any moment.
     files = [] if "://" in url else [file for file in (Path(url), Path(f"{url}-wal")) if file.exists()]
     num_bytes = sum(file.stat().st_size for file in files) if files else None
-    return BufferSource(
-        storage, hide_password(url), "SQL store", num_bytes, dict(storage.num_evicted), rollouts
-    )
+    return BufferSource(storage, hide_password(url), "SQL store", num_bytes, dict(storage.num_evicted), rollouts)
 
 
 def own_database(location: str) -> str:

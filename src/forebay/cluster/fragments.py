@@ -78,9 +78,7 @@ class ReplayBufferClient(FragmentCalls):
         what = f"the fragment buffer's actor, called to {method}, was asked for a sign of life"
         try:
             # Some calls wait for other callers, however long: whether the actor lives is asked beside them.
-            return await result_of(
-                ref, self.actor.__ray_ready__, what, every_s=self._limit_s, limit_s=self._limit_s
-            )
+            return await result_of(ref, self.actor.__ray_ready__, what, every_s=self._limit_s, limit_s=self._limit_s)
         except (asyncio.CancelledError, StallError) as error:
             import_ray().cancel(ref)
             if isinstance(error, StallError):

@@ -87,9 +87,7 @@ class Given:
         try:
             socket.create_connection((host.strip("[]"), int(port)), LOOK_LIMIT_S).close()
         except (OSError, OverflowError) as error:
-            raise ConfigError(
-                f"{self.name} = {self.address!r}: no Ray cluster answers there: {error}"
-            ) from error
+            raise ConfigError(f"{self.name} = {self.address!r}: no Ray cluster answers there: {error}") from error
 
 
 def connect(given: Given | None, *, num_cpus: int) -> bool:
@@ -112,14 +110,10 @@ def connect(given: Given | None, *, num_cpus: int) -> bool:
         try:
             ray.init(address=given.address, **quiet)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(
-                f"{given.name} = {given.address!r}: cannot join this cluster: {error}"
-            ) from error
+            raise ConfigError(f"{given.name} = {given.address!r}: cannot join this cluster: {error}") from error
         return True
     # On the loopback interface: any program that reaches Ray can have it run anything.
-    ray.init(
-        address="local", num_cpus=num_cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet
-    )
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
     return True
 
 

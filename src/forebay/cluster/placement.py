@@ -95,9 +95,7 @@ class Plan:
         return [bundle for of_kind in self.bundles.values() for bundle in of_kind]
 
 
-def plan_parts(
-    asked: RayArguments, *, cpus: float, shares_gpu: bool, num_ranks: int = 1, least: int = 0
-) -> Plan:
+def plan_parts(asked: RayArguments, *, cpus: float, shares_gpu: bool, num_ranks: int = 1, least: int = 0) -> Plan:
     """A bundle for each part; with `shares_gpu` the first engine is in the trainer's, on its GPU.
 
     A trainer on several ranks has a bundle for each of them, with `gpus_per_trainer`, and one without. A run
@@ -119,9 +117,7 @@ def plan_parts(
     elif num_ranks:
         trainer = room("trainer", asked.gpus_per_trainer if num_ranks == 1 else 0)
         ranks = [room("trainer", asked.gpus_per_trainer) for _ in range(num_ranks)] if num_ranks > 1 else []
-    engines += [
-        room("engine", asked.gpus_per_engine) for _ in range(max(least, asked.num_engines) - len(engines))
-    ]
+    engines += [room("engine", asked.gpus_per_engine) for _ in range(max(least, asked.num_engines) - len(engines))]
     workers = [room("worker", 0) for _ in range(max(least, asked.num_workers))]
     return Plan(dict(bundles), trainer, tuple(ranks), tuple(engines), tuple(workers))
 

@@ -46,9 +46,7 @@ class RayRanks(Ranks):
         RankError: one of them ended.
     """
 
-    def __init__(
-        self, actors: Sequence[Any], device: str, *, threads: int, search_path: tuple[str, ...]
-    ) -> None:
+    def __init__(self, actors: Sequence[Any], device: str, *, threads: int, search_path: tuple[str, ...]) -> None:
         super().__init__(len(actors))
         places = import_ray().get([actor.place.remote() for actor in actors])
         # Neighbors by number are those that say most to each other (`tensor`, `context`): on one machine.
@@ -74,9 +72,7 @@ class RayRanks(Ranks):
             caller = beside(actor.call) if method in BESIDE else actor.call
             call, limit_s = caller.remote(method, *arguments), SILENCE_LIMIT_S
         try:
-            return asyncio.run(
-                result_of(call, signs_of_life(actor), method, every_s=BEAT_EVERY_S, limit_s=limit_s)
-            )
+            return asyncio.run(result_of(call, signs_of_life(actor), method, every_s=BEAT_EVERY_S, limit_s=limit_s))
         except StallError:
             raise RankError(silence(number, limit_s, method)) from None
         except exceptions.RayTaskError as error:

@@ -42,13 +42,7 @@ from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
 from forebay.config import ConfigError, parse_config
 from forebay.engines.members import scale
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import (
-    Listener,
-    PartLost,
-    RetryListener,
-    shares_ray_gpu,
-    tries_beside,
-)
+from forebay.runs.placement import Listener, PartLost, RetryListener, shares_ray_gpu, tries_beside
 from forebay.watching.activity import Activities
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
@@ -289,10 +283,7 @@ class RayCluster:
         ranks = [self._actor(RankActor, rank_room) for rank_room in rank_rooms]
         self._trainer_actors = [self._actor(TrainerActor, room), *ranks]
         spec = TrainerSpec(
-            **self._common(),
-            name="trainer",
-            device=(rank_rooms[0] if rank_rooms else room).device,
-            ranks=tuple(ranks),
+            **self._common(), name="trainer", device=(rank_rooms[0] if rank_rooms else room).device, ranks=tuple(ranks)
         )
         return {"trainer": self._trainer_actors[0].start.remote(spec)}
 

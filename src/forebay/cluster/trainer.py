@@ -61,10 +61,7 @@ class RayTrainer:
         self._sends_adapters = True
 
     def fit(
-        self,
-        groups: Iterable[Sequence[RolloutState]],
-        *,
-        stale_thresholds: int | Mapping[str, int] | None = None,
+        self, groups: Iterable[Sequence[RolloutState]], *, stale_thresholds: int | Mapping[str, int] | None = None
     ) -> TrainBatch:
         """One train step; the batch has its metrics.
 
@@ -204,9 +201,7 @@ class TrainerActor:
         """Any other method of the `TrainController`."""
         return getattr(self._trainer, method)(*arguments)
 
-    def weights(
-        self, adapters: bool
-    ) -> tuple[tuple[int, int, Mapping[str, Any] | None], tuple[Layout, ByteArray]]:
+    def weights(self, adapters: bool) -> tuple[tuple[int, int, Mapping[str, Any] | None], tuple[Layout, ByteArray]]:
         """Step and bytes of the weights, with `adapters` the config of these alone, if there are any; and the
         weights: two results, of which the caller fetches the first."""
         config, own = self._trainer.adapters() if adapters else (None, ())

@@ -245,9 +245,7 @@ class RayAgentLoop:
                     span = self._activities.span(GENERATE, state.rollout_id, task=task, group=group)
                     spans.enter_context(span)
             try:
-                return await self._workers.generate(
-                    self._loop, states, enable_partial_rollout=enable_partial_rollout
-                )
+                return await self._workers.generate(self._loop, states, enable_partial_rollout=enable_partial_rollout)
             except Paused:
                 for state in _unfinished(states):
                     state.status = Status.ABORTED

@@ -11,14 +11,7 @@ from pydantic import Field, create_model
 from forebay.config import Component, ConfigError, StrictModel, check_arguments, errors_about, look_up
 from forebay.engines.base import DEFAULT_MAX_BATCH, Engine, EngineLost, EngineSurroundings, scalable
 from forebay.engines.servers.build import HTTPArguments, http_engines
-from forebay.models import (
-    DEVICE_PATTERN,
-    AttentionKey,
-    attention_choices,
-    find_device,
-    load_model,
-    spread_devices,
-)
+from forebay.models import DEVICE_PATTERN, AttentionKey, attention_choices, find_device, load_model, spread_devices
 from forebay.models.config import PrecisionKey
 
 
@@ -70,9 +63,7 @@ class ProcessArguments(StrictModel, strict=True):
     """CPU threads for torch in each."""
 
 
-def _transformers(
-    surroundings: EngineSurroundings, *, device: str | None = None, **arguments: Any
-) -> list[Engine]:
+def _transformers(surroundings: EngineSurroundings, *, device: str | None = None, **arguments: Any) -> list[Engine]:
     from transformers import AutoConfig
 
     from forebay.engines.local.transformers import TransformersEngine
@@ -126,10 +117,7 @@ def _processes(surroundings: EngineSurroundings, **arguments: Any) -> list[Engin
         made = ProcessEngine(recipe.model_copy(update={"device": device}), hand_over, log=log)
         started.append(made)
         # One that joins a run says so itself only when it is up.
-        made.max_context_tokens, made.takes_adapters = (
-            started[0].max_context_tokens,
-            started[0].takes_adapters,
-        )
+        made.max_context_tokens, made.takes_adapters = (started[0].max_context_tokens, started[0].takes_adapters)
         return made
 
     for _ in range(settings.engines):

@@ -128,9 +128,7 @@ class EnginePool:
         """How many tokens a running request has by now, over all engines it was at; else 0."""
         return self._calls[request_id].num_made() if request_id in self._calls else 0
 
-    async def complete(
-        self, request: GenerateRequest, *, caller: str = "", queued: Within = UNSEEN
-    ) -> Completion:
+    async def complete(self, request: GenerateRequest, *, caller: str = "", queued: Within = UNSEEN) -> Completion:
         """Continue ``request.input_ids`` on some engine, and on another where that one is lost.
 
         `caller` is the process that asks, where several do: see `progress`. It waits for an engine within
@@ -172,9 +170,7 @@ class EnginePool:
                 # The lane of an only engine would be that of the rollouts again.
                 if len(self._members) > 1:
                     rollout = call.request.request_id.rsplit(":", 2)[0]
-                    self.on_request(
-                        Span(begun[1], loop_time(), f"engine {member.number}", rollout, "", "", "")
-                    )
+                    self.on_request(Span(begun[1], loop_time(), f"engine {member.number}", rollout, "", "", ""))
                 if has_left := member not in self._members:
                     self._note()
             if completion.lost:
@@ -307,8 +303,7 @@ class EnginePool:
         """
         shared = list(adapters)
         await self._load(
-            model_step,
-            lambda member: cast("Any", member.engine).load_adapters(shared, model_step, config=config),
+            model_step, lambda member: cast("Any", member.engine).load_adapters(shared, model_step, config=config)
         )
 
     async def _load(self, model_step: int, load: Load) -> None:

@@ -208,9 +208,7 @@ class ScriptedEngine:
         stops = np.isin(ids, [*self._eos_token_ids, *request.params.stop_token_ids])
         end = int(stops.argmax()) + 1 if stops.any() else len(ids)
         limit = min(request.max_tokens, self.max_context_tokens - len(request.input_ids))
-        return Completion(
-            response_ids=ids[: min(end, limit)], finish_reason="stop" if end <= limit else "length"
-        )
+        return Completion(response_ids=ids[: min(end, limit)], finish_reason="stop" if end <= limit else "length")
 
     def _end(self, entry: ScriptedRequest, aborted: bool = False, why: str | None = None) -> None:
         """Resolve the request with what it has by now."""

@@ -135,9 +135,7 @@ class FragmentRunConfig(RunFile):
             "fragments_per_chunk": self.fragments.fragments_per_chunk,
             "seed": self.seed,
             # The difference may lie between 0 and half a batch of chunks, each used `reuse` times.
-            "rate_limit": RateLimit(
-                samples_per_insert=reuse, min_chunks=quarter, error_buffer=float(reuse * quarter)
-            ),
+            "rate_limit": RateLimit(samples_per_insert=reuse, min_chunks=quarter, error_buffer=float(reuse * quarter)),
         }
 
     @model_validator(mode="after")

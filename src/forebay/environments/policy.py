@@ -76,9 +76,7 @@ class Policy(nn.Module):
         count = 0 if self.cell is None else 1 if isinstance(self.cell, nn.GRUCell) else 2
         return tuple(torch.zeros(num_envs, self._hidden) for _ in range(count))
 
-    def features(
-        self, obs_SBD: torch.Tensor, first_SB: torch.Tensor, state: State
-    ) -> tuple[torch.Tensor, State]:
+    def features(self, obs_SBD: torch.Tensor, first_SB: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         """The input of actor and critic, [S, B, ...], and the state after the last step."""
         normal = (obs_SBD.float() - self.obs_mean) / self.obs_std
         normal = normal.clamp(-MAX_OBSERVATION, MAX_OBSERVATION)
@@ -112,9 +110,7 @@ class Policy(nn.Module):
         """[...] expected discounted rewards."""
         return self.normal_values(features) * self.value_std + self.value_mean
 
-    def act_params(
-        self, obs_SBD: torch.Tensor, first_SB: torch.Tensor, state: State
-    ) -> tuple[torch.Tensor, State]:
+    def act_params(self, obs_SBD: torch.Tensor, first_SB: torch.Tensor, state: State) -> tuple[torch.Tensor, State]:
         """`params` of what follows from the observations, and the state after them."""
         features, state = self.features(obs_SBD, first_SB, state)
         return self.params(features), state

@@ -120,9 +120,7 @@ class PPOTrainer:
             },
         )
 
-    def _optimize(
-        self, batch: StepBatch, old_SB: torch.Tensor, targets: Targets, metrics: dict[str, float]
-    ) -> None:
+    def _optimize(self, batch: StepBatch, old_SB: torch.Tensor, targets: Targets, metrics: dict[str, float]) -> None:
         live_SB = torch.from_numpy(batch.live_SB)
         advantages_SB = torch.from_numpy(targets.advantages_SB).float()
         advantages_SB = (advantages_SB - advantages_SB[live_SB].mean()) / (
@@ -163,9 +161,7 @@ class PPOTrainer:
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), MAX_GRAD_NORM)
         if not math.isfinite(norm):
-            raise FloatingPointError(
-                f"the gradient of train step {self.step + 1} is not finite; lower train.lr"
-            )
+            raise FloatingPointError(f"the gradient of train step {self.step + 1} is not finite; lower train.lr")
         self._optimizer.step()
         return norm
 

@@ -194,9 +194,7 @@ class FragmentRun:
         try:
             return await unless(self.stop, fetch)
         except TimeoutError:
-            raise WorkerError(
-                f"no batch arrived within {STALL_S:g} s: the environments seem to hang"
-            ) from None
+            raise WorkerError(f"no batch arrived within {STALL_S:g} s: the environments seem to hang") from None
 
     async def _account(self) -> dict[str, float]:
         """Counts of what happened so far."""

@@ -352,9 +352,7 @@ class ReplayBufferActor:
         assert self._loop is not None
         dues_s = (self._state.next_deadline_s(), self._collector.due_s)
         due_s = min((due_s for due_s in dues_s if due_s is not None), default=None)
-        if self._timer is not None and (
-            due_s is None or due_s < self._timer.when() or self._timer.cancelled()
-        ):
+        if self._timer is not None and (due_s is None or due_s < self._timer.when() or self._timer.cancelled()):
             self._timer.cancel()
             self._timer = None
         # One that is too early is left alone: it sets the next when it fires.

@@ -69,9 +69,7 @@ class RemoteFragmentBuffer(FragmentCalls):
         self._link = link
 
     @classmethod
-    async def connect(
-        cls, path: str | os.PathLike[str], *, limit_s: float = SILENCE_LIMIT_S
-    ) -> RemoteFragmentBuffer:
+    async def connect(cls, path: str | os.PathLike[str], *, limit_s: float = SILENCE_LIMIT_S) -> RemoteFragmentBuffer:
         """A client of the buffer served at the socket `path`.
 
         A server that does not answer within `limit_s`, or later is silent for so long, is given up.
@@ -103,9 +101,7 @@ class RemoteFragmentBuffer(FragmentCalls):
                     raise
                 return client
         except TimeoutError:
-            raise TimeoutError(
-                f"the fragment buffer at {found!r} did not answer within {limit_s:g} s"
-            ) from None
+            raise TimeoutError(f"the fragment buffer at {found!r} did not answer within {limit_s:g} s") from None
 
     async def disconnect(self) -> None:
         """End the connection; calls under way raise `BufferClosed`. The buffer goes on."""

@@ -37,12 +37,7 @@ class Rules:
     rate_limit: RateLimit | None = None
 
     def __post_init__(self) -> None:
-        for name, least in {
-            "max_chunks": 1,
-            "max_staleness": 0,
-            "max_reuse": 1,
-            "fragments_per_chunk": 1,
-        }.items():
+        for name, least in {"max_chunks": 1, "max_staleness": 0, "max_reuse": 1, "fragments_per_chunk": 1}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         for name in ("lease_s", "worker_timeout_s"):

@@ -103,9 +103,7 @@ class ReplayState:
 
     def _hold_chunks(self, chunks: Sequence[Chunk]) -> None:
         self.chunks.add(chunks)
-        self._chunk_of.update(
-            [(fragment.fragment_id, chunk) for chunk in chunks for fragment in chunk.fragments]
-        )
+        self._chunk_of.update([(fragment.fragment_id, chunk) for chunk in chunks for fragment in chunk.fragments])
 
     def _evict(self) -> None:
         excess = len(self.chunks) - self.rules.max_chunks
@@ -136,8 +134,7 @@ class ReplayState:
         """Whether there are that many, and the rate limit lets readers go on."""
         limit, held = self.rules.rate_limit, len(self.chunks)
         return held >= num_chunks and (
-            limit is None
-            or (held >= limit.min_chunks and self.meta.difference - num_chunks >= limit.min_difference)
+            limit is None or (held >= limit.min_chunks and self.meta.difference - num_chunks >= limit.min_difference)
         )
 
     def serve(self, num_chunks: int, now_s: float, lease_s: float | None = None) -> FragmentBatch:

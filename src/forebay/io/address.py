@@ -106,9 +106,7 @@ async def listen(address: Address, token: str | None = None) -> tuple[socket.soc
         family, place = (await _resolve(address))[0]
         # The resolved address is checked: the name may stand for any machine.
         if token is None and not ipaddress.ip_address(place[0]).is_loopback:
-            raise ValueError(
-                f"{address} can be reached from other machines: give a token, or listen on 127.0.0.1"
-            )
+            raise ValueError(f"{address} can be reached from other machines: give a token, or listen on 127.0.0.1")
         sock = socket.create_server(place, family=family, backlog=BACKLOG)
     except OSError as error:
         raise OSError(f"cannot listen at {address}: {error}") from None

@@ -66,11 +66,7 @@ class Channel:
     """
 
     def __init__(
-        self,
-        sock: socket.socket,
-        *,
-        max_header_bytes: int = MAX_HEADER_BYTES,
-        max_frame_bytes: int = MAX_FRAME_BYTES,
+        self, sock: socket.socket, *, max_header_bytes: int = MAX_HEADER_BYTES, max_frame_bytes: int = MAX_FRAME_BYTES
     ) -> None:
         self.max_header_bytes, self.max_frame_bytes = max_header_bytes, max_frame_bytes
         sock.setblocking(False)

@@ -89,9 +89,7 @@ class Link:
         if self.lost is not None:
             raise self.loss()
         number = next(self._numbers)
-        message = messages.Call(
-            number, method, messages.encode_value(arguments), sizes or messages.sizes_of(buffers)
-        )
+        message = messages.Call(number, method, messages.encode_value(arguments), sizes or messages.sizes_of(buffers))
         pending = self._pending[number] = Pending(number, self.channel.post(message, buffers), late)
         try:
             return await pending.future, pending.buffers
@@ -269,9 +267,7 @@ class Session:
     reserve: Reserve | None = None
     """Asked as the bytes of buffers come, as in `Channel.receive`; None: all are read."""
 
-    def __init__(
-        self, channel: Channel, *, limit_s: float, other_limit_s: float = messages.SILENCE_LIMIT_S
-    ) -> None:
+    def __init__(self, channel: Channel, *, limit_s: float, other_limit_s: float = messages.SILENCE_LIMIT_S) -> None:
         self.channel = channel
         self.limit_s, self.other_limit_s = limit_s, other_limit_s
         self.calls: dict[int, asyncio.Task[None]] = {}

@@ -50,9 +50,7 @@ class ExactMatchJudge(Judge):
     async def score(self, state: RolloutState) -> float | dict[str, float]:
         """1.0 or 0.0, or the share of right places."""
         truth = ground_truth(state)
-        answer = (
-            state.response.strip() if self._pattern is None else find_answer(self._pattern, state.response)
-        )
+        answer = state.response.strip() if self._pattern is None else find_answer(self._pattern, state.response)
         exact = float(answer == truth)
         if answer is not None and not exact and self._arguments.extract == "last_number":
             # Compared by value; what is not a number is not equal.

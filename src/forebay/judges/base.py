@@ -58,9 +58,7 @@ class Judge(ABC):
     """Whether verdicts depend on the other rollouts of the group, so that all must be finished first."""
     _name = ""
 
-    def __init__(
-        self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, max_retries: int = DEFAULT_MAX_RETRIES
-    ) -> None:
+    def __init__(self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, max_retries: int = DEFAULT_MAX_RETRIES) -> None:
         if timeout_s is not None and timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive or None, got {timeout_s}")
         if max_retries < 0:
@@ -107,9 +105,7 @@ class Judge(ABC):
         found = await asyncio.gather(*map(self._verdicts_together, parts))
         return [verdict for part in found for verdict in part]
 
-    async def _verdicts_together(
-        self, states: Sequence[RolloutState]
-    ) -> Sequence[dict[str, Any] | JudgeError]:
+    async def _verdicts_together(self, states: Sequence[RolloutState]) -> Sequence[dict[str, Any] | JudgeError]:
         """The verdicts of one call of `score_group`, with one time-out and its retries for all of them."""
         late = JudgeError(f"no verdict within {self.timeout_s} s")
         try:

@@ -8,15 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from forebay.config import (
-    Component,
-    ConfigError,
-    StrictModel,
-    check_arguments,
-    errors_about,
-    look_up,
-    parse_config,
-)
+from forebay.config import Component, ConfigError, StrictModel, check_arguments, errors_about, look_up, parse_config
 from forebay.judges.answers import ExactMatchJudge
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge
 from forebay.judges.code import CodeJudge
@@ -51,10 +43,7 @@ class ComposedArguments(StrictModel, strict=True):
 
 
 def compose(
-    *,
-    parts: Sequence[Mapping[str, Any]],
-    by: str = "data_source",
-    timeout_s: float | None = DEFAULT_TIMEOUT_S,
+    *, parts: Sequence[Mapping[str, Any]], by: str = "data_source", timeout_s: float | None = DEFAULT_TIMEOUT_S
 ) -> ComposedJudge:
     """A `ComposedJudge` of what the tables `parts` describe.
 
@@ -145,7 +134,5 @@ def build_judge(config: JudgeConfig | None) -> Judge:
     else:
         # The rollout stands for the first argument.
         check_arguments("judge", config.name, partial(factory, None), config.arguments)
-        judge = FunctionJudge(
-            factory, name=config.name, timeout_s=config.timeout_s, arguments=config.arguments
-        )
+        judge = FunctionJudge(factory, name=config.name, timeout_s=config.timeout_s, arguments=config.arguments)
     return judge if config.shuffle_seed is None else ShuffledJudge(judge, seed=config.shuffle_seed)

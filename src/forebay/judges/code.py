@@ -91,10 +91,7 @@ class CodeJudge(Judge):
         self._partial_credit = settings.partial_credit
         self._program_s = float("inf") if timeout_s is None else timeout_s
         self._sandbox = Sandbox(
-            settings.limits,
-            levels=settings.levels,
-            readable=settings.readable,
-            max_concurrent=settings.max_concurrent,
+            settings.limits, levels=settings.levels, readable=settings.readable, max_concurrent=settings.max_concurrent
         )
 
     async def score(self, state: RolloutState) -> dict[str, float]:

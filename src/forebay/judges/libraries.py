@@ -80,15 +80,11 @@ class ReasoningGymJudge(Judge):
         """The generator's score."""
         problem = (state.reward_model or {}).get("reasoning_gym")
         if problem is None:
-            raise ValueError(
-                "the prompt names no reasoning-gym problem; its source must be reasoning_gym:NAME"
-            )
+            raise ValueError("the prompt names no reasoning-gym problem; its source must be reasoning_gym:NAME")
         answer = find_answer(self._pattern, state.response)
         if answer is None:
             answer = state.response.strip()
-        return float(
-            await self._processes.run(problem["name"], problem["arguments"], problem["index"], answer)
-        )
+        return float(await self._processes.run(problem["name"], problem["arguments"], problem["index"], answer))
 
     def close(self) -> None:
         """End the child processes."""

@@ -168,9 +168,7 @@ class LLMJudge(base.Judge):
         try:
             found = read(reply)
         except ValueError as error:
-            raise base.TransientJudgeError(
-                f"the judge's reply cannot be read: {error}", after_s=0.0
-            ) from error
+            raise base.TransientJudgeError(f"the judge's reply cannot be read: {error}", after_s=0.0) from error
         # Only now: a reply that cannot be read would be unreadable for ever.
         self._replies[key] = reply
         if len(self._replies) > NUM_KEPT_REPLIES:

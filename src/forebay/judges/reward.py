@@ -144,8 +144,7 @@ def make_reward_scorer(model: str, device: str) -> Callable[[list[list[Message]]
 
     def score(conversations: list[list[Message]]) -> list[float]:
         rows = [
-            tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
-            for messages in conversations
+            tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False) for messages in conversations
         ]
         # Decoders score the last token that is no pad: an end token that pads, too, would not be that one.
         used = set().union(*rows)

@@ -79,9 +79,7 @@ class Comparison:
         """The error of `difference`, with a variance for each side (Welch 1947); NaN if one has below two."""
         if min(self.trained.count, self.dropped.count) < 2:
             return math.nan
-        return math.sqrt(
-            self.trained.variance / self.trained.count + self.dropped.variance / self.dropped.count
-        )
+        return math.sqrt(self.trained.variance / self.trained.count + self.dropped.variance / self.dropped.count)
 
     @property
     def is_notable(self) -> bool:

@@ -99,9 +99,7 @@ class Histories:
         """
         name, group_id, time_s = event["event"], event["group"], float(event["time_s"])
         check_event(name)
-        said = {
-            column: kind(event[column]) for column, kind in _SAID.items() if event.get(column) is not None
-        }
+        said = {column: kind(event[column]) for column, kind in _SAID.items() if event.get(column) is not None}
         with self._lock:
             row = self._find(group_id)
             before = None if row is None else row["place"]
@@ -190,9 +188,7 @@ class Histories:
 
     def _ask(self, text: str, *values: Any) -> sqlite3.Cursor:
         if self._process_id != os.getpid():
-            raise RuntimeError(
-                "a forked process cannot use its parent's ledger; read the ledger's file there"
-            )
+            raise RuntimeError("a forked process cannot use its parent's ledger; read the ledger's file there")
         try:
             return self._settled.execute(text, values)
         except sqlite3.Error as error:
@@ -267,12 +263,7 @@ Row = dict[str, Any]
 
 _OPEN = (ADMITTED, LIVE)
 
-_COUNTED = {
-    RETRIED: ("num_retries", 1),
-    LEFT: ("num_left", 1),
-    REUSED: ("num_reused", 1),
-    UNUSED: ("num_reused", -1),
-}
+_COUNTED = {RETRIED: ("num_retries", 1), LEFT: ("num_left", 1), REUSED: ("num_reused", 1), UNUSED: ("num_reused", -1)}
 """The column that an event changes, and by how much."""
 
 _COUNTS = ("num_retries", "num_left", "num_reused")

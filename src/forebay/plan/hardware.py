@@ -78,9 +78,7 @@ def parse_devices(text: str, *, network: float | None = None) -> Device:
     machines, each = (int(match[1] or 1), int(match[2] or 1)) if match else (0, 0)
     name = match[3].upper() if match else ""
     if name not in _GPUS or machines * each < 1:
-        raise ConfigError(
-            f"--gpus {text!r}: write [[MACHINESx]COUNTx]NAME, with one of {', '.join(sorted(_GPUS))}"
-        )
+        raise ConfigError(f"--gpus {text!r}: write [[MACHINESx]COUNTx]NAME, with one of {', '.join(sorted(_GPUS))}")
     speed = _GPUS[name].network_bytes_per_s if network is None else network * 1e9 / 8
     return replace(_GPUS[name], count=machines * each, machines=machines, network_bytes_per_s=speed)
 

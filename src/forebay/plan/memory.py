@@ -253,9 +253,7 @@ def _of_one_rank(
     slices = config.ranks // config.parallel.replicas / (1 + outside * (config.parallel.num_tensor - 1))
     shares = dict.fromkeys(SLICED, slices) | dict.fromkeys(_TOKENS, config.parallel.context)
     split = {kind: -int(-parts[kind] // ranks) for kind, ranks in shares.items() if kind in parts}
-    parts = (
-        parts | split | {"gathered layers": sum(_gathered_bytes(model, config, times) for model in trained)}
-    )
+    parts = parts | split | {"gathered layers": sum(_gathered_bytes(model, config, times) for model in trained)}
     if config.parallel.offload:
         # Whole, whatever is there at the device's peak.
         parts["gradients"] = int(times * sum(_num_bytes(model, trained=True) for model in trained) / slices)
@@ -281,8 +279,7 @@ def _gathered_bytes(model: nn.Module, config: TrainConfig, times: int) -> int:
     """
     layers, of_gradients = decoder_layers(model), 2 * times - 1
     largest = max(
-        (2 * _num_bytes(layer) + of_gradients * _num_bytes(layer, trained=True) for layer in layers),
-        default=0,
+        (2 * _num_bytes(layer) + of_gradients * _num_bytes(layer, trained=True) for layer in layers), default=0
     )
     return _outside_bytes(model) + _outside_bytes(model, trained=True) + largest // config.parallel.num_tensor
 

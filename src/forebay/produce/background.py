@@ -100,10 +100,7 @@ class BackgroundProducer:
     @property
     def status(self) -> ProduceBatchStatus:
         """NORMAL while it produces or could."""
-        statuses = {
-            Mode.PRODUCING: ProduceBatchStatus.NORMAL,
-            Mode.EXHAUSTED: ProduceBatchStatus.EXPIRED_BATCH,
-        }
+        statuses = {Mode.PRODUCING: ProduceBatchStatus.NORMAL, Mode.EXHAUSTED: ProduceBatchStatus.EXPIRED_BATCH}
         return statuses.get(self.mode, ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT)
 
     @property
@@ -346,9 +343,7 @@ async def produce_tasks(
     try:
         async with asyncio.TaskGroup() as group:
             calls = {
-                name: group.create_task(
-                    runners[name].produce_strategy.produce_batch(ctx), name=f"produce {name}"
-                )
+                name: group.create_task(runners[name].produce_strategy.produce_batch(ctx), name=f"produce {name}")
                 for name, ctx in contexts.items()
             }
     except BaseExceptionGroup as errors:

@@ -37,14 +37,7 @@ from forebay.produce.progress import ProduceProgress
 from forebay.produce.results import LEFTOVER_STATUSES, ProduceBatchResult, TaskResult, summarize
 from forebay.produce.strategies.base import ProduceBatchStatus
 from forebay.produce.strategies.pending import ProductionError
-from forebay.produce.strategies.rules import (
-    GroupRules,
-    book_tags,
-    fail_group,
-    name_group,
-    record_left,
-    why_failed,
-)
+from forebay.produce.strategies.rules import GroupRules, book_tags, fail_group, name_group, record_left, why_failed
 from forebay.replay import ConnectionLost, ReplayBuffer, StorageItem
 from forebay.replay.arrival import NEVER_STALE
 from forebay.types import RolloutState, Status, calculate_seq_staleness, get_group_status, oldest_step_of
@@ -92,8 +85,7 @@ class Batches:
     async def age(self, train_step: int) -> None:
         """Give every group its staleness at `train_step`; what is too stale for its task expires."""
         expired = await self.buffer.refresh_staleness(
-            task_stale_thresholds={name: self._threshold(name) for name in self.runners},
-            current_train_step=train_step,
+            task_stale_thresholds={name: self._threshold(name) for name in self.runners}, current_train_step=train_step
         )
         for name, count in expired.items():
             self.runners[name].produce_strategy.num_expired += count
@@ -192,9 +184,7 @@ class Batches:
         """Every counter that may explain why a batch does not come."""
         leftovers = await self.buffer.count_statuses(self.runners, LEFTOVER_STATUSES)
         held = {name: {s.value: n for s, n in cells.items() if n} for name, cells in leftovers.items()}
-        pending = {
-            name: runner.produce_strategy.pending_task_count() for name, runner in self.runners.items()
-        }
+        pending = {name: runner.produce_strategy.pending_task_count() for name, runner in self.runners.items()}
         producer, progress = self.producer, self.progress
         return (
             f"train step {train_step} needs {dict(sizes)} groups; the buffer holds {held}; in flight "
@@ -240,9 +230,7 @@ class Batches:
         progress = self.progress if done is None else done.progress
         pauses_s = self.producer.consume_pauses() if done is None else done.pauses_s
         results = {
-            name: TaskResult(
-                rollout_states=groups_by_task.get(name, []), leftovers=leftovers[name], reuse=uses[name]
-            )
+            name: TaskResult(rollout_states=groups_by_task.get(name, []), leftovers=leftovers[name], reuse=uses[name])
             for name in self.runners
         }
         for name, result in results.items():
@@ -282,9 +270,7 @@ class Batches:
         leftovers = await self.buffer.count_statuses(self.runners, LEFTOVER_STATUSES)
         results = {
             name: TaskResult(
-                status=ProduceBatchStatus.EXPIRED_BATCH,
-                leftovers=leftovers[name],
-                group_gen_pause_time_s=pause_s,
+                status=ProduceBatchStatus.EXPIRED_BATCH, leftovers=leftovers[name], group_gen_pause_time_s=pause_s
             )
             for name, pause_s in self.producer.pauses_s.items()
         }

@@ -437,9 +437,7 @@ def split_batch(batch_size: int, weights: Mapping[str, float]) -> dict[str, int]
     shares = {name: batch_size * weight / total for name, weight in exact.items()}
     sizes = {name: math.floor(share) for name, share in shares.items()}
     # sorted() is stable: equal remainders stay in task order.
-    by_remainder = sorted(
-        (name for name in weights if weights[name] > 0), key=lambda name: sizes[name] - shares[name]
-    )
+    by_remainder = sorted((name for name in weights if weights[name] > 0), key=lambda name: sizes[name] - shares[name])
     for name in by_remainder[: batch_size - sum(sizes.values())]:
         sizes[name] += 1
     return sizes

@@ -82,9 +82,7 @@ def sampler_path(path: Path, task_name: str) -> Path:
     return path / f"sampler-{quote(task_name, safe='')}.json"
 
 
-async def settle(
-    buffer: ReplayBuffer, ledger: Ledger, samplers: Mapping[str, Sampler], train_step: int
-) -> None:
+async def settle(buffer: ReplayBuffer, ledger: Ledger, samplers: Mapping[str, Sampler], train_step: int) -> None:
     """Bring buffer, books and samplers together, as in the module's table."""
     await buffer.restore(train_step)
     rows = await buffer.storage.get({}, rows_only=True)
@@ -137,9 +135,7 @@ def _enter(ledger: Ledger, group_id: GroupId, row: StorageItem) -> bool:
         return False
     if life is None:
         ledger.record(group_id, row.task_name, "admitted", found=True)
-    facts: dict[str, Any] = {
-        name: row.tags[name] for name in ("num_tokens", "latency_s", "score") if name in row.tags
-    }
+    facts: dict[str, Any] = {name: row.tags[name] for name in ("num_tokens", "latency_s", "score") if name in row.tags}
     if facts and (life is None or life.num_tokens != facts.get("num_tokens")):
         ledger.record(group_id, row.task_name, "produced", found=True, **facts)
     return True

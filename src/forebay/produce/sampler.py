@@ -105,9 +105,7 @@ class Sampler:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    async def sample(
-        self, task_name: str, group_status: Status | list[Status] | None = None
-    ) -> list[RolloutState]:
+    async def sample(self, task_name: str, group_status: Status | list[Status] | None = None) -> list[RolloutState]:
         """A group from the buffer with the first of the statuses that has one, else a new group.
 
         Raises:

@@ -23,14 +23,7 @@ from forebay.replay.format.packed import HeldGroup, PackedPayload, as_stored
 from forebay.replay.format.values import Checker
 from forebay.replay.groups import StoredGroup, copy_group
 from forebay.replay.query import show_value
-from forebay.replay.stores.contract import (
-    STALEST,
-    StorageBackend,
-    StorageItem,
-    TagValue,
-    check_priority,
-    check_tags,
-)
+from forebay.replay.stores.contract import STALEST, StorageBackend, StorageItem, TagValue, check_priority, check_tags
 from forebay.types import FIELDS, RolloutState, SampleParams, Status, expire_group, label_and_fill
 
 GROUP_TAG = "group"

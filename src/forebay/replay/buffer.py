@@ -119,9 +119,7 @@ class ReplayBuffer:
         """
         return await self._changes.wait(version)
 
-    async def put(
-        self, items: Sequence[RolloutState], task_name: str, **arrival: Unpack[PutKeywords]
-    ) -> None:
+    async def put(self, items: Sequence[RolloutState], task_name: str, **arrival: Unpack[PutKeywords]) -> None:
         """Store one group under its group status; an empty group is ignored.
 
         Response tokens without a model step are labeled with `model_step`. Staleness is refreshed at
@@ -136,10 +134,7 @@ class ReplayBuffer:
         await self.put_groups([items], task_name, **arrival)
 
     async def put_groups(
-        self,
-        groups: Iterable[Sequence[RolloutState]],
-        task_name: str,
-        **arrival: Unpack[PutKeywords],
+        self, groups: Iterable[Sequence[RolloutState]], task_name: str, **arrival: Unpack[PutKeywords]
     ) -> None:
         """Store many groups, each as `put` does and in this order: all of them or none.
 
@@ -184,12 +179,7 @@ class ReplayBuffer:
                     self._changes.note()
 
     async def get(
-        self,
-        batch_size: int,
-        task_name: str,
-        group_status: Status,
-        *,
-        tags: Mapping[str, TagValue] | None = None,
+        self, batch_size: int, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
     ) -> list[Group]:
         """Remove and return up to `batch_size` groups in policy order."""
         if batch_size <= 0:
@@ -205,9 +195,7 @@ class ReplayBuffer:
                     self._changes.note()
         return groups
 
-    async def count(
-        self, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
-    ) -> int:
+    async def count(self, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None) -> int:
         """The number of groups of that task and status."""
         query = StorageIndices(task_name, group_status, tags).get_key()
         async with self._looking():
@@ -230,9 +218,7 @@ class ReplayBuffer:
             counts[task][status] = number
         return counts
 
-    async def is_ready(
-        self, task_batch_sizes: Mapping[str, int], group_status: Status = Status.COMPLETED
-    ) -> bool:
+    async def is_ready(self, task_batch_sizes: Mapping[str, int], group_status: Status = Status.COMPLETED) -> bool:
         """Whether every task with a size over 0 has that many groups."""
         counts = await self.count_statuses(task_batch_sizes, [group_status])
         return all(counts[task][group_status] >= size for task, size in task_batch_sizes.items() if size > 0)
@@ -381,9 +367,7 @@ class ReplayBuffer:
             await write(Path(path))
 
     @asynccontextmanager
-    async def moment(
-        self, *, train_step: int | None = None
-    ) -> AsyncIterator[Callable[[Path], Awaitable[None]]]:
+    async def moment(self, *, train_step: int | None = None) -> AsyncIterator[Callable[[Path], Awaitable[None]]]:
         """A block in which the content of its beginning can be written.
 
         With a `train_step` without what a `commit` of that step would forget.
@@ -446,9 +430,7 @@ class ReplayBuffer:
         if len(self):
             raise RuntimeError(f"resume needs an empty buffer; this one holds {len(self)} groups")
 
-    async def _see_step(
-        self, task_name: str, current_train_step: int | None
-    ) -> tuple[int | None, dict[str, int]]:
+    async def _see_step(self, task_name: str, current_train_step: int | None) -> tuple[int | None, dict[str, int]]:
         """The latest train step of the task, this one if it is later; and keywords for `put_many`.
 
         A store that other processes share takes the step, and judges it, in the transaction of the put.

@@ -31,11 +31,7 @@ class BufferConfig(BaseModel):
     reuse: ReuseConfig = ReuseConfig()
 
     def build(
-        self,
-        storage_backend: StorageBackend | None = None,
-        *,
-        sync_weights_interval: int = 1,
-        compares: bool = True,
+        self, storage_backend: StorageBackend | None = None, *, sync_weights_interval: int = 1, compares: bool = True
     ) -> ReplayBuffer:
         """The buffer; in memory unless there is a store."""
         reuse = self.reuse.build(sync_weights_interval, compares=compares)

@@ -84,9 +84,7 @@ class ReplayPolicy:
             raise ValueError(f"{type(self).__name__} has no state to load, got {sorted(state)}")
 
 
-async def take_ranked(
-    count: int, query: QueryLike, storage_backend: StorageBackend, *, order: str
-) -> list[Any]:
+async def take_ranked(count: int, query: QueryLike, storage_backend: StorageBackend, *, order: str) -> list[Any]:
     """Take the first `count` matching groups in `order`."""
     taken = await storage_backend.take_first(count, query, order=order)
     return [item.item for item in taken]

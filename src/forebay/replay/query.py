@@ -129,11 +129,7 @@ def parse_query(query: QueryLike) -> Query:
     if isinstance(query, StorageIndices):
         query = query.get_key()
     # The query of every count and take of a buffer: parsing it would cost more than the answer.
-    if (
-        type(query) is dict
-        and len(query) == 2
-        and type(query.get("task_name")) is type(query.get("status")) is str
-    ):
+    if type(query) is dict and len(query) == 2 and type(query.get("task_name")) is type(query.get("status")) is str:
         return _parse_cell(query["task_name"], query["status"])
     return _parse_tree(query)
 
@@ -289,9 +285,7 @@ def _parse_dict(query: Any, depth: int = 0) -> Query:
 
 def _parse_field(field: Any, value: Any) -> Query:
     if isinstance(field, str) and field.startswith("$"):
-        raise ValueError(
-            f"unknown operator {show_value(field)} in place of a field; only $and and $or stand there"
-        )
+        raise ValueError(f"unknown operator {show_value(field)} in place of a field; only $and and $or stand there")
     is_tag = isinstance(field, str) and field.startswith(TAG_PREFIX) and field != TAG_PREFIX
     if not is_tag and field not in QUERY_FIELDS:
         raise ValueError(f"unknown field {show_value(field)}; known: {', '.join(QUERY_FIELDS)}, tags.<name>")
@@ -311,9 +305,7 @@ def _parse_operator(field: str, op: Any, operand: Any) -> list[Condition]:
             raise ValueError(f"{where} takes two values [low, high], got {show_value(operand)}")
         low, high = (_scalar(where, bound) for bound in operand)
         if not _OPERATORS["$lte"](low, high):
-            raise ValueError(
-                f"{where} takes [low, high] of one kind with low <= high, got {show_value(operand)}"
-            )
+            raise ValueError(f"{where} takes [low, high] of one kind with low <= high, got {show_value(operand)}")
         return [Condition(field, "$gte", low), Condition(field, "$lte", high)]
     if op not in _MEMBERSHIP:
         return [Condition(field, op, _scalar(where, operand))]

@@ -290,12 +290,7 @@ def _note_retry(ledger: Ledger, task_name: str | None, group_id: str | int | Non
 
 
 def build_trainer(
-    config: RunConfig,
-    model_folder: Path,
-    tokenizer: Any,
-    *,
-    device: str | None = None,
-    ranks: Ranks | None = None,
+    config: RunConfig, model_folder: Path, tokenizer: Any, *, device: str | None = None, ranks: Ranks | None = None
 ) -> TrainController:
     """The trainer of the model in `model_folder`: in this process on `device`, or on `ranks`.
 

@@ -11,15 +11,7 @@ import tomli_w
 from pydantic import BaseModel, Field, PositiveInt, field_validator, model_validator
 
 from forebay.agents import check_agent
-from forebay.config import (
-    Component,
-    ConfigError,
-    StrictModel,
-    check_arguments,
-    errors_about,
-    import_object,
-    look_up,
-)
+from forebay.config import Component, ConfigError, StrictModel, check_arguments, errors_about, import_object, look_up
 from forebay.engines import EngineConfig, find_engine
 from forebay.evaluate import EvalConfig, TaskEvalConfig
 from forebay.judges import JudgeConfig, build_judge
@@ -154,9 +146,7 @@ class ProduceConfig(StrictModel):
     def is_async(self) -> bool:
         """Whether groups may be in flight between batches."""
         fields = type(self).model_fields
-        return self.mode == "separate" or any(
-            getattr(self, name) != fields[name].default for name in ASYNC_ONLY
-        )
+        return self.mode == "separate" or any(getattr(self, name) != fields[name].default for name in ASYNC_ONLY)
 
     @model_validator(mode="after")
     def _check(self) -> ProduceConfig:
@@ -399,9 +389,7 @@ def check_cluster(config: RunConfig) -> None:
 
 def _check_task(number: int, task: TaskConfig) -> None:
     if task.data is None and (task.weight > 0 or task.eval_data is None):
-        raise ConfigError(
-            f"'tasks.{number}.data' is missing: only a task with weight 0 and eval_data needs none"
-        )
+        raise ConfigError(f"'tasks.{number}.data' is missing: only a task with weight 0 and eval_data needs none")
     if task.sample.temperature == 0:
         raise ConfigError(
             f"tasks.{number}.sample.temperature is 0, which makes all rollouts of a prompt equal; training "
@@ -469,8 +457,7 @@ def changed(before: RunConfig, after: RunConfig) -> list[str]:
     """
     # The folder of the run may have been moved, which is no wish to change it.
     old, new = (
-        dict(_walk(config.model_dump(mode="json", exclude={"name", "output"}), ""))
-        for config in (before, after)
+        dict(_walk(config.model_dump(mode="json", exclude={"name", "output"}), "")) for config in (before, after)
     )
     lines = []
     for key in sorted(old.keys() | new.keys()):

@@ -52,9 +52,7 @@ def saved_as(model: type[ModelT], folder: Path, overrides: Sequence[str] = ()) -
     """
     for override in overrides:
         if override.partition("=")[0].strip() in ("name", "output"):
-            raise ConfigError(
-                f"{override!r} cannot be changed: the run stays in {str(folder)!r}; leave it out"
-            )
+            raise ConfigError(f"{override!r} cannot be changed: the run stays in {str(folder)!r}; leave it out")
     if folder.is_file():
         raise ConfigError(f"{str(folder)!r} is a file; name the folder of a run, for example runs/NAME")
     if not (folder / RUN_FILE).exists():
@@ -97,9 +95,7 @@ def check_checkpoint(path: Path) -> None:
         check(path, deep=True)
     except DamagedError as error:
         older = [other for other in list_checkpoints(path.parents[1]) if step_of(other) < step_of(path)]
-        advice = (
-            f"neither is an older one whole ({len(older)} looked at)" if older else "there is no older one"
-        )
+        advice = f"neither is an older one whole ({len(older)} looked at)" if older else "there is no older one"
         advice += ": start again with --overwrite, or under another name=..."
         for other in reversed(older):
             with contextlib.suppress(DamagedError):
@@ -273,8 +269,7 @@ def _make_free(folder: Path, overwrite: bool) -> Path | None:
         go_on = f"go on with it (--resume {folder}), " if checkpoints else ""
         state = f"with checkpoint {checkpoints[-1].name}" if checkpoints else "without a checkpoint"
         raise ConfigError(
-            f"{str(folder)!r} already holds a run {state}: {go_on}replace it (--overwrite), "
-            f"or choose another name=..."
+            f"{str(folder)!r} already holds a run {state}: {go_on}replace it (--overwrite), or choose another name=..."
         )
     aside = folder.with_name(f"{folder.name}.old")
     if aside.exists():

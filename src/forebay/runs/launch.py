@@ -45,9 +45,7 @@ from forebay.train.parallel.ranks import RankError
 from forebay.types import FAILED_AT_KEY, RolloutState, Status
 
 
-async def launch(
-    config: RunConfig, *, resume: Path | None = None, overwrite: bool = False
-) -> tuple[str | None, bool]:
+async def launch(config: RunConfig, *, resume: Path | None = None, overwrite: bool = False) -> tuple[str | None, bool]:
     """Run `config`, or go on with the run in the folder `resume`.
 
     Returns:
@@ -276,9 +274,7 @@ def _newest_model(folder: Path) -> Path:
     published = [folder / "model"] if (folder / "model").is_dir() else []
     newest_first = [*published, *reversed(checkpoints)]
     if not newest_first:
-        raise ConfigError(
-            f"no model to try in {str(folder)!r}: neither model/ nor a checkpoint; give --model"
-        )
+        raise ConfigError(f"no model to try in {str(folder)!r}: neither model/ nor a checkpoint; give --model")
     try:
         check(newest_first[0])
     except DamagedError as error:

@@ -100,10 +100,7 @@ class Trainer(Protocol):
         """The step of the weights: completed train steps."""
 
     def fit(
-        self,
-        groups: Iterable[Sequence[RolloutState]],
-        *,
-        stale_thresholds: int | Mapping[str, int] | None = None,
+        self, groups: Iterable[Sequence[RolloutState]], *, stale_thresholds: int | Mapping[str, int] | None = None
     ) -> TrainBatch:
         """Make one train step on `groups`, and return the batch that was trained."""
 

@@ -392,11 +392,7 @@ def _apart(
 
 
 def _sampler(
-    config: RunConfig,
-    task: TaskConfig,
-    prompts: Sequence[Prompt],
-    buffer: ReplayBuffer,
-    books: Callable[[], Ledger],
+    config: RunConfig, task: TaskConfig, prompts: Sequence[Prompt], buffer: ReplayBuffer, books: Callable[[], Ledger]
 ) -> Sampler:
     """The sampler of `task`; `books` gives the present ledger, since a resume replaces it."""
 

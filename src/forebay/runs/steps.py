@@ -190,9 +190,7 @@ async def rescue(run: Run, error: Exception) -> None:
     )
     if run.train_step > 0 and not between:
         path = await checkpoint(run)
-        run.display.warning(
-            f"train step {run.train_step} was the last; saved in {path}, to go on with --resume"
-        )
+        run.display.warning(f"train step {run.train_step} was the last; saved in {path}, to go on with --resume")
 
 
 async def finish(run: Run) -> None:

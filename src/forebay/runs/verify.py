@@ -84,9 +84,7 @@ class WeightCheck:
     async def _generate(self, engine: Engine) -> list[RolloutState]:
         params = SampleParams(max_tokens=PROBE_TOKENS)
         requests = [
-            GenerateRequest(
-                request_id=f"probe-{i}", input_ids=prompt, params=params, max_tokens=PROBE_TOKENS, seed=i
-            )
+            GenerateRequest(request_id=f"probe-{i}", input_ids=prompt, params=params, max_tokens=PROBE_TOKENS, seed=i)
             for i, prompt in enumerate(self._prompts)
         ]
         outcomes = await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)

@@ -173,8 +173,7 @@ def _landlock_rules(libc: ctypes.CDLL, orders: dict[str, Any]) -> int:
     network, scoped = (3 if abi >= 4 else 0), (3 if abi >= 6 else 0)
     attributes = struct.pack("=QQQ", handled, network, scoped)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     rules = _check(
-        libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0),
-        "landlock_create_ruleset",
+        libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock_create_ruleset"
     )
     _allow(libc, rules, orders["readable"], _EXECUTE | _READ_FILE | _READ_DIR)
     _allow(libc, rules, _DEVICES, _READ_FILE | _WRITE_FILE)

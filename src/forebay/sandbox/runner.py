@@ -89,9 +89,7 @@ class Sandbox:
         readable: Iterable[str | Path] = (),
         max_concurrent: int | None = None,
     ) -> None:
-        self.limits = (
-            limits if isinstance(limits, Limits) else parse_config(Limits, limits or {}, source="limits")
-        )
+        self.limits = limits if isinstance(limits, Limits) else parse_config(Limits, limits or {}, source="limits")
         try:
             self.levels = () if isinstance(levels, str) else tuple(map(Isolation, levels))
         except ValueError:
@@ -190,12 +188,7 @@ class Sandbox:
                     system_calls = stack.enter_context(in_memory(system_call_filter()))
                     passed += [*opened.values(), system_calls]
                     argv = bubblewrap_command(
-                        command,
-                        self.limits,
-                        self._readable,
-                        opened,
-                        stderr=streams[3],
-                        system_calls=system_calls,
+                        command, self.limits, self._readable, opened, stderr=streams[3], system_calls=system_calls
                     )
                     if self._groups is not None:
                         group = stack.enter_context(self._groups.lend())

@@ -134,9 +134,7 @@ def simulate(
 
 def synchronous(config: RunConfig) -> RunConfig:
     """The same workload, generation and training taking turns."""
-    produce = ProduceConfig(
-        filter=config.produce.filter, sync_weights_interval=config.produce.sync_weights_interval
-    )
+    produce = ProduceConfig(filter=config.produce.filter, sync_weights_interval=config.produce.sync_weights_interval)
     # A synchronous run takes no bound of a single task: nothing in it is stale.
     tasks = [task.model_copy(update={"max_staleness": None}) for task in config.tasks]
     # Where nothing is produced beside training, nothing is tried beside it either.
@@ -167,9 +165,7 @@ class Staleness:
         )
 
 
-async def _simulate(
-    config: RunConfig, cluster: ClusterConfig, folder: Path, trace: Path | None
-) -> SimulationResult:
+async def _simulate(config: RunConfig, cluster: ClusterConfig, folder: Path, trace: Path | None) -> SimulationResult:
     world = build_world(config, cluster, folder)
     num_engines = len(world.engines)
     ended: list[Activity] = []

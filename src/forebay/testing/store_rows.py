@@ -31,9 +31,7 @@ def make_row(
     priority: float = 1.0,
 ) -> StorageItem:
     """A row to put."""
-    return StorageItem(
-        payload, -1, -1, task, status, staleness, dict(tags or {}), priority, oldest_model_step=step
-    )
+    return StorageItem(payload, -1, -1, task, status, staleness, dict(tags or {}), priority, oldest_model_step=step)
 
 
 def uids(rows: list[StorageItem]) -> list[int]:
@@ -81,14 +79,10 @@ def draw_operation(draw: Random, number: int) -> Callable[[StorageBackend], Awai
         await store.update([*rows, make_row("unknown")])
 
     async def revive(store: StorageBackend) -> None:
-        await store.update(
-            [revive_row(row) for row in await store.get({"status": "archived"}, rows_only=True)]
-        )
+        await store.update([revive_row(row) for row in await store.get({"status": "archived"}, rows_only=True)])
 
     def put(store: StorageBackend) -> Awaitable[int]:
-        return store.put(
-            make_row(number, task, status, staleness=count, step=step, tags=tags, priority=priority)
-        )
+        return store.put(make_row(number, task, status, staleness=count, step=step, tags=tags, priority=priority))
 
     operations: list[Callable[[StorageBackend], Awaitable[Any]]] = [
         # Mostly puts: the others need rows to work on.

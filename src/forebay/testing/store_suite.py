@@ -27,16 +27,7 @@ import pytest
 
 from forebay.replay.stores.contract import StorageBackend, TagValue
 from forebay.replay.stores.naive import NaiveStorage
-from forebay.testing.store_rows import (
-    EVERYTHING,
-    ORDERS,
-    QUERIES,
-    draw_operation,
-    fill,
-    make_row,
-    put_all,
-    uids,
-)
+from forebay.testing.store_rows import EVERYTHING, ORDERS, QUERIES, draw_operation, fill, make_row, put_all, uids
 
 Suite = TypeVar("Suite", bound=type)
 
@@ -180,10 +171,7 @@ class StorageConformance:
     async def test_a_state_moves_to_another_store_and_back(self, storage: StorageBackend) -> None:
         await storage.set_train_step("math", 6)
         ids = await put_all(
-            storage,
-            make_row("a", step=1),
-            make_row("b", staleness=2, tags={"x": True}),
-            make_row("c", priority=0.0),
+            storage, make_row("a", step=1), make_row("b", staleness=2, tags={"x": True}), make_row("c", priority=0.0)
         )
         await storage.take(ids[:1], train_step=6)
         other = NaiveStorage()
@@ -203,12 +191,7 @@ class StorageConformance:
         other = NaiveStorage()
         await put_all(other, make_row("a"), make_row("b"))
         state = other.state_dict()
-        for wrong in (
-            {"version": 99},
-            {"items": state["items"] * 2},
-            {"next_uid": 1},
-            {"next_timestamp_id": 0},
-        ):
+        for wrong in ({"version": 99}, {"items": state["items"] * 2}, {"next_uid": 1}, {"next_timestamp_id": 0}):
             with pytest.raises(ValueError, match=r"version|twice"):
                 storage.load_state_dict({**state, **wrong})
             assert [row.item for row in await storage.get({})] == ["kept"]

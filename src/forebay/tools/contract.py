@@ -55,9 +55,7 @@ def make_schema(name: str, description: str, **parameters: str) -> Schema:
             "description": description,
             "parameters": {
                 "type": "object",
-                "properties": {
-                    key: {"type": "string", "description": text} for key, text in parameters.items()
-                },
+                "properties": {key: {"type": "string", "description": text} for key, text in parameters.items()},
                 "required": list(parameters),
             },
         },

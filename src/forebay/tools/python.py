@@ -35,9 +35,7 @@ class Python:
         limits: Limits | None = None
         """Time, memory and files of one program; None: the defaults of `Limits`."""
 
-    def __init__(
-        self, *, limits: Limits | Mapping[str, float] | None = None, sandbox: Sandbox | None = None
-    ) -> None:
+    def __init__(self, *, limits: Limits | Mapping[str, float] | None = None, sandbox: Sandbox | None = None) -> None:
         self._sandbox = Sandbox(limits) if sandbox is None else sandbox
 
     async def call(self, arguments: dict[str, Any]) -> str:

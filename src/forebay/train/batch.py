@@ -127,11 +127,7 @@ class TrainBatch:
 
     @classmethod
     def from_groups(
-        cls,
-        groups: Iterable[Sequence[RolloutState]],
-        *,
-        temperature: float = 1.0,
-        overlong: str | float = "train",
+        cls, groups: Iterable[Sequence[RolloutState]], *, temperature: float = 1.0, overlong: str | float = "train"
     ) -> TrainBatch:
         """The batch of these groups; `temperature` holds for rollouts without their own ``sample_params``.
 
@@ -158,9 +154,7 @@ class TrainBatch:
         batch = cls(
             rollout_ids=[state.rollout_id for state in states],
             task_names=[state.task_name for state in states],
-            input_ids=np.concatenate(
-                list(chain.from_iterable((s.prompt_ids, s.response_ids) for s in states))
-            ),
+            input_ids=np.concatenate(list(chain.from_iterable((s.prompt_ids, s.response_ids) for s in states))),
             prompt_lengths=np.array([len(s.prompt_ids) for s in states], np.int64),
             response_lengths=np.array([len(s.response_ids) for s in states], np.int64),
             response_mask=np.concatenate(masks),
@@ -259,9 +253,7 @@ class TrainBatch:
         numbers: dict[tuple[bytes, Images], int] = {}
         ends = (self.token_starts + self.prompt_lengths).tolist()
         images = self.images or [()] * self.num_sequences
-        prompts = (
-            self.input_ids[a:b].tobytes() for a, b in zip(self.token_starts.tolist(), ends, strict=True)
-        )
+        prompts = (self.input_ids[a:b].tobytes() for a, b in zip(self.token_starts.tolist(), ends, strict=True))
         # By content and not by group: any two sequences with the same prompt can share its pass.
         both = zip(prompts, images, strict=True)
         return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in both], np.int64)

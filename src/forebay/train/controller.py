@@ -197,9 +197,7 @@ class TrainController:
             ValueError: as `TrainBatch.from_groups` and `Packer.pack_pad_dispatch`.
         """
         if not isinstance(groups, TrainBatch):
-            groups = TrainBatch.from_groups(
-                groups, temperature=self._temperature, overlong=self.config.overlong
-            )
+            groups = TrainBatch.from_groups(groups, temperature=self._temperature, overlong=self.config.overlong)
         # In the batch, because a learner, on whatever rank, knows no controller.
         groups.penalties = self.penalties
         return self._packer.pack_pad_dispatch(groups, seed=(self._seed, self.train_step))

@@ -302,9 +302,7 @@ class Learner:
             others_NK = None
             if batch.ref_top is not None:
                 others_NK = micro.gather(batch.ref_top).chunk(2, dim=1)[1].long()
-            output = response_logprobs(
-                self.model, micro, entropy=entropy, routing=self._routing, others=others_NK
-            )
+            output = response_logprobs(self.model, micro, entropy=entropy, routing=self._routing, others=others_NK)
         assert output.entropy is not None
         assert batch.advantages is not None
         # The ratio's denominator. Without old logprobs there is one optimizer step, taken by the old policy.
@@ -318,9 +316,7 @@ class Learner:
             # Of the tokens as they were sampled: weights, masks and clips of the policy's loss hold for it.
             advantages_N = advantages_N - kl_coef * kl_N
         policy = self._policy_loss(
-            losses.PolicyInputs(
-                output.logprobs, old_N, advantages_N, micro.sequence_index, micro.num_sequences
-            ),
+            losses.PolicyInputs(output.logprobs, old_N, advantages_N, micro.sequence_index, micro.num_sequences),
             config,
         )
         # The correction weighs the policy's loss alone: the penalties are not of the engine's distribution.

@@ -87,8 +87,7 @@ class StallWatch:
         self._limit_s = math.inf if self.fail_after_s is None else self.fail_after_s
         if not 0 < self.warn_after_s < self._limit_s:
             raise ValueError(
-                f"warn_after_s must be positive and fail_after_s longer, got {self.warn_after_s}, "
-                f"{self.fail_after_s}"
+                f"warn_after_s must be positive and fail_after_s longer, got {self.warn_after_s}, {self.fail_after_s}"
             )
         self._seen_progress = 0
         self._waiting: dict[asyncio.Timeout, None] = {}

@@ -217,10 +217,7 @@ class FakeServer:
 
     def _load_adapters(self, name: str, folder: str) -> None:
         assert self.state == "paused", "adapters were loaded while requests ran"
-        assert {file.name for file in Path(folder).iterdir()} == {
-            "adapter_config.json",
-            "adapter_model.safetensors",
-        }
+        assert {file.name for file in Path(folder).iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
         self.loaded.append(Path(folder))
         self.adapters[name] = _step_of(folder)
 
@@ -338,9 +335,7 @@ def _step_of(folder: str) -> int:
 
 def _write(writer: asyncio.StreamWriter, status: int, text: str, kind: str = "application/json") -> None:
     data = text.encode()
-    writer.write(
-        f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
-    )
+    writer.write(f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
 
 
 def _as_text(experts: Any) -> str:
@@ -401,12 +396,7 @@ class FakeVLLM(FakeServer):
         new = job.made[start:]
         if job.by_token:
             content = [{"token_id": token, "logprob": job.logprob} for token in new]
-            choice = {
-                "index": 0,
-                "token_ids": new,
-                "finish_reason": job.end,
-                "logprobs": {"content": content},
-            }
+            choice = {"index": 0, "token_ids": new, "finish_reason": job.end, "logprobs": {"content": content}}
             if job.end and self.experts is not None:
                 choice["routed_experts"] = _as_text(self.experts(job))
             said = {"prompt_token_ids": job.prompt} if self.says_prompt and not start else {}
@@ -474,9 +464,7 @@ class FakeVLLM(FakeServer):
     def _receive(self, info: dict[str, Any]) -> None:
         data = torch.from_file(info["path"], shared=True, size=sum(info["tensor_sizes"]), dtype=torch.uint8)
         parts = data.split(info["tensor_sizes"])
-        for name, dtype, shape, part in zip(
-            info["names"], info["dtype_names"], info["shapes"], parts, strict=True
-        ):
+        for name, dtype, shape, part in zip(info["names"], info["dtype_names"], info["shapes"], parts, strict=True):
             self.received[name] = part.clone().view(getattr(torch, dtype)).view(shape)
 
 
@@ -604,12 +592,7 @@ def ask() -> Callable[..., GenerateRequest]:
     numbers = itertools.count()
 
     def make(
-        ids: Any = (1, 2, 3),
-        *,
-        max_tokens: int = 4,
-        earlier: int = 0,
-        limit_s: float | None = None,
-        **params: Any,
+        ids: Any = (1, 2, 3), *, max_tokens: int = 4, earlier: int = 0, limit_s: float | None = None, **params: Any
     ) -> GenerateRequest:
         name = params.pop("request_id", f"r{next(numbers)}")
         return GenerateRequest(

@@ -192,15 +192,9 @@ async def test_refused_adapters_leave_the_server_as_it_was(engine, server, ask, 
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"use_dora": True}, "use_dora"),
-        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
-    ],
+    ("config", "message"), [({"use_dora": True}, "use_dora"), ({"rank_pattern": {"q_proj": 8}}, "rank_pattern")]
 )
-async def test_what_servers_would_not_compute_exactly_never_reaches_them(
-    engine, server, source, config, message
-):
+async def test_what_servers_would_not_compute_exactly_never_reaches_them(engine, server, source, config, message):
     await give_base(engine, source)
     with pytest.raises(AdaptersRefusedError, match=message):
         await engine.load_adapters(source.adapters(), 1, config=source.adapter_config | config)
@@ -220,9 +214,7 @@ async def test_engines_take_none_unless_their_servers_were_started_for_them(serv
 async def test_adapters_are_written_as_peft_reads_them_and_once(tiny, tmp_path, source):
     files = WeightFiles(tmp_path / "weights", tiny, starting_dtype="float32")
     adapters = list(source.adapters())
-    one, other = await asyncio.gather(
-        *(files.write(adapters, 1, adapters=source.adapter_config) for _ in range(2))
-    )
+    one, other = await asyncio.gather(*(files.write(adapters, 1, adapters=source.adapter_config) for _ in range(2)))
     assert one == other == files.current
     assert one.base is not None
     assert one.base.folder == tiny

@@ -27,12 +27,8 @@ class Scripted:
         try:
             while self.answers:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-                length = (
-                    int(head.split("content-length: ")[1].split("\r\n")[0]) if "content-length" in head else 0
-                )
-                self.requests.append(
-                    head.split("\r\n")[0] + "|" + (await reader.readexactly(length)).decode()
-                )
+                length = int(head.split("content-length: ")[1].split("\r\n")[0]) if "content-length" in head else 0
+                self.requests.append(head.split("\r\n")[0] + "|" + (await reader.readexactly(length)).decode())
                 if not (answer := self.answers.pop(0)):
                     break
                 writer.write(answer)

@@ -77,11 +77,7 @@ async def test_the_response_ends_with_the_context(engine, ask):
 
 @pytest.mark.parametrize(
     ("ids", "max_tokens", "message"),
-    [
-        ([], 4, "has no input tokens"),
-        (range(64), 4, "has 64 input tokens"),
-        ([1], 0, "may add 0 tokens"),
-    ],
+    [([], 4, "has no input tokens"), (range(64), 4, "has 64 input tokens"), ([1], 0, "may add 0 tokens")],
 )
 async def test_what_can_never_run_is_refused(engine, ask, ids, max_tokens, message):
     with pytest.raises(ValueError, match=message):
@@ -353,9 +349,7 @@ async def test_a_server_killed_in_the_middle_gives_the_tokens_so_far(engine, ser
         await engine.pause()
 
 
-EVENT = json.dumps(
-    {"choices": [{"token_ids": [1], "finish_reason": None, "logprobs": {"token_logprobs": [-1]}}]}
-)
+EVENT = json.dumps({"choices": [{"token_ids": [1], "finish_reason": None, "logprobs": {"token_logprobs": [-1]}}]})
 
 
 @pytest.mark.parametrize(
@@ -434,9 +428,7 @@ async def test_a_server_that_is_set_up_wrongly_is_refused_with_what_to_do(vllm, 
     with pytest.raises(EngineLost, match=r"not 0.*--logprobs-mode processed_logprobs"):
         await connect(vllm).bring_up()
     vllm.processed_logprobs, vllm.knows_control = True, False
-    with pytest.raises(
-        EngineLost, match=r"knows no /resume; vLLM must be started with.*VLLM_SERVER_DEV_MODE=1"
-    ):
+    with pytest.raises(EngineLost, match=r"knows no /resume; vLLM must be started with.*VLLM_SERVER_DEV_MODE=1"):
         await connect(vllm).bring_up()
 
 

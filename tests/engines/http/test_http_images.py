@@ -50,9 +50,7 @@ def sent(server: Any) -> list[list[bool]]:
 
 async def test_an_image_is_sent_once_a_group(vllm, engine, ask):
     both = [1, 9, 9, 9, 9, 2, 9, 9, 9, 9, 3]
-    requests = [ask(PROMPT, images=(RED,)) for _ in range(4)] + [
-        ask(PROMPT, images=(BLUE,)) for _ in range(2)
-    ]
+    requests = [ask(PROMPT, images=(RED,)) for _ in range(4)] + [ask(PROMPT, images=(BLUE,)) for _ in range(2)]
     requests += [ask(both, images=(BLUE, RED)), ask()]
     completions = await asyncio.gather(*map(engine.generate, requests))
     assert {one.finish_reason for one in completions} == {"length"}, completions
@@ -60,10 +58,7 @@ async def test_an_image_is_sent_once_a_group(vllm, engine, ask):
     assert sum(map(sum, sent(vllm))) == 2
     assert sorted(vllm.images.values()) == sorted(map(as_url, (RED, BLUE)))
     assert vllm.calls.count("POST /v1/completions") == 2, "the probe, and the request without images"
-    assert {tuple(body["token_ids"]) for body in vllm.bodies if "token_ids" in body} == {
-        (1, 9, 2),
-        (1, 9, 2, 9, 3),
-    }
+    assert {tuple(body["token_ids"]) for body in vllm.bodies if "token_ids" in body} == {(1, 9, 2), (1, 9, 2, 9, 3)}
     # A placeholder that the model writes ends an answer, of a prompt without images too.
     assert {tuple(body.get("sampling_params", body)["stop_token_ids"]) for body in vllm.bodies} == {(9,)}
 

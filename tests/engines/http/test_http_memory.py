@@ -87,9 +87,7 @@ def test_a_bucket_on_a_gpu_is_told_by_one_handle_under_the_gpu_s_name(monkeypatc
         uuid = "GPU-7"
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    monkeypatch.setattr(
-        torch.multiprocessing.reductions, "reduce_tensor", lambda data: (None, (1, data.nbytes))
-    )
+    monkeypatch.setattr(torch.multiprocessing.reductions, "reduce_tensor", lambda data: (None, (1, data.nbytes)))
     handle = bucket_module.GPUMemory(8, "cpu").handle
     assert pickle.loads(base64.b64decode(handle["ipc_handles_pickled"])) == {"GPU-7": (1, 8)}
 
@@ -119,9 +117,7 @@ _PATHS = ("/init_weight_transfer_engine", "/start_weight_update", "/update_weigh
         ("/update_weight_version", "lies"),
     ],
 )
-async def test_an_update_that_fails_is_told_and_no_token_is_made_by_half_of_it(
-    vllm, connect, ask, path, fault
-):
+async def test_an_update_that_fails_is_told_and_no_token_is_made_by_half_of_it(vllm, connect, ask, path, fault):
     engine, weights = connect(vllm, bucket_device="cpu"), Weights()
     await engine.bring_up()
     await engine.load_weights(weights.live, 0)
@@ -200,9 +196,7 @@ async def test_a_server_without_weights_does_not_serve(vllm, connect, ask):
     assert (await engine.generate(ask())).response_ids.tolist() == [11] * 4
 
 
-async def test_held_requests_go_on_with_their_cache_and_say_which_weights_made_which_token(
-    server, connect, ask
-):
+async def test_held_requests_go_on_with_their_cache_and_say_which_weights_made_which_token(server, connect, ask):
     server.dialect = type(server.dialect)(keeps=True)
     server.auto = False
     engine = connect(server, dialect=server.dialect)
@@ -259,9 +253,7 @@ def test_sglang_is_given_tensors_as_torch_shares_them(monkeypatch) -> None:
     assert SGLang().end("v")[-1].body["new_version"] == "v"
 
 
-STEPS = st.lists(
-    st.sampled_from(["sleep", "drop", "sync", "resume", "pause", "generate", "fault"]), max_size=12
-)
+STEPS = st.lists(st.sampled_from(["sleep", "drop", "sync", "resume", "pause", "generate", "fault"]), max_size=12)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

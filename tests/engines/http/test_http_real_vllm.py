@@ -115,12 +115,7 @@ def trainer(folder: Path) -> Trainer:
 
 
 def controller_for(folder: Path, scratch: Path, lora_rank: int = 0, **further: Any) -> RolloutController:
-    arguments = {
-        "servers": 1,
-        "python": PYTHON,
-        "options": ["--enforce-eager"],
-        **further,
-    }
+    arguments = {"servers": 1, "python": PYTHON, "options": ["--enforce-eager"], **further}
     arguments["environment"] = {
         "VLLM_CPU_OMP_THREADS_BIND": "0-1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -166,8 +161,7 @@ def check(trainer: Trainer, state: RolloutState, **how: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "how",
-    [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.5}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8}],
+    "how", [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.5}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8}]
 )
 async def test_log_probabilities_are_those_of_what_was_drawn_from(controller, trainer, how):
     state = await controller.generate_sample(rollout(f"how {how}", **how))
@@ -176,9 +170,7 @@ async def test_log_probabilities_are_those_of_what_was_drawn_from(controller, tr
 
 
 async def test_the_same_request_draws_the_same_tokens(controller):
-    first, again, other = [
-        await controller.generate_sample(rollout(name)) for name in ("same", "same", "other")
-    ]
+    first, again, other = [await controller.generate_sample(rollout(name)) for name in ("same", "same", "other")]
     assert first.response_ids.tolist() == again.response_ids.tolist() != other.response_ids.tolist()
 
 
@@ -217,8 +209,7 @@ async def test_weights_change_under_running_rollouts_and_labels_are_exact(contro
 
 async def test_pause_keeps_tokens_and_a_continued_rollout_is_whole(controller, trainer):
     running = [
-        asyncio.create_task(controller.generate_sample(rollout(f"pause {i}", LONG, temperature=0.0)))
-        for i in range(4)
+        asyncio.create_task(controller.generate_sample(rollout(f"pause {i}", LONG, temperature=0.0))) for i in range(4)
     ]
     await started(controller, 100)
     await controller.pause_generation()
@@ -352,9 +343,7 @@ async def test_live_weights_and_held_requests(folder, trainer, tmp_path):
     try:
         await controller.update_weights(live, trainer.step)
         first = trainer.step
-        check(
-            trainer, await controller.generate_sample(rollout("live", 20, temperature=0.0)), temperature=0.0
-        )
+        check(trainer, await controller.generate_sample(rollout("live", 20, temperature=0.0)), temperature=0.0)
         running = [
             asyncio.create_task(controller.generate_sample(rollout(f"held {i}", LONG, temperature=0.0)))
             for i in range(2)
@@ -397,10 +386,7 @@ async def test_two_ranks_train_and_the_server_computes_what_they_do(folder, tmp_
             assert num_bytes > 2 << 19, "one bucket would do"
             states = [
                 RolloutState(
-                    [],
-                    rollout_id=f"{step}:{number}",
-                    prompt_ids=PROMPT,
-                    sample_params=SampleParams(max_tokens=40),
+                    [], rollout_id=f"{step}:{number}", prompt_ids=PROMPT, sample_params=SampleParams(max_tokens=40)
                 )
                 for number in range(4)
             ]

@@ -56,9 +56,7 @@ async def until(condition) -> None:
 
 
 def rollout(name: str, max_tokens: int = 40) -> RolloutState:
-    return RolloutState(
-        [], rollout_id=name, prompt_ids=[1, 2], sample_params=SampleParams(max_tokens=max_tokens)
-    )
+    return RolloutState([], rollout_id=name, prompt_ids=[1, 2], sample_params=SampleParams(max_tokens=max_tokens))
 
 
 # Hanging
@@ -235,9 +233,7 @@ async def test_weights_that_cannot_be_written_are_an_error_that_says_so(tmp_path
     (tmp_path / "file").touch()
     engine = connect(vllm, files=WeightFiles(tmp_path / "file" / "weights"))
     await engine.bring_up()
-    with pytest.raises(
-        ConfigError, match=r"weights of step 3 cannot be written .* set the engine's weights_folder"
-    ):
+    with pytest.raises(ConfigError, match=r"weights of step 3 cannot be written .* set the engine's weights_folder"):
         await engine.load_weights(WEIGHTS, 3)
     assert (await engine.generate(ask())).model_steps.tolist() == [0] * 4
 
@@ -311,9 +307,7 @@ async def test_a_key_goes_with_every_request(server, connect, ask):
     await engine.bring_up()
     await engine.load_weights(WEIGHTS, 1)
     assert (await engine.generate(ask())).model_steps.tolist() == [1] * 4
-    with pytest.raises(
-        EngineLost, match=r"401 \(the API key is wrong or missing: see api_key_env\)"
-    ) as error:
+    with pytest.raises(EngineLost, match=r"401 \(the API key is wrong or missing: see api_key_env\)") as error:
         await connect(server, api_key="another").bring_up()
     assert "another" not in str(error.value)
 
@@ -360,9 +354,7 @@ async def test_a_server_s_rollouts_are_finished_by_the_other(start_fake, fake_ki
     await controller.close()
 
 
-async def test_a_server_that_comes_back_takes_the_newest_weights_of_many_hand_overs(
-    start_fake, fake_kinds, connect
-):
+async def test_a_server_that_comes_back_takes_the_newest_weights_of_many_hand_overs(start_fake, fake_kinds, connect):
     servers = [await start_fake(fake_kinds["FakeVLLM"]) for _ in range(2)]
     pool = EnginePool([connect(server) for server in servers])
     await pool.update_weights(WEIGHTS, 1)

@@ -340,9 +340,7 @@ async def test_an_address_at_which_something_else_answers_is_named(tiny, tmp_pat
     await other.wait_closed()
 
 
-async def test_the_key_of_running_servers_comes_from_the_environment(
-    tiny, tmp_path, start_fake, ask, monkeypatch
-):
+async def test_the_key_of_running_servers_comes_from_the_environment(tiny, tmp_path, start_fake, ask, monkeypatch):
     server = await start_fake()
     server.key = "secret"
     with pytest.raises(ConfigError, match=r"answered 401 .*: wrong or missing key, see api_key_env"):

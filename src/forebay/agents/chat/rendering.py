@@ -65,12 +65,7 @@ class IncrementRenderer:
         self._stand_ins = {role: self._find_stand_in(role) for role in dict.fromkeys(roles)}
 
     def render(
-        self,
-        turn_ids: Sequence[int],
-        replies: Sequence[Message],
-        *,
-        is_cut: bool = False,
-        images: Images = (),
+        self, turn_ids: Sequence[int], replies: Sequence[Message], *, is_cut: bool = False, images: Images = ()
     ) -> IntArray:
         """int32: what stands between the model's turn `turn_ids` and its next, with `replies` in it.
 
@@ -188,9 +183,7 @@ def _after_marker(text: str) -> str:
     """
     before, marker, after = text.rpartition(MARKER)
     if not marker:
-        raise ValueError(
-            f"the chat template left out what the assistant said; it rendered {before + after!r}"
-        )
+        raise ValueError(f"the chat template left out what the assistant said; it rendered {before + after!r}")
     return after
 
 
@@ -223,10 +216,7 @@ NO_TOOLS = "none"
 
 
 def render_prompt(
-    tokenizer: ChatTokenizer,
-    message: list[Message],
-    tools: list[dict[str, Any]] | None = None,
-    images: Images = (),
+    tokenizer: ChatTokenizer, message: list[Message], tools: list[dict[str, Any]] | None = None, images: Images = ()
 ) -> IntArray:
     """int32, P: the chat as the model sees it, up to where its answer begins.
 

@@ -30,13 +30,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forebay.agents.base import Generator
-from forebay.agents.chat.conversation import (
-    RequestError,
-    Trajectory,
-    plain_message,
-    render_conversation,
-    with_names,
-)
+from forebay.agents.chat.conversation import RequestError, Trajectory, plain_message, render_conversation, with_names
 from forebay.agents.chat.rendering import ChatTokenizer, IncrementRenderer
 from forebay.agents.chat.tool_calls import TurnReader
 from forebay.agents.extra_fields import RECORD_KEY
@@ -245,8 +239,7 @@ class ChatSession:
                 unused = self._params.max_tokens - self._num_policy_tokens()
                 if unused <= 0:
                     raise self._exhausted(
-                        trajectory,
-                        f"the budget of {self._params.max_tokens} tokens of this rollout is used up",
+                        trajectory, f"the budget of {self._params.max_tokens} tokens of this rollout is used up"
                     )
                 # A turn that a pause cut may have reached a limit of this request already.
                 wanted = max(1, min([unused, *limits]))
@@ -290,9 +283,7 @@ class ChatSession:
             raise self._exhausted(trajectory, f"the context of {len(state.tokens)} tokens is used up")
         self._refused_prompt = False
 
-    def _answer(
-        self, trajectory: Trajectory, tools: list[dict[str, Any]] | None, stop: tuple[str, ...]
-    ) -> Turn:
+    def _answer(self, trajectory: Trajectory, tools: list[dict[str, Any]] | None, stop: tuple[str, ...]) -> Turn:
         state, turn_ids = trajectory.state, trajectory.turn_ids
         is_cut = state.finish_reason == "length"
         num_calls = sum(len(message.get("tool_calls", ())) for message in trajectory.messages)
@@ -320,9 +311,7 @@ class ChatSession:
             trajectory.finish_reasons[place],
             num_prompt_tokens=len(state.prompt_ids) + made.start,
             num_tokens=len(ids),
-            logprobs=[
-                (self._tokenizer.decode([token]), value) for token, value in zip(ids, logprobs, strict=True)
-            ],
+            logprobs=[(self._tokenizer.decode([token]), value) for token, value in zip(ids, logprobs, strict=True)],
         )
 
     def _exhausted(self, trajectory: Trajectory, reason: str) -> BudgetExhaustedError:

@@ -203,9 +203,7 @@ def choose_parser(parser: str | Parser | None, tokenizer: ChatTokenizer) -> Pars
             )
     if parser is None or parser == "tokenizer":
         if not has_template:
-            raise ValueError(
-                f"parser 'tokenizer': {tokenizer.name_or_path!r} has no response_template; name another"
-            )
+            raise ValueError(f"parser 'tokenizer': {tokenizer.name_or_path!r} has no response_template; name another")
         return parse_by(tokenizer)
     return _named(parser)
 
@@ -347,8 +345,4 @@ def _resolved(call: ToolCall, tools: Schemas, number: int) -> dict[str, Any]:
 def api_call(number: int, name: str | None, arguments: Any) -> dict[str, Any]:
     """A call as the chat API writes it; `number` makes the calls of a conversation differ."""
     # Templates insist on ids of nine characters.
-    return {
-        "id": f"{CALL_ID[:4]}{number:05}",
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
+    return {"id": f"{CALL_ID[:4]}{number:05}", "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -208,9 +208,7 @@ class DecodeBatch:
         self.budget.fell_short(asked_for)
         advice = "set cache_tokens, prefill_tokens or max_batch in [engine.arguments] lower"
         if len(rows) == 1:
-            return [
-                (row, row.completion("error", f"out of memory with one request; {advice}")) for row in rows
-            ]
+            return [(row, row.completion("error", f"out of memory with one request; {advice}")) for row in rows]
         logger.warning(
             "out of memory with a key/value cache of %d tokens: its %d requests keep their tokens and wait, "
             "and it takes %d at most for now; %s",
@@ -369,9 +367,7 @@ class DecodeBatch:
         self._fed.copy_(self._fed_here, non_blocking=True)
         logits_RV = self._graphs(num_rows, self._num_columns(needed), self._cache.num_rows)
         uniform_B = self._fed[: self.size, 2].view(torch.float64)
-        drawn_B2: NDArray[np.float64] = (
-            sampling.draw(logits_RV[: self.size], self._sampling, uniform_B).cpu().numpy()
-        )
+        drawn_B2: NDArray[np.float64] = sampling.draw(logits_RV[: self.size], self._sampling, uniform_B).cpu().numpy()
         return drawn_B2
 
     def _forward(self, num_rows: int, width: int) -> torch.Tensor:

@@ -49,16 +49,13 @@ def check_config(model: Any, max_context_tokens: int | None) -> int:
         raise ValueError(f"{name} states no context length; give max_context_tokens")
     if max_context_tokens < 2 or (limit is not None and max_context_tokens > limit):
         raise ValueError(
-            f"max_context_tokens is {max_context_tokens}; it must be at least 2 and at most the model's "
-            f"{limit}"
+            f"max_context_tokens is {max_context_tokens}; it must be at least 2 and at most the model's {limit}"
         )
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder; the engine runs decoder-only models")
     attention = config._attn_implementation
     if attention not in _MASKABLE_ATTENTION:
-        raise ValueError(
-            f"{name} was loaded with attn_implementation={attention!r}; load it with 'sdpa' or 'eager'"
-        )
+        raise ValueError(f"{name} was loaded with attn_implementation={attention!r}; load it with 'sdpa' or 'eager'")
     layer_types = set(getattr(config, "layer_types", None) or [])
     if other := sorted(layer_types - _PLAIN_LAYERS - _WINDOW_LAYERS):
         raise ValueError(f"{name} has {', '.join(other)} layers; the engine runs plain attention only")
@@ -92,9 +89,7 @@ def probe(batch: DecodeBatch) -> None:
         worst = _worst_difference(batch)
     # Models raise whatever their code runs into when masks or caches are not what it expects.
     except Exception as error:
-        raise ValueError(
-            f"{name} cannot decode in a batch with a cache: {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"{name} cannot decode in a batch with a cache: {type(error).__name__}: {error}") from error
     tolerance = _FLOAT32_TOLERANCE if batch.model.dtype == torch.float32 else _HALF_TOLERANCE
     # Weights that have diverged give NaN here, which passes: they are no fault of the architecture.
     if worst > tolerance:

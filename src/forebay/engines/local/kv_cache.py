@@ -78,9 +78,7 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     (4, 64)
     """
 
-    def __init__(
-        self, num_layers: int, device: torch.device | str = "cpu", routing: Routing | None = None
-    ) -> None:
+    def __init__(self, num_layers: int, device: torch.device | str = "cpu", routing: Routing | None = None) -> None:
         self._routing = routing if routing is not None and routing.num_layers else None
         self._experts = RowLayer(self)
         self.num_rows = 0

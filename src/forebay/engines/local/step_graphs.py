@@ -41,9 +41,7 @@ class StepGraphs:
     The logits of a recording are overwritten by the next call.
     """
 
-    def __init__(
-        self, forward: Callable[[int, int], torch.Tensor], recorder: Callable[[], Record] | None
-    ) -> None:
+    def __init__(self, forward: Callable[[int, int], torch.Tensor], recorder: Callable[[], Record] | None) -> None:
         self._forward = forward
         self._recorder = recorder
         self._record: Record | None = None

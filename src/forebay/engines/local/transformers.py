@@ -99,9 +99,7 @@ class TransformersEngine:
                 `max_batch` or `prefill_tokens` is below 1.
         """
         if max_batch < 1 or prefill_tokens < 1:
-            raise ValueError(
-                f"max_batch and prefill_tokens must be at least 1, got {max_batch} and {prefill_tokens}"
-            )
+            raise ValueError(f"max_batch and prefill_tokens must be at least 1, got {max_batch} and {prefill_tokens}")
         self.max_running = max_batch
         """The requests that decode together."""
         self._device = device or str(next(model.parameters()).device)

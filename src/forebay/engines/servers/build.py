@@ -85,9 +85,7 @@ class HTTPArguments(StrictModel, strict=True):
                 f"{list(self.urls)}, servers = {self.servers}"
             )
         if self.shares_gpu and self.servers != 1:
-            raise ConfigError(
-                f"shares_gpu is for one server that the run starts: servers = 1, got {self.servers}"
-            )
+            raise ConfigError(f"shares_gpu is for one server that the run starts: servers = 1, got {self.servers}")
         for url in self.urls:
             parts = urlsplit(url)
             if "@" in parts.netloc:
@@ -96,9 +94,7 @@ class HTTPArguments(StrictModel, strict=True):
                     f"log; put a key into an environment variable and name it in api_key_env"
                 )
             if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise ConfigError(
-                    f"urls holds {url!r}, which is no address; write it like 'http://127.0.0.1:8000'"
-                )
+                raise ConfigError(f"urls holds {url!r}, which is no address; write it like 'http://127.0.0.1:8000'")
         far = [url for url in self.urls if not is_loopback(urlsplit(url).hostname or "")]
         if far and self.weights_folder is None:
             raise ConfigError(
@@ -121,9 +117,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     takes_adapters = settings.servers if settings.takes_adapters is None else settings.takes_adapters
     lora_rank = surroundings.lora_rank if takes_adapters else 0
     if dialect.keeps and lora_rank:
-        raise ConfigError(
-            "in_flight = 'keep' is for whole weights; set takes_adapters = false, or leave it out"
-        )
+        raise ConfigError("in_flight = 'keep' is for whole weights; set takes_adapters = false, or leave it out")
     device = _trainer_gpu(surroundings) if surroundings.shares_gpu else None
     transfer_options = dialect.transfer_options.get("cpu" if device is None else "cuda")
     # Adapters are small, and servers read them from files only. Those of others may be on other machines.
@@ -179,9 +173,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     def another(url: str = "") -> HTTPEngine:
         number = next(numbers)
         if url or (surroundings.shares_gpu and number != "0"):
-            raise ValueError(
-                f"engine {kind!r} of this run has no room for another, and starts its servers itself"
-            )
+            raise ValueError(f"engine {kind!r} of this run has no room for another, and starts its servers itself")
         server = _numbered(number, settings, command, scratch / f"server_{number}.log", environment)
         return engine(server, model=MODEL_NAME, max_context_tokens=context)
 

@@ -44,14 +44,7 @@ from forebay.engines.local.stopping import StopTexts
 from forebay.engines.servers.dialects import CACHE, WEIGHTS, BadAnswer, Dialect
 from forebay.engines.servers.images import SentImages, check_prompt
 from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
-from forebay.engines.servers.link import (
-    NO_LIMITS,
-    Refused,
-    ServerFailed,
-    ServerLink,
-    Watch,
-    when_not_busy,
-)
+from forebay.engines.servers.link import NO_LIMITS, Refused, ServerFailed, ServerLink, Watch, when_not_busy
 from forebay.engines.servers.stream import Stream
 from forebay.engines.servers.weights import ServerWeights
 from forebay.engines.weights.files import WeightFiles, WrittenWeights

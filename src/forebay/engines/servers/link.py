@@ -20,15 +20,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -71,9 +63,7 @@ class ServerLink:
         await link.do(link.dialect.pause)
     """
 
-    def __init__(
-        self, dialect: Dialect, server: str | LocalServer, headers: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, dialect: Dialect, server: str | LocalServer, headers: Mapping[str, str] | None = None) -> None:
         """`server` is an address, or a process whose address is asked for each time."""
         with needed_by("an inference server"):
             import aiohttp
@@ -174,8 +164,7 @@ class ServerLink:
             raise ServerFailed(f"{self} does not serve the model {model!r}, but {list(contexts)}")
         if (context := contexts[model]) is not None and context < max_context_tokens:
             raise ServerFailed(
-                f"{self} takes {context} tokens, but the run needs {max_context_tokens}: start it with as "
-                f"many"
+                f"{self} takes {context} tokens, but the run needs {max_context_tokens}: start it with as many"
             )
 
     async def capacity(self) -> tuple[int | None, int | None]:
@@ -303,11 +292,7 @@ class Watch:
     """
 
     def __init__(
-        self,
-        link: ServerLink,
-        server: LocalServer | None,
-        not_loading: asyncio.Event,
-        lose: Callable[[str], None],
+        self, link: ServerLink, server: LocalServer | None, not_loading: asyncio.Event, lose: Callable[[str], None]
     ) -> None:
         """`server` is its process, where it is known; `lose` is told why the server is lost.
 

@@ -45,9 +45,7 @@ class Stream:
         stream.completion().model_steps  # array([3, 3], dtype=int32)
     """
 
-    def __init__(
-        self, request: GenerateRequest, stop_texts: StopTexts | None, steps: Mapping[str, int]
-    ) -> None:
+    def __init__(self, request: GenerateRequest, stop_texts: StopTexts | None, steps: Mapping[str, int]) -> None:
         """`steps` are those of the versions of weights that the server may name."""
         self.request = request
         self._steps_of = steps

@@ -109,9 +109,7 @@ class SharedMemoryHandOver:
                 await self._give(send, written)
             except AdaptersRefusedError as error:
                 # The others have them still, and the run does not hear of it: this one cannot take part.
-                raise EngineLost(
-                    f"it cannot use the adapters of step {written.model_step}: {error}"
-                ) from error
+                raise EngineLost(f"it cannot use the adapters of step {written.model_step}: {error}") from error
 
     async def _give(self, send: Send, written: _Written) -> None:
         assert written.message is not None
@@ -170,9 +168,7 @@ class WeightInbox:
         # One that the sender has given up may still be at it, and must not end after a later one.
         async with self._turn:
             data = mapped(message["path"], message["inode"], message["num_bytes"])
-            await take_over(
-                self._pool, message["layout"], data, message["model_step"], adapters=message["adapters"]
-            )
+            await take_over(self._pool, message["layout"], data, message["model_step"], adapters=message["adapters"])
 
 
 def put(weights: Listed, memory: MemoryFile | None) -> tuple[Layout, MemoryFile]:

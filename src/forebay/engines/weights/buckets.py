@@ -74,9 +74,7 @@ class Buckets:
         await buckets.release()
     """
 
-    def __init__(
-        self, live: LiveWeights, device: str, *, written_out: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, live: LiveWeights, device: str, *, written_out: Mapping[str, str] | None = None) -> None:
         """`written_out` names weights that are another's under a second name, and are to go all the same."""
         sizes = dict(live.sizes())
         self.weights = live

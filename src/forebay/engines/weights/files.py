@@ -37,13 +37,7 @@ from forebay.config import ConfigError
 from forebay.io.safe_files import made_whole
 from forebay.io.shared import views
 from forebay.models.live_weights import LiveWeights
-from forebay.models.starting_weights import (
-    BASE_FINGERPRINT,
-    AdapterConfig,
-    BaseDiffersError,
-    Weights,
-    fingerprint,
-)
+from forebay.models.starting_weights import BASE_FINGERPRINT, AdapterConfig, BaseDiffersError, Weights, fingerprint
 
 if TYPE_CHECKING:
     import torch

@@ -178,9 +178,7 @@ def scale_of(config: AdapterConfig) -> float:
         raise AdaptersRefusedError(f"adapters of type {config.get('peft_type')!r} are not LoRA")
     on = {name: value for name, value in config.items() if value and name not in _UNDERSTOOD}
     on |= {
-        name: config[name]
-        for name, harmless in _HARMLESS.items()
-        if name in config and config[name] not in harmless
+        name: config[name] for name, harmless in _HARMLESS.items() if name in config and config[name] not in harmless
     }
     if on:
         raise AdaptersRefusedError(f"LoRA with {on} is not applied exactly here")
@@ -231,9 +229,7 @@ def copy_weights(model: Any, weights: Weights) -> None:
         raise ValueError(f"no weights were given for {_some(missing)}")
     for name, tensor in given.items():
         if tensor.shape != own[name].shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)}, but the model's is {tuple(own[name].shape)}"
-            )
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but the model's is {tuple(own[name].shape)}")
     with torch.no_grad():
         # On a GPU a few launches for all of them.
         torch._foreach_copy_([own[name] for name in given], list(given.values()))

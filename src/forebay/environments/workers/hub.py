@@ -140,9 +140,7 @@ class Hub:
         worker_uuid = report.worker_uuid
         try:
             if report.fragment_id is not None:
-                metadata = FragmentMetadata(
-                    worker_uuid, report.fid_in_worker, report.oldest_version, self._session_id
-                )
+                metadata = FragmentMetadata(worker_uuid, report.fid_in_worker, report.oldest_version, self._session_id)
                 await self._buffer.add_fragment(report.fragment_id, metadata)
                 self._num_fragments[worker_uuid] = self.num_fragments(worker_uuid) + 1
                 self.num_steps += report.num_steps
@@ -164,9 +162,7 @@ class Hub:
         """
         limit_s = self._start_limit_s
         try:
-            async with timeout(
-                limit_s, lambda: WorkerDied(f"it {watch.reason}: it hangs or was stopped")
-            ) as limit:
+            async with timeout(limit_s, lambda: WorkerDied(f"it {watch.reason}: it hangs or was stopped")) as limit:
                 watch = _Watch(limit, f"did not connect to its trainer within {limit_s:g} s")
                 self._watched[worker_uuid] = watch
                 await life

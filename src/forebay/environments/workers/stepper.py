@@ -160,9 +160,7 @@ def make_vector(config: EnvironmentConfig, num_envs: int) -> Any:
         ConfigError: as `make_env`.
     """
     vector = import_gymnasium().vector
-    return vector.SyncVectorEnv(
-        [lambda: make_env(config)] * num_envs, autoreset_mode=vector.AutoresetMode.NEXT_STEP
-    )
+    return vector.SyncVectorEnv([lambda: make_env(config)] * num_envs, autoreset_mode=vector.AutoresetMode.NEXT_STEP)
 
 
 def spaces(config: EnvironmentConfig) -> tuple[int, Any]:

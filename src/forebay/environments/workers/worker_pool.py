@@ -53,9 +53,7 @@ class WorkerPool:
     Invariants: at any time each of them lives, is being started again, or has been told to stop.
     """
 
-    def __init__(
-        self, hub: Hub, mode: WorkerMode, *, make_spec: Callable[[str, int], WorkerSpec], seed: int
-    ) -> None:
+    def __init__(self, hub: Hub, mode: WorkerMode, *, make_spec: Callable[[str, int], WorkerSpec], seed: int) -> None:
         """`make_spec` takes the uuid and the seed of one life. Equal `seed`s give equal seeds of lives."""
         self.num_restarts = 0
         """Workers that died and were started again."""
@@ -91,8 +89,7 @@ class WorkerPool:
             await self._hub.forget(worker_uuid)
             if early_deaths == MAX_EARLY_DEATHS:
                 raise WorkerError(
-                    f"worker {number} died {MAX_EARLY_DEATHS} times without a fragment, the last time of "
-                    f"{reason}"
+                    f"worker {number} died {MAX_EARLY_DEATHS} times without a fragment, the last time of {reason}"
                 )
             self.num_restarts += 1
             # The first line says how it ended; the last one of a traceback says why.

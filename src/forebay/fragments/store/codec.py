@@ -183,8 +183,7 @@ def unstack(batch: SampleFragment) -> list[Packed]:
     lengths = {len(column) for column in (*arrays, *values) if type(column) not in _PLAIN}
     if len(lengths) != 1:
         raise ValueError(
-            f"the arrays and lists of a stacked batch have one length, that of its fragments; got "
-            f"{sorted(lengths)}"
+            f"the arrays and lists of a stacked batch have one length, that of its fragments; got {sorted(lengths)}"
         )
     (count,) = lengths
     schema = _schema_of(nodes)
@@ -266,9 +265,7 @@ def _dtype_text(dtype: np.dtype[Any], where: str) -> str:
         ValueError: its values are more than their bytes, or its text does not say all of it.
     """
     if dtype.hasobject or np.dtype(dtype.str) != dtype:
-        raise ValueError(
-            f"{where} has the dtype {dtype}, which raw bytes cannot hold; use a plain number type"
-        )
+        raise ValueError(f"{where} has the dtype {dtype}, which raw bytes cannot hold; use a plain number type")
     return dtype.str
 
 

@@ -158,9 +158,7 @@ class Environment:
         try:
             os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
-            raise StoreFullError(
-                f"no room on the disk for {size} bytes of {str(self._file)!r}: {error}"
-            ) from error
+            raise StoreFullError(f"no room on the disk for {size} bytes of {str(self._file)!r}: {error}") from error
         finally:
             os.close(descriptor)
         self._reserved_bytes = size

@@ -116,8 +116,7 @@ def load_prompts(config: DataConfig) -> Sequence[Prompt]:
         )
     if source.no_shuffle and config.shuffle_seed is not None:
         raise ConfigError(
-            f"data source {config.source!r} {source.no_shuffle}, and leave out shuffle_seed = "
-            f"{config.shuffle_seed}"
+            f"data source {config.source!r} {source.no_shuffle}, and leave out shuffle_seed = {config.shuffle_seed}"
         )
     prompts: Sequence[Prompt] = LazySequence(
         lambda index: _make_prompt(source.rows[index], config, made, source.place(index)), range(num_rows)
@@ -216,9 +215,7 @@ def check_prompt_lengths(
     return _subset(prompts, kept, logging.WARNING, f"longer than {limit_tokens} tokens")
 
 
-def num_prompt_tokens(
-    prompt: Prompt, tokenizer: ChatTokenizer, *, tools: list[dict[str, Any]] | None = None
-) -> int:
+def num_prompt_tokens(prompt: Prompt, tokenizer: ChatTokenizer, *, tools: list[dict[str, Any]] | None = None) -> int:
     """Tokens of `prompt` as the model sees it; `tools` are told to it where the prompt has none of its own.
 
     Raises:
@@ -310,8 +307,7 @@ def _make_prompt(row: Any, config: DataConfig, made: Templates, place: str) -> P
     return Prompt(
         message=message,
         reward_model=reward_model or None,
-        data_source=rest.pop("data_source", None)
-        or (config.source if isinstance(config.source, str) else None),
+        data_source=rest.pop("data_source", None) or (config.source if isinstance(config.source, str) else None),
         # Arrow would pad tool schemas that differ with nulls, so both columns may also hold JSON text.
         tools=_read_json(rest, "tools", (list,), "a list of tool schemas", place),
         tool_choice=_read_json(rest, "tool_choice", (str, dict), "a text or an object", place),
@@ -340,10 +336,7 @@ def _make_message(value: Any, config: DataConfig, place: str) -> list[Message]:
     elif (
         value
         and isinstance(value, list)
-        and all(
-            isinstance(item, dict) and isinstance(item.get("role"), str) and "content" in item
-            for item in value
-        )
+        and all(isinstance(item, dict) and isinstance(item.get("role"), str) and "content" in item for item in value)
     ):
         # Arrow gives every message all the fields that any message has; the absent ones as None.
         message = [{key: part for key, part in item.items() if part is not None} for item in value]

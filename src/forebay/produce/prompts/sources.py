@@ -38,15 +38,7 @@ from uuid import UUID
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from forebay.config import (
-    ConfigError,
-    StrictModel,
-    check_arguments,
-    did_you_mean,
-    errors_about,
-    locate,
-    look_up,
-)
+from forebay.config import ConfigError, StrictModel, check_arguments, did_you_mean, errors_about, locate, look_up
 from forebay.extras import needed_by
 from forebay.produce.prompts import demo_tasks
 from forebay.produce.prompts.sequences import LazySequence
@@ -66,10 +58,7 @@ class Rows:
     """Why the rows cannot be shuffled, and the advice for it; empty: they can."""
 
 
-GENERATORS: dict[str, Callable[..., Sequence[Any]]] = {
-    "addition": demo_tasks.addition,
-    "sorting": demo_tasks.sorting,
-}
+GENERATORS: dict[str, Callable[..., Sequence[Any]]] = {"addition": demo_tasks.addition, "sorting": demo_tasks.sorting}
 SOURCE_ARGUMENTS: dict[str, type[StrictModel]] = {
     "addition": demo_tasks.AdditionArguments,
     "sorting": demo_tasks.SortingArguments,
@@ -193,9 +182,7 @@ def _open_files(patterns: Sequence[str], arguments: Mapping[str, Any]) -> Rows:
     }
     suffixes = {path.suffix for path in paths}
     if len(suffixes) > 1 or not suffixes <= set(readers):
-        raise ConfigError(
-            f"data files must all be {' or all '.join(readers)}, got {[str(path) for path in paths]}"
-        )
+        raise ConfigError(f"data files must all be {' or all '.join(readers)}, got {[str(path) for path in paths]}")
     return readers[suffixes.pop()](paths)
 
 
@@ -234,9 +221,7 @@ def _parse_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             row = json.loads(line)
         if not isinstance(row, dict):
             kind = type(row).__name__
-            raise ConfigError(
-                f"{path}, line {number} holds a {kind}; each line must be an object with columns"
-            )
+            raise ConfigError(f"{path}, line {number} holds a {kind}; each line must be an object with columns")
         yield number, row
 
 
@@ -245,9 +230,7 @@ def _parse_json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with errors_about(f"{path} is not valid JSON", ValueError):
         rows = json.loads(_read_bytes(path))
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(
-            f"{path} must hold a list of objects with columns; one object a line is a .jsonl file"
-        )
+        raise ConfigError(f"{path} must hold a list of objects with columns; one object a line is a .jsonl file")
     yield from enumerate(rows, start=1)
 
 
@@ -345,8 +328,7 @@ def _open_dataset(source: str, arguments: Mapping[str, Any], known: Sequence[str
             split = next(iter(found))
         if split not in found:
             raise ConfigError(
-                f"data source {source!r} has the splits {sorted(found)}; name one as arguments.split, "
-                f"not {split!r}"
+                f"data source {source!r} has the splits {sorted(found)}; name one as arguments.split, not {split!r}"
             )
         found = found[split]
     elif split is not None and known == DISK_ARGUMENTS:

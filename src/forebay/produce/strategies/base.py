@@ -106,9 +106,7 @@ class ProduceStrategy(ABC):
         """The groups that are available, and the target of the call, for `should_continue_fn`."""
         return await ctx.available_count(), ctx.target_abs
 
-    async def _fill(
-        self, ctx: context.ProduceContext, start_missing: Callable[[int], None]
-    ) -> ProduceBatchStatus:
+    async def _fill(self, ctx: context.ProduceContext, start_missing: Callable[[int], None]) -> ProduceBatchStatus:
         """Start groups, and wait for them, until `should_continue_fn` finds enough of them available.
 
         `start_missing` starts what the call still needs, given the number of groups that are available.
@@ -346,8 +344,6 @@ def find_staleness_rule(rule: str | StalenessRule) -> StalenessRule:
     """
     if isinstance(rule, str):
         if rule not in STALENESS_RULES:
-            raise ValueError(
-                f"staleness_rule must be one of {', '.join(STALENESS_RULES)} or an object, got {rule!r}"
-            )
+            raise ValueError(f"staleness_rule must be one of {', '.join(STALENESS_RULES)} or an object, got {rule!r}")
         return STALENESS_RULES[rule]
     return rule

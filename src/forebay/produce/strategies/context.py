@@ -26,14 +26,7 @@ import numpy as np
 from forebay.ledger import Ledger
 from forebay.produce.progress import ProduceProgress
 from forebay.produce.sampler import Sampler
-from forebay.produce.strategies.rules import (
-    GroupRules,
-    book_tags,
-    fail_group,
-    generated,
-    name_group,
-    record_left,
-)
+from forebay.produce.strategies.rules import GroupRules, book_tags, fail_group, generated, name_group, record_left
 from forebay.replay import ReplayBuffer
 from forebay.tracebacks import raised_at
 from forebay.types import RolloutState, Status, get_group_status, note_place, reset_rollout_response
@@ -149,9 +142,7 @@ class ProduceContext:
             state.extra_fields[GROUP_GENERATE_TIME_KEY] = elapsed_s
         return group
 
-    async def put_generated_group(
-        self, group: Group, *, before_put: Callable[[Group], None] | None = None
-    ) -> bool:
+    async def put_generated_group(self, group: Group, *, before_put: Callable[[Group], None] | None = None) -> bool:
         """Count, filter and store a generated group; return whether it may be trained on.
 
         By the `rules` of a run, failed members leave the list `group`. `before_put` may change what is stored

@@ -89,9 +89,7 @@ class PendingGroups:
         """
         error, self._error = self._error, None
         if isinstance(error, Exception) and not isinstance(error, ProductionError | ConnectionLost):
-            raise ProductionError(
-                f"a group could not be taken or stored: {type(error).__name__}: {error}"
-            ) from error
+            raise ProductionError(f"a group could not be taken or stored: {type(error).__name__}: {error}") from error
         if error is not None:
             raise error
 
@@ -145,9 +143,7 @@ class PendingGroups:
             del self._works[work]
             # A copy: the task may write into the original at any time.
             group = list(copy_group(StoredGroup(work.group)))
-            self.start(
-                replace(work, group=group, is_generating=False, ended=Ended.INTERRUPTED, is_given_up=False)
-            )
+            self.start(replace(work, group=group, is_generating=False, ended=Ended.INTERRUPTED, is_given_up=False))
 
     async def _run(self, work: Work) -> None:
         try:
@@ -304,6 +300,5 @@ class ProductionBudget:
             return
         counts = ", ".join(f"{count} {status.value}" for status, count in outcomes.items() if count)
         raise ProductionError(
-            f"task {ctx.task_name!r}, train step {ctx.train_step}: {counts} groups, "
-            f"{size} are needed{problem}"
+            f"task {ctx.task_name!r}, train step {ctx.train_step}: {counts} groups, {size} are needed{problem}"
         )

@@ -236,17 +236,12 @@ def _pack_arrays(group: Sequence[RolloutState], head: Head) -> list[NDArray[Any]
     for name in CONSTANTS:
         head.constants[name] = _find_constants(arrays[name], head.lengths[name], counts)
     head.lengths["tokens"] = [
-        NOT_SENT
-        if len(whole) == len(parts[0]) + len(parts[1]) and whole.tobytes() == b"".join(parts)
-        else len(whole)
+        NOT_SENT if len(whole) == len(parts[0]) + len(parts[1]) and whole.tobytes() == b"".join(parts) else len(whole)
         for whole, parts in zip(arrays["tokens"], zip(prompts, ids, strict=True), strict=True)
     ]
     head.lengths["prompt_ids"], head.prompts = _pack_prompts(prompts)
     return [
-        array
-        for name in ARRAYS
-        for array, length in zip(arrays[name], head.lengths[name], strict=True)
-        if length > 0
+        array for name in ARRAYS for array, length in zip(arrays[name], head.lengths[name], strict=True) if length > 0
     ]
 
 

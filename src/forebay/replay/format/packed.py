@@ -135,8 +135,7 @@ def _is_filled(head: Head) -> bool:
     """Whether the token fields have one length in each member."""
     counts = head.lengths["response_ids"]
     return all(
-        of_all == counts
-        or all(length in (NOT_SENT, count) for length, count in zip(of_all, counts, strict=True))
+        of_all == counts or all(length in (NOT_SENT, count) for length, count in zip(of_all, counts, strict=True))
         for of_all in (head.lengths[name] for name in ("logprobs", *CONSTANTS))
     )
 
@@ -205,9 +204,7 @@ class GroupCodec:
             ValueError: a rollout holds a value that cannot be stored; the message says where.
         """
         # Small arrays are left as they lie: everything is joined below.
-        packed = (
-            payload.packed() if isinstance(payload, PackedPayload) else pack_group(payload, join_small=False)
-        )
+        packed = payload.packed() if isinstance(payload, PackedPayload) else pack_group(payload, join_small=False)
         return b"".join((_PRELUDE.pack(MAGIC, len(packed.head)), packed.head, *packed.buffers))
 
     def decode(self, data: bytes) -> HeldGroup:
@@ -234,8 +231,7 @@ class GroupCodec:
 Arrays = list[NDArray[Any]]
 
 _SHORTEST = {
-    name: (0 if name in ("response_ids", "logprobs") else NOT_SENT, dtype.itemsize)
-    for name, dtype in ARRAYS.items()
+    name: (0 if name in ("response_ids", "logprobs") else NOT_SENT, dtype.itemsize) for name, dtype in ARRAYS.items()
 }
 """The smallest number that may stand as a length of each array, and the bytes of an entry."""
 

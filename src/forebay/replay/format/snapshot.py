@@ -287,8 +287,7 @@ def _read_manifest(path: Path) -> Manifest:
         raise ValueError(f"{str(file)!r} is not the manifest of a {FORMAT} snapshot")
     if content.get("version") != FORMAT_VERSION:
         raise ValueError(
-            f"{str(file)!r} has format version {content.get('version')!r}; "
-            f"this release reads {FORMAT_VERSION}"
+            f"{str(file)!r} has format version {content.get('version')!r}; this release reads {FORMAT_VERSION}"
         )
     with damage_named(repr(str(file))):
         digest = _digest_of(content)

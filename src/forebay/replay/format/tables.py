@@ -53,9 +53,7 @@ def group_batches(items: Sequence[StorageItem], train_steps: Mapping[str, int]) 
 
 TEXT_FIELDS = [name for name, rule in FIELDS.items() if rule.kind == "text"]
 INT_FIELDS = [name for name, rule in FIELDS.items() if rule.kind == "whole"]
-ARRAY_FIELDS = {
-    name: pa.from_numpy_dtype(rule.dtype) for name, rule in FIELDS.items() if rule.kind == "array"
-}
+ARRAY_FIELDS = {name: pa.from_numpy_dtype(rule.dtype) for name, rule in FIELDS.items() if rule.kind == "array"}
 NESTED_FIELDS = [name for name, rule in FIELDS.items() if rule.kind in ("params", "value")]
 """Always in the JSON column, unless None."""
 
@@ -269,15 +267,10 @@ _JSON_WRITERS = {name: ROLLOUT_SLOTS[name].__set__ for name in (*TEXT_FIELDS, *I
 
 
 _ROLLOUT_COLUMNS = {
-    name: f"rollout_{name}" if name in GROUPS_SCHEMA.names else name
-    for name in ROLLOUTS_SCHEMA.names
-    if name != "uid"
+    name: f"rollout_{name}" if name in GROUPS_SCHEMA.names else name for name in ROLLOUTS_SCHEMA.names if name != "uid"
 }
 JOINED_SCHEMA = pa.schema(
-    [
-        *GROUPS_SCHEMA,
-        *(ROLLOUTS_SCHEMA.field(name).with_name(shown) for name, shown in _ROLLOUT_COLUMNS.items()),
-    ]
+    [*GROUPS_SCHEMA, *(ROLLOUTS_SCHEMA.field(name).with_name(shown) for name, shown in _ROLLOUT_COLUMNS.items())]
 )
 
 

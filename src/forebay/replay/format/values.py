@@ -87,9 +87,7 @@ class Encoder:
             return value if math.isfinite(value) else {"$float": repr(value)}
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise ValueError(
-                f"{where[:200]} nests deeper than {MAX_DEPTH}, or holds itself; store it flatter"
-            )
+            raise ValueError(f"{where[:200]} nests deeper than {MAX_DEPTH}, or holds itself; store it flatter")
         tree = self._encode_object(value, where)
         self._depth -= 1
         return tree
@@ -252,9 +250,7 @@ class Decoder:
         if stored:
             ray = sys.modules.get("ray")
             if ray is None:
-                raise ValueError(
-                    "the snapshot holds Ray object references: import ray and call ray.init() first"
-                )
+                raise ValueError("the snapshot holds Ray object references: import ray and call ray.init() first")
             self._refs[number] = ray.put(self.decode(stored[0]))
         return self._refs[number]
 

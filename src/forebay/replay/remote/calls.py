@@ -136,8 +136,7 @@ class Served:
         if arguments.asked_first not in (b"", self.instance):
             if not self.buffer.storage.keeps_receipts:
                 raise messages.ConnectionLost(
-                    "the server was started anew with a store in memory; "
-                    "whether the put happened is not known"
+                    "the server was started anew with a store in memory; whether the put happened is not known"
                 )
             if await self.buffer.storage.has_receipt(arguments.key):
                 return await self._result_of_earlier(arguments, groups)
@@ -325,9 +324,7 @@ class Room:
         if (limit := self.max_live) is None:
             return
         if number > limit:
-            raise ValueError(
-                f"{number} groups at once never fit under max_live {limit}; put fewer in one call"
-            )
+            raise ValueError(f"{number} groups at once never fit under max_live {limit}; put fewer in one call")
 
         def has_room() -> bool:
             return self._knows_all and self.num_live + self._num_entering + number <= limit

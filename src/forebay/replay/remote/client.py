@@ -131,9 +131,7 @@ class RemoteReplayBuffer:
         """Groups evicted so far, by task."""
         return dict(self._link.num_evicted)
 
-    async def put(
-        self, items: Sequence[RolloutState], task_name: str, **arrival: Unpack[PutKeywords]
-    ) -> None:
+    async def put(self, items: Sequence[RolloutState], task_name: str, **arrival: Unpack[PutKeywords]) -> None:
         """See `ReplayBuffer.put`; returns when the group is stored, which may take until there is room.
 
         If cancelled while it waits for room, nothing is stored; later, the group is.
@@ -165,12 +163,7 @@ class RemoteReplayBuffer:
                 self.on_evict(row.to_row())
 
     async def get(
-        self,
-        batch_size: int,
-        task_name: str,
-        group_status: Status,
-        *,
-        tags: Mapping[str, TagValue] | None = None,
+        self, batch_size: int, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
     ) -> list[Group]:
         """Take groups; those that do not arrive here are in the buffer again."""
         if batch_size <= 0:

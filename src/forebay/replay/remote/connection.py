@@ -141,9 +141,7 @@ class ClientConnection(Session):
             self._settle(value.key)
             self._served.takes.pop(value.key, None)
         else:
-            if isinstance(message, Call) and len(self.calls) >= SLACK * (
-                messages.MAX_CALLS + messages.MAX_PUTS
-            ):
+            if isinstance(message, Call) and len(self.calls) >= SLACK * (messages.MAX_CALLS + messages.MAX_PUTS):
                 raise FrameError(f"{len(self.calls)} calls wait for their answers already")
             super().dispatch(message, buffers)
 

@@ -60,9 +60,7 @@ class BufferLink(Link):
         self._calls = Gate(messages.MAX_CALLS)
 
     @classmethod
-    async def open(
-        cls, address: Address, token: str | None, *, limit_s: float = SILENCE_LIMIT_S
-    ) -> BufferLink:
+    async def open(cls, address: Address, token: str | None, *, limit_s: float = SILENCE_LIMIT_S) -> BufferLink:
         """Connect and be admitted, within `limit_s`; later a server that is silent for so long is given up.
 
         Raises:

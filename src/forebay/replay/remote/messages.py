@@ -62,8 +62,7 @@ class ServerFull(ConnectionError):
 
 
 ERRORS: dict[str, type[Exception]] = PLAIN_ERRORS | {
-    kind.__name__: kind
-    for kind in (ConnectionLost, ServerClosed, ServerFull, BufferClosed, OwnerLost, StoreBusy)
+    kind.__name__: kind for kind in (ConnectionLost, ServerClosed, ServerFull, BufferClosed, OwnerLost, StoreBusy)
 }
 """Errors of a call that are raised as what they are."""
 

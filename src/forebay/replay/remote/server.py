@@ -161,8 +161,7 @@ async def serve(
     )
     if max_live is not None and buffer.limit is not None:
         raise ValueError(
-            f"either puts wait (max_live {max_live}) or old groups are evicted (limit {buffer.limit}); "
-            f"leave one out"
+            f"either puts wait (max_live {max_live}) or old groups are evicted (limit {buffer.limit}); leave one out"
         )
     listener, found = await listen(Address.parse(address), token)
     server = BufferServer(buffer, found, token=token, limits=limits)
@@ -289,9 +288,7 @@ async def open_buffer(options: ServeOptions) -> ReplayBuffer:
         OSError: a file cannot be read.
     """
     if options.snapshot is not None and options.store != IN_MEMORY:
-        raise ValueError(
-            f"a snapshot is for a store in memory; {_plain_store(options.store)} keeps its groups itself"
-        )
+        raise ValueError(f"a snapshot is for a store in memory; {_plain_store(options.store)} keeps its groups itself")
     storage: StorageBackend = IndexedStorage()
     if options.store != IN_MEMORY:
         with needed_by("a database"):

@@ -84,9 +84,7 @@ class ArchivingStorage:
             count, lambda number: self._storage.take_drawn(number, query, random, train_step=step)
         )
 
-    async def _take_slices(
-        self, count: int, take: Callable[[int], Awaitable[list[StorageItem]]]
-    ) -> list[StorageItem]:
+    async def _take_slices(self, count: int, take: Callable[[int], Awaitable[list[StorageItem]]]) -> list[StorageItem]:
         """Up to `count` rows, a few at a time: the buffer holds its lock, but other work may go on."""
         at_once = self._storage.rows_at_once or max(count, 1)
         before = len(self.taken)

@@ -429,9 +429,7 @@ def check_row(row: StorageItem) -> None:
 
 def _check_text(name: str, text: Any) -> None:
     if not isinstance(text, str) or not _is_storable(text):
-        raise ValueError(
-            f"{name} must be text without NUL and without lone surrogates, got {show_value(text)}"
-        )
+        raise ValueError(f"{name} must be text without NUL and without lone surrogates, got {show_value(text)}")
 
 
 _is_storable = lru_cache(maxsize=1024)(is_storable_text)
@@ -470,8 +468,7 @@ def check_tags(tags: Mapping[str, TagValue] | None) -> dict[str, TagValue]:
         )
         if not ok:
             raise ValueError(
-                f"tag {show_value(name)} takes text, a bool, a finite float or a 64-bit int, "
-                f"got {show_value(value)}"
+                f"tag {show_value(name)} takes text, a bool, a finite float or a 64-bit int, got {show_value(value)}"
             )
     return dict(tags or {})
 

@@ -166,9 +166,7 @@ class IndexedStorage(RowBook, StorageBackend):
         merged = streams[0] if len(streams) == 1 else heapq.merge(*streams, reverse=descending)
         return (self._rows[uid] for _, uid in merged)
 
-    def _iter_bucket(
-        self, bucket: _Bucket, rest: Query | bool, descending: bool
-    ) -> Iterator[tuple[int, int]]:
+    def _iter_bucket(self, bucket: _Bucket, rest: Query | bool, descending: bool) -> Iterator[tuple[int, int]]:
         """``(timestamp_id, uid)`` of the rows of a bucket that fulfill the rest of the query."""
         entries = iter(reversed(bucket.rows.items()) if descending else bucket.rows.items())
         if isinstance(rest, bool):

@@ -74,10 +74,7 @@ async def revive(storage: StorageBackend, query: QueryLike) -> int:
 
 
 async def change(
-    storage: StorageBackend,
-    rows: Iterable[StorageItem],
-    make: Callable[[StorageItem], StorageItem],
-    query: QueryLike,
+    storage: StorageBackend, rows: Iterable[StorageItem], make: Callable[[StorageItem], StorageItem], query: QueryLike
 ) -> int:
     """Replace each of these rows that still matches by ``make(row)``; return how many."""
     number = 0

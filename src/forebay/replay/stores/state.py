@@ -27,10 +27,6 @@ def check_state(state: Mapping[str, Any]) -> list[StorageItem]:
     for row in rows:
         check_row(row)
         # One that was put as ARCHIVED was nothing before, has no train step, and is never brought back.
-        if (
-            row.is_archived
-            and row.train_step is not None
-            and plain_value(row.status_before) in (None, ARCHIVED)
-        ):
+        if row.is_archived and row.train_step is not None and plain_value(row.status_before) in (None, ARCHIVED):
             raise ValueError(f"the state does not say what the consumed row {row.uid} was before")
     return rows

@@ -33,9 +33,7 @@ class SumTree:
     [11, 10, 12]
     """
 
-    def __init__(
-        self, timestamp_ids: Sequence[int], uids: Sequence[int], priorities: Sequence[float]
-    ) -> None:
+    def __init__(self, timestamp_ids: Sequence[int], uids: Sequence[int], priorities: Sequence[float]) -> None:
         """One entry per row in each, in any order of rows."""
         self._late: dict[int, tuple[int, float]] = {}
         """Rows that came back to a place for which there is no leaf; the next draw makes all leaves anew."""

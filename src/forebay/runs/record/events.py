@@ -70,8 +70,7 @@ class BufferRerun:
         # Counted, because a group may be in a batch more than once.
         if missing := Counter(group_ids) - Counter({name: len(groups) for name, groups in taken.items()}):
             raise ValueError(
-                f"train step {train_step} was trained on groups that were not taken for it: "
-                f"{_some(list(missing))}"
+                f"train step {train_step} was trained on groups that were not taken for it: {_some(list(missing))}"
             )
         return [taken[name].popleft() for name in group_ids]
 
@@ -152,9 +151,7 @@ def name_groups(groups: Iterable[Sequence[RolloutState]]) -> list[str | int | No
 def _arguments(names: Iterable[str], facts: Facts) -> dict[str, Any]:
     """The arguments of these names that the event holds; one that was None is not in it."""
     return {
-        name: _DECODERS[name](facts[name]) if name in _DECODERS else facts[name]
-        for name in names
-        if name in facts
+        name: _DECODERS[name](facts[name]) if name in _DECODERS else facts[name] for name in names if name in facts
     }
 
 

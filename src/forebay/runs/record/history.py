@@ -192,10 +192,7 @@ class _Files:
             return
         # Also where this fails: what was written before the failure keeps its name.
         number, self._number = self._number, self._number + 1
-        tables = {
-            ROLLOUTS: rollouts_table(left) if left else None,
-            SPANS: spans_table(spans) if spans else None,
-        }
+        tables = {ROLLOUTS: rollouts_table(left) if left else None, SPANS: spans_table(spans) if spans else None}
         for kind, table in tables.items():
             if table is not None:
                 _write(self._segment, kind, number, number, [table])
@@ -377,9 +374,7 @@ def read_spans(run_folder: Path) -> Iterator[Span]:
         with contextlib.suppress(FileNotFoundError):
             table = pa.concat_tables(pq.read_table(part.path) for part in parts).sort_by("start_s")
             for batch in table.to_batches():
-                yield from map(
-                    Span._make, zip(*(batch[name].to_pylist() for name in Span._fields), strict=True)
-                )
+                yield from map(Span._make, zip(*(batch[name].to_pylist() for name in Span._fields), strict=True))
             return
     raise ConfigError(f"no activities in {str(run_folder / FOLDER)!r}: history_gb = 0 keeps none")
 

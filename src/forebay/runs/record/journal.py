@@ -296,9 +296,7 @@ def read_events(segment: Segment) -> Iterator[Event]:
     for facts in _read_lines(segment.folder / EVENTS):
         while facts["event"] == "put" and facts["number"] not in groups:
             if (piece := next(pieces, None)) is None:
-                raise ValueError(
-                    f"{str(path)!r} is damaged: it does not hold the group of event {facts['number']}"
-                )
+                raise ValueError(f"{str(path)!r} is damaged: it does not hold the group of event {facts['number']}")
             # Pieces are in the order of the events: no later one needs a group of an earlier piece.
             groups = piece
         yield Event(facts, groups.pop(facts["number"]) if facts["event"] == "put" else None)

@@ -48,9 +48,7 @@ class LiveFile:
     the run, is logged once, and the next look may succeed.
     """
 
-    def __init__(
-        self, folder: Path, at: _Look, values: _Look, refresh: Callable[[], Awaitable[None]]
-    ) -> None:
+    def __init__(self, folder: Path, at: _Look, values: _Look, refresh: Callable[[], Awaitable[None]]) -> None:
         """`at` says where the run stands, and costs nothing; `values` says all of it, after `refresh`."""
         self._path = folder / LIVE_FILE
         self._notes = folder / NOTES_FILE

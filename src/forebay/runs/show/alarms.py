@@ -123,9 +123,7 @@ class RunAlarms:
 
     def _column(self, name: str, rows: Iterable[Row] | None = None) -> list[float]:
         """The values of the last steps, or of `rows`, that have one."""
-        return [
-            value for row in (self._rows if rows is None else rows) if (value := row.get(name)) is not None
-        ]
+        return [value for row in (self._rows if rows is None else rows) if (value := row.get(name)) is not None]
 
     def _if_lost(self, is_lost: bool) -> str:
         """The first thing to try where the model could do before what it cannot do now."""

@@ -83,9 +83,7 @@ class RunDisplay:
     }
     """The content of a run folder at the end, by pattern."""
 
-    def __init__(
-        self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`console` is standard output if left out; `clock` counts seconds."""
         self._console = console or _standard_output()
         self._is_ascii = not self._console.encoding.startswith("utf")
@@ -200,9 +198,7 @@ class RunDisplay:
         self._eval_score = metrics.get(self.numbers["eval"][0])
         for scope, values in _eval_scopes(metrics).items():
             numbers = "  ".join(f"{name} {number(value)}" for name, value in values.items())
-            self._print(
-                Text.assemble(("  eval ", "cyan"), f"{clean(label)} {clean(scope)}".ljust(13), "  ", numbers)
-            )
+            self._print(Text.assemble(("  eval ", "cyan"), f"{clean(label)} {clean(scope)}".ljust(13), "  ", numbers))
 
     def message(self, text: str) -> None:
         """A line for the person."""

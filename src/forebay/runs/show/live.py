@@ -191,7 +191,5 @@ def _task_fields(task: TaskNow) -> Iterator[str]:
         f"{staleness}{'+' if staleness == MAX_AGE else ''}: {count}" for staleness, count in task.ages.items()
     )
     yield "  ".join(
-        f"{count} {status.value}"
-        for status, count in task.buffer.items()
-        if count and status not in _COLUMN_STATUSES
+        f"{count} {status.value}" for status, count in task.buffer.items() if count and status not in _COLUMN_STATUSES
     )

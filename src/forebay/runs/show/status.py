@@ -146,10 +146,7 @@ class RunStatus:
             "stalls": float(self.num_stalls),
             # Where it is worst: in a mean over tasks a judge that always fails could hide.
             JUDGE_FAILED: max((sum(failed) / len(failed) for failed in judged), default=0.0),
-            **{
-                f"busy/{side}": (busy_s[side] - before_s[side]) / past_s if past_s > 0 else 0.0
-                for side in SIDES
-            },
+            **{f"busy/{side}": (busy_s[side] - before_s[side]) / past_s if past_s > 0 else 0.0 for side in SIDES},
             **{name: statistics.fmean(look.get(name, 0.0) for look in looks) for name in looks[-1]},
             **_staleness_shares(train_step, groups),
             **self._dropped_values(),
@@ -162,18 +159,14 @@ class RunStatus:
     def run_facts(self, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
         """The lines of the summary about the whole run, given the metrics of its steps."""
         tokens = [row[SAMPLES] * row[RESPONSE_TOKENS] for row in history]
-        lags = [
-            row.get("train/staleness_mean", 0.0) * count for row, count in zip(history, tokens, strict=True)
-        ]
+        lags = [row.get("train/staleness_mean", 0.0) * count for row, count in zip(history, tokens, strict=True)]
         mean = sum(lags) / sum(tokens) if sum(tokens) else math.nan
         most = max((row["staleness"] for row in history), default=math.nan)
         seconds = self._activities.clock() - self._started_s
         shares = {side: self._busy.busy_s(side) / seconds if seconds > 0 else 0.0 for side in SIDES}
         return {
             "staleness": f"mean {number(mean)}, max {most:g} train steps, of what was trained",
-            "busy": ", ".join(
-                f"{side} {percent(share).strip()} of the time" for side, share in shares.items()
-            ),
+            "busy": ", ".join(f"{side} {percent(share).strip()} of the time" for side, share in shares.items()),
             "stalls": f"{self.num_stalls or 'none'} warned of",
         }
 

@@ -141,9 +141,7 @@ class _LogProbabilities(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logits_NV: torch.Tensor, targets_NT: torch.Tensor, entropy: Entropy
-    ) -> torch.Tensor:
+    def forward(ctx: Any, logits_NV: torch.Tensor, targets_NT: torch.Tensor, entropy: Entropy) -> torch.Tensor:
         """float32, N x T or N x (T + 1)."""
         normalizer_N = logits_NV.logsumexp(-1)
         results = logits_NV.gather(1, targets_NT) - normalizer_N[:, None]

@@ -119,9 +119,7 @@ class _ChunkedLinear(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             hidden_NH, weight_VH, bias_V = _cast(ctx.dtype, hidden_NH, weight_VH, bias_V)
             # No name for a chunk's logits: they are freed before the next ones are made.
-            return torch.cat(
-                [finish(functional.linear(hidden_NH[part], weight_VH, bias_V), part) for part in parts]
-            )
+            return torch.cat([finish(functional.linear(hidden_NH[part], weight_VH, bias_V), part) for part in parts])
 
     @staticmethod
     def backward(ctx: Any, grad_NK: torch.Tensor) -> Any:

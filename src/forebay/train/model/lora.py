@@ -59,9 +59,7 @@ def add_lora(
     for shared in names.values():
         if len(shared) > 1 and any(".base_layer." in name for name in shared):
             plain = " and ".join(name.replace(".base_layer", "") for name in shared)
-            raise ValueError(
-                f"{plain} are one weight, which cannot have an adapter; choose other lora_targets"
-            )
+            raise ValueError(f"{plain} are one weight, which cannot have an adapter; choose other lora_targets")
     return adapted
 
 
@@ -113,9 +111,7 @@ def named_parts(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, Any]]:
         yield f"{owner_name}.{last}", parameter.detach(), layer if adapts else None
 
 
-def own_blocks(
-    model: nn.Module, *, merged: bool = True, only: Container[str] | None = None
-) -> Iterator[Block]:
+def own_blocks(model: nn.Module, *, merged: bool = True, only: Container[str] | None = None) -> Iterator[Block]:
     """The blocks of `model_weights`, or `only` of these, that this rank holds: none is gathered.
 
     Ranks go through the same ones together.

@@ -57,11 +57,7 @@ Without experts masked tokens count exactly nothing. Fresh models with states le
 
 
 def settle_attention(
-    model: nn.Module,
-    config: TrainConfig,
-    device: torch.device,
-    precision: Precision,
-    context: Context | None = None,
+    model: nn.Module, config: TrainConfig, device: torch.device, precision: Precision, context: Context | None = None
 ) -> Attention:
     """Have `model`, on `device`, compute with the kernel that `config` means, and try it; returns its name.
 
@@ -71,9 +67,7 @@ def settle_attention(
     """
     plain: Any = without_adapters(model)
     packed = config.layout == "packed"
-    kernels = attention_choices(
-        config.attention, plain.config, device=device, precision=precision, packed=packed
-    )
+    kernels = attention_choices(config.attention, plain.config, device=device, precision=precision, packed=packed)
     if context is not None:
         # The others need masks of their own.
         kernels = [kernel for kernel in kernels if kernel in (*VARIABLE_LENGTH, "sdpa")] or kernels[-1:]
@@ -94,9 +88,7 @@ def settle_attention(
 
 
 @torch.no_grad()
-def check_layout(
-    model: nn.Module, layout: Layout, device: torch.device, context: Context | None = None
-) -> None:
+def check_layout(model: nn.Module, layout: Layout, device: torch.device, context: Context | None = None) -> None:
     """Try three short sequences of random tokens, also as the ranks of `context` share them out.
 
     Raises:
@@ -112,9 +104,7 @@ def check_layout(
     def logprobs(layout: Layout, *sequences: Any, context: Context | None = None) -> torch.Tensor:
         """The log probabilities of the trained tokens of the last sequence."""
         prompts = PROMPTS[-len(sequences) :]
-        batch = TrainBatch.from_examples(
-            [(ids[:cut], ids[cut:]) for ids, cut in zip(sequences, prompts, strict=True)]
-        )
+        batch = TrainBatch.from_examples([(ids[:cut], ids[cut:]) for ids, cut in zip(sequences, prompts, strict=True)])
         pack = Packer(10 * NUM_TOKENS, layout=layout).pack_pad_dispatch(batch).packs[0][0][0]
         # In the order given: what comes before is what may leak.
         tensors = partial(collate, batch, np.sort(pack), pad_token_id=0, device=device, context=context)

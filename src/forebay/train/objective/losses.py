@@ -112,11 +112,7 @@ def _clip(ratio_N: torch.Tensor, advantages_N: torch.Tensor, config: TrainConfig
 PolicyLossFunction = Callable[[PolicyInputs, "TrainConfig"], PolicyLoss]
 """The form of a loss of one's own, too."""
 
-POLICY_LOSSES: Mapping[str, PolicyLossFunction] = {
-    "clipped": clipped_loss,
-    "gspo": gspo_loss,
-    "cispo": cispo_loss,
-}
+POLICY_LOSSES: Mapping[str, PolicyLossFunction] = {"clipped": clipped_loss, "gspo": gspo_loss, "cispo": cispo_loss}
 
 
 def kl_penalty(logprobs_N: torch.Tensor, ref_logprobs_N: torch.Tensor, estimator: str) -> torch.Tensor:

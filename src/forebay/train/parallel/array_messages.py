@@ -32,9 +32,7 @@ _ARRAY = 1
 
 def connect(sock: socket.socket, limit_s: float | None = None) -> BlockingChannel:
     """A channel to another process of this trainer, for messages of any size: batches, weights."""
-    return BlockingChannel(
-        sock, limit_s=limit_s, max_header_bytes=MAX_VALUE_BYTES, max_frame_bytes=sys.maxsize
-    )
+    return BlockingChannel(sock, limit_s=limit_s, max_header_bytes=MAX_VALUE_BYTES, max_frame_bytes=sys.maxsize)
 
 
 def send(channel: BlockingChannel, value: Any) -> None:

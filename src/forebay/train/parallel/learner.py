@@ -63,9 +63,7 @@ class RankedLearner:
         self._ranks, self._config = ranks, config
         with TemporaryDirectory(prefix="forebay-model-") as scratch:
             sources = {
-                name: source_of(model, Path(scratch, name))
-                for name, model in models.items()
-                if model is not None
+                name: source_of(model, Path(scratch, name)) for name, model in models.items() if model is not None
             }
             built = self._call("build", sources, config.model_dump(), dict(settings), torch.get_rng_state())
         self._sizes: Layout
@@ -93,9 +91,7 @@ class RankedLearner:
         parts = [Update(**part) for part in self._call_data("update", batch.to_plain(), train_step)]
         columns = {
             # Epoch by epoch, as of one rank: every epoch goes through the same tokens.
-            name: np.concatenate(
-                [part.columns[name].reshape(self._config.epochs, -1) for part in parts], axis=1
-            )
+            name: np.concatenate([part.columns[name].reshape(self._config.epochs, -1) for part in parts], axis=1)
             for name in parts[0].columns
         }
         # Norms are of the whole gradient, so every rank has the same.

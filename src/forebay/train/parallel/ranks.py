@@ -112,9 +112,7 @@ class Ranks:
 
     def _ask(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """The result of every rank, or the error that they add up to."""
-        answers = [
-            self._waiting.submit(self._answer, number, method, own) for number, own in enumerate(arguments)
-        ]
+        answers = [self._waiting.submit(self._answer, number, method, own) for number, own in enumerate(arguments)]
         try:
             done, left = wait(answers, return_when=FIRST_EXCEPTION)
             # Where one fails, the others fail a little later, in the collective that it does not come to.
@@ -372,14 +370,7 @@ def serve(channels: Sequence[BlockingChannel]) -> None:
     worker: Any = None
 
     def start(
-        rank: int,
-        gpu: int,
-        address: str,
-        num_ranks: int,
-        meeting: str,
-        device: str,
-        threads: int,
-        limit_s: float,
+        rank: int, gpu: int, address: str, num_ranks: int, meeting: str, device: str, threads: int, limit_s: float
     ) -> None:
         nonlocal worker
         for channel in channels:

@@ -144,9 +144,7 @@ class RankWorker:
     def blocks(self, names: Sequence[str], merged: bool) -> list[list[Any]]:
         """This rank's blocks of these weights, adapters `merged` or left out: name, place, content."""
         found = own_blocks(self.learner.model, merged=merged, only=names)
-        return [
-            [name, [(part.start, part.stop) for part in place], block.cpu()] for name, place, block in found
-        ]
+        return [[name, [(part.start, part.stop) for part in place], block.cpu()] for name, place, block in found]
 
     def adapters(self) -> dict[str, torch.Tensor] | None:
         """Copies of the adapters' weights, whole, on the CPU; rank 0 alone has them."""

@@ -158,9 +158,7 @@ def open_engine(url: str | os.PathLike[str], *, create: bool = True) -> sa.Engin
     try:
         with engine.connect() as connection, connection.begin():
             is_there = _is_checked(connection)
-            is_old = (
-                is_there and create and engine.dialect.name == "sqlite" and connection.scalar(_OLD_TRIGGER)
-            )
+            is_old = is_there and create and engine.dialect.name == "sqlite" and connection.scalar(_OLD_TRIGGER)
         if not is_there and not create:
             raise ValueError(f"{shown(engine)} holds no replay store")
         if not is_there:
@@ -217,9 +215,7 @@ def _create(engine: sa.Engine) -> None:
             schema.metadata.create_all(connection)
             if engine.dialect.name == "sqlite":
                 schema.counts.create(connection)
-                connection.execute(
-                    schema.counters.insert(), [{"name": name, "next": 0} for name in schema.ID_NAMES]
-                )
+                connection.execute(schema.counters.insert(), [{"name": name, "next": 0} for name in schema.ID_NAMES])
             about = {"format": schema.FORMAT, "version": str(schema.SCHEMA_VERSION)}
             connection.execute(schema.meta.insert(), [{"name": name, "value": about[name]} for name in about])
 

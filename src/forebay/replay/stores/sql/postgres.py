@@ -40,9 +40,7 @@ LINK = {
 
 def postgres_engine(url: sa.URL) -> sa.Engine:
     """An engine of `PatientConnection`s; limits that `url` names stand."""
-    engine = sa.create_engine(
-        url, connect_args={name: value for name, value in LINK.items() if name not in url.query}
-    )
+    engine = sa.create_engine(url, connect_args={name: value for name, value in LINK.items() if name not in url.query})
 
     @event.listens_for(engine, "do_connect")
     def connect(_dialect: Any, _record: Any, arguments: Any, options: Any) -> PatientConnection:

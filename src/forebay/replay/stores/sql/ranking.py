@@ -162,13 +162,7 @@ def read_priorities(connection: sa.Connection, query: Query, codec: Codec) -> Su
 
 
 def lock_drawn(
-    connection: sa.Connection,
-    tree: SumTree,
-    *,
-    query: Query,
-    count: int,
-    random: Callable[[], float],
-    codec: Codec,
+    connection: sa.Connection, tree: SumTree, *, query: Query, count: int, random: Callable[[], float], codec: Codec
 ) -> list[StorageItem]:
     """Up to `count` rows that are drawn from `tree`, still match and are locked, without payload."""
     steps = train_steps(connection)

@@ -93,9 +93,7 @@ class PreparedRow:
         return uid
 
 
-def prepare(
-    item: StorageItem, codec: Codec, *, data: bytes | None = None, keep_payload: bool = False
-) -> PreparedRow:
+def prepare(item: StorageItem, codec: Codec, *, data: bytes | None = None, keep_payload: bool = False) -> PreparedRow:
     """The row of `item`, whose payload may be encoded already as `data`.
 
     With `keep_payload` an item without payload has no bytes either.
@@ -158,16 +156,12 @@ def _lock_ids(connection: sa.Connection, *, alone: bool) -> None:
 
 
 _COUNTERS = sa.select(counters)
-_NEXT = sa.text(
-    "SELECT nextval('forebay_uid'), nextval('forebay_timestamp_id') FROM generate_series(1, :number)"
-)
+_NEXT = sa.text("SELECT nextval('forebay_uid'), nextval('forebay_timestamp_id') FROM generate_series(1, :number)")
 _FOLLOWING = sa.text(
     "SELECT u.last_value + u.is_called::int, t.last_value + t.is_called::int "
     "FROM forebay_uid u, forebay_timestamp_id t"
 )
-_SET = sa.text(
-    "SELECT setval('forebay_uid', :uid, false), setval('forebay_timestamp_id', :timestamp_id, false)"
-)
+_SET = sa.text("SELECT setval('forebay_uid', :uid, false), setval('forebay_timestamp_id', :timestamp_id, false)")
 _SET_COUNTERS = counters.update().values(
     next=sa.case({name: sa.bindparam(name) for name in ID_NAMES}, value=counters.c.name)
 )
@@ -265,9 +259,7 @@ def write_priorities(connection: sa.Connection, priorities: Mapping[int, float])
     return connection.execute(_UPDATE.where(LIVE), lines).rowcount if lines else 0
 
 
-def read_rows(
-    lines: Iterable[Any], codec: Codec, train_steps: Mapping[str, int | None]
-) -> Iterator[StorageItem]:
+def read_rows(lines: Iterable[Any], codec: Codec, train_steps: Mapping[str, int | None]) -> Iterator[StorageItem]:
     """Items without payload, as stale as at their task's train step."""
     for line in lines:
         item = StorageItem(None, *line)
@@ -358,9 +350,7 @@ class Removed:
         if self.train_step is None:
             insert_rows(connection, [row for row in rows if row.uid not in found])
         else:
-            held = {
-                row.uid for row in found.values() if row.is_archived and row.train_step == self.train_step
-            }
+            held = {row.uid for row in found.values() if row.is_archived and row.train_step == self.train_step}
             replace_rows(connection, [row for row in rows if row.uid in held])
 
 

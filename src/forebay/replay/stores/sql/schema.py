@@ -166,9 +166,7 @@ def insert_missing(connection: sa.Connection, table: sa.Table, rows: list[dict[s
     connection.execute(_insert(connection)(table).on_conflict_do_nothing(), rows)
 
 
-def insert_or_update(
-    connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]], changed: str
-) -> None:
+def insert_or_update(connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]], changed: str) -> None:
     """Insert the rows; of those whose primary key is there already, replace the column `changed`."""
     statement = _insert(connection)(table)
     new = {changed: statement.excluded[changed]}

@@ -53,16 +53,7 @@ from forebay.replay.stores.sql.rows import (
     storable_uids,
     write_priorities,
 )
-from forebay.replay.stores.sql.schema import (
-    ID_NAMES,
-    groups,
-    insert_or_update,
-    meta,
-    payloads,
-    receipts,
-    tags,
-    tasks,
-)
+from forebay.replay.stores.sql.schema import ID_NAMES, groups, insert_or_update, meta, payloads, receipts, tags, tasks
 from forebay.replay.stores.sql.worker import Worker
 from forebay.replay.stores.state import check_state
 
@@ -83,9 +74,7 @@ class SQLStorage(StorageBackend):
     is_shared = True
     is_durable = True
 
-    def __init__(
-        self, url: str | os.PathLike[str], *, codec: Codec | None = None, create: bool = True
-    ) -> None:
+    def __init__(self, url: str | os.PathLike[str], *, codec: Codec | None = None, create: bool = True) -> None:
         """Open the database, and make its tables if it has none and `create` says so.
 
         Raises:
@@ -197,9 +186,7 @@ class SQLStorage(StorageBackend):
         parsed = parse_query(query)
         # Before the transaction that writes: it takes long where many rows match.
         tree = await self._read(partial(ranking.read_priorities, query=parsed, codec=self._codec))
-        drawing = partial(
-            ranking.lock_drawn, tree=tree, query=parsed, count=count, random=random, codec=self._codec
-        )
+        drawing = partial(ranking.lock_drawn, tree=tree, query=parsed, count=count, random=random, codec=self._codec)
         return await self._take(drawing, train_step)
 
     async def update_priorities(self, priorities: Mapping[int, float]) -> int:
@@ -216,9 +203,7 @@ class SQLStorage(StorageBackend):
 
     async def delete(self, uids: Iterable[int]) -> None:
         wanted = storable_uids(uids)
-        await self._write(
-            lambda connection: delete_rows(connection, lock_rows(connection, wanted, self._codec, {}))
-        )
+        await self._write(lambda connection: delete_rows(connection, lock_rows(connection, wanted, self._codec, {})))
 
     async def delete_where(
         self, query: QueryLike, *, receipt: bytes | None = None, expected: int | None = None
@@ -342,9 +327,7 @@ class SQLStorage(StorageBackend):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         rows = [prepare(item, self._codec) for item in check_state(state)]
-        steps = [
-            {"task_name": name, "train_step": step} for name, step in sorted(state["train_steps"].items())
-        ]
+        steps = [{"task_name": name, "train_step": step} for name, step in sorted(state["train_steps"].items())]
         with self._writing() as connection:
             for table in (tags, payloads, groups):
                 connection.execute(table.delete())
@@ -455,8 +438,7 @@ class JsonCodec:
             return json.loads(data)
         except ValueError:
             raise ValueError(
-                f"the payload is no JSON, it starts with {data[:8]!r}; open the store with the codec that "
-                f"wrote it"
+                f"the payload is no JSON, it starts with {data[:8]!r}; open the store with the codec that wrote it"
             ) from None
 
     def status(self, value: str) -> str:

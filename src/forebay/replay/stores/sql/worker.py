@@ -69,9 +69,7 @@ class Worker:
         self._waiting: deque[_Shared] = deque()
         self._is_closed = False
 
-    async def call(
-        self, work: Callable[[], Result], *, undo: Callable[[Result], None] | None = None
-    ) -> Result:
+    async def call(self, work: Callable[[], Result], *, undo: Callable[[Result], None] | None = None) -> Result:
         """The result of `work()`, done in the thread; if cancelled too late, `undo` gets that result."""
         job = self._submit(work)
         result: Result = await self._outcome(job, asyncio.wrap_future(job), undo)
@@ -119,9 +117,7 @@ class Worker:
         self._cut.clear()
         return work()
 
-    async def _outcome(
-        self, job: Future[Any], answer: asyncio.Future[Any], undo: Callable[[Any], None] | None
-    ) -> Any:
+    async def _outcome(self, job: Future[Any], answer: asyncio.Future[Any], undo: Callable[[Any], None] | None) -> Any:
         try:
             return await answer
         except asyncio.CancelledError:

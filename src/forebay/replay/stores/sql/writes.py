@@ -50,9 +50,7 @@ class Write:
     """Becomes the step of the tasks, if it is later. Rows were judged at this step."""
 
 
-def write_together(
-    transactions: Transactions, writes: Sequence[Write]
-) -> list[list[int] | StepPassed | None]:
+def write_together(transactions: Transactions, writes: Sequence[Write]) -> list[list[int] | StepPassed | None]:
     """Write rows and train steps, many in one transaction; return an answer to each of `writes`.
 
     The answer is the uids of the rows, or why they are not written, or None where there are none. A train

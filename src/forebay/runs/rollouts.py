@@ -291,20 +291,17 @@ def build_rollouts(
         ConfigError: the model cannot be run, or prompts and responses are longer than the settings allow.
     """
     tokenizer, activities, buffer = load_tokenizer(model_folder), Activities(), build_buffer(config, storage)
-    eval_controller: EnginePool | None = None
-    eval_activities = activities
+    beside, eval_controller = trains and tries_beside(config), None
+    # Of their own: rollouts of an evaluation beside production are none of the producer's.
+    eval_activities = Activities() if beside else activities
     if cluster is not None:
         controller: EnginePool = cluster.controller()
         eval_controller = cluster.eval_controller()
-        if eval_controller is not None:
-            eval_activities = Activities()
     else:
         lora_rank = config.train.lora_rank if trains else 0
         engines = build_run_engines(config, model_folder, tokenizer, lora_rank=lora_rank)
-        if trains and tries_beside(config):
+        if beside:
             engines, apart = _apart(config, engines, model_folder, tokenizer, lora_rank)
-            # Of their own: rollouts of an evaluation beside production are none of the producer's.
-            eval_activities = Activities()
             eval_controller = trying = RolloutController(apart, seed=config.seed, activities=eval_activities)
         # The other half passes until the tokens are copied (`copies_saved`).
         limit_s = (every_s := config.produce.save_partial_every_s) and every_s / 2

@@ -104,8 +104,7 @@ class TrainController:
     ) -> None:
         if ranks is not None and config.ranks not in (1, ranks.num_ranks):
             raise ValueError(
-                f"config.ranks is {config.ranks}, but {ranks.num_ranks} ranks were given; give as many, or "
-                f"leave config.ranks out"
+                f"config.ranks is {config.ranks}, but {ranks.num_ranks} ranks were given; give as many, or none"
             )
         for difference in presets.differences(config):
             logger.warning("%s", difference)

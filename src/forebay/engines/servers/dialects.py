@@ -17,7 +17,6 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -25,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.engines.base import GenerateRequest, request_seed
+from forebay.engines.servers.stream import BadAnswer, ErrorEvent, Piece
 from forebay.models.images import one_for_each
 from forebay.types import SampleParams
 
@@ -308,30 +308,6 @@ class Dialect:
             values["rank"] = fitting[0]
         # Split first: a folder's name may have spaces.
         return [part.format(**values) for part in line]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """New tokens of one event of a stream."""
-
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str | None = None
-    prompt_ids: list[int] | None = None
-    """With the begin of an answer to a prompt with images: what the server made of it."""
-    routed_experts: NDArray[Any] | None = None
-    """With the end of an answer: those of all its tokens, from the first of the prompt on."""
-    versions: tuple[tuple[str, int, int], ...] = ()
-    """With the end of an answer that was held while weights changed: the version that made its tokens from
-    the first number up to the second, for each."""
-
-
-class BadAnswer(ValueError):
-    """A server sent something else than its interface says."""
-
-
-class ErrorEvent(BadAnswer):
-    """A server sent an error in the middle of a stream."""
 
 
 SGLANG_SEED_BITS = 31

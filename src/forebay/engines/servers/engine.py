@@ -41,11 +41,11 @@ from typing import Any
 from forebay.aio.time_limits import timeout
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.local.stopping import StopTexts
-from forebay.engines.servers.dialects import CACHE, WEIGHTS, BadAnswer, Dialect
+from forebay.engines.servers.dialects import CACHE, WEIGHTS, Dialect
 from forebay.engines.servers.images import SentImages, check_prompt
 from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
 from forebay.engines.servers.link import NO_LIMITS, Refused, ServerFailed, ServerLink, Watch, when_not_busy
-from forebay.engines.servers.stream import Stream
+from forebay.engines.servers.stream import BadAnswer, Stream
 from forebay.engines.servers.weights import ServerWeights
 from forebay.engines.weights.files import WeightFiles, WrittenWeights
 from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError, Weights

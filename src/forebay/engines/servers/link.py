@@ -28,8 +28,9 @@ import numpy as np
 
 from forebay.aio.time_limits import timeout
 from forebay.engines.base import EngineLost, GenerateRequest
-from forebay.engines.servers.dialects import BadAnswer, Call, Dialect, ErrorEvent
+from forebay.engines.servers.dialects import Call, Dialect
 from forebay.engines.servers.launch import LocalServer
+from forebay.engines.servers.stream import BadAnswer, ErrorEvent
 from forebay.extras import needed_by
 
 if TYPE_CHECKING:

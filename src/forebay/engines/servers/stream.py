@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from forebay.aio.time_limits import timeout
 from forebay.engines.base import Completion, GenerateRequest, joined_experts
 from forebay.engines.local.stopping import StopTexts
-from forebay.engines.servers.dialects import Piece
 
 
 class Stream:
@@ -190,3 +189,27 @@ class Stream:
                 del self.ids[end:], self._logprobs[end:], self._steps[end:]
                 return True
         return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """New tokens of one event of a stream."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+    prompt_ids: list[int] | None = None
+    """With the begin of an answer to a prompt with images: what the server made of it."""
+    routed_experts: NDArray[Any] | None = None
+    """With the end of an answer: those of all its tokens, from the first of the prompt on."""
+    versions: tuple[tuple[str, int, int], ...] = ()
+    """With the end of an answer that was held while weights changed: the version that made its tokens from
+    the first number up to the second, for each."""
+
+
+class BadAnswer(ValueError):
+    """A server sent something else than its interface says."""
+
+
+class ErrorEvent(BadAnswer):
+    """A server sent an error in the middle of a stream."""

@@ -32,7 +32,6 @@ from forebay.models.starting_weights import Weights
 
 BUCKET_BYTES = 512 << 20
 """The size of a bucket; a larger tensor gets a larger one. Each costs a request, of milliseconds."""
-
 NUM_KEPT = 3
 """Buckets that are there at a time: one that most servers read, the next, and one for those behind."""
 

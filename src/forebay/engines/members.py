@@ -119,7 +119,9 @@ class Members:
         """Record that `member` came up or changed its load."""
         member.most = getattr(member.engine, "max_running", None) or math.inf
         if self._held and (tokens := getattr(member.engine, "cache_tokens", None)):
-            member.most = min(member.most, max(1.0, tokens * self._ended_s / self._held))
+            member.most = min(member.most, tokens * self._ended_s / self._held)
+        # Where requests are queued, a load that counts for more keeps none away.
+        member.most = max(1.0, member.most / member.slowness)
         # Every change of a load leaves an old entry behind, and `least_busy` drops only those at the top.
         if len(self._loads) > 4 * len(self._by_number) + 64:
             self._loads = [(other.load, other.number) for other in self if other.is_up]

@@ -419,3 +419,27 @@ def test_a_straggler_gets_less_also_where_requests_are_queued():
         await asyncio.gather(*busy)
 
     virtual_time.run(main())
+
+
+def test_a_session_does_not_wait_for_an_engine_that_turns_out_to_be_a_straggler():
+    async def main() -> None:
+        engines = [ScriptedEngine(ten_tokens, token_latency_s=0.1, max_running=1) for _ in range(3)]
+        controller = RolloutController(engines)
+
+        def ask(name: str) -> asyncio.Task[RolloutState]:
+            state = rollout(name)
+            state.session_id = "s"
+            return asyncio.create_task(controller.generate_sample(state))
+
+        await ask("first")
+        engines[0]._token_latency_s = 15.0
+        slow = ask("slow")
+        await asyncio.sleep(0)
+        waiting = [ask("later"), ask("last")]
+        others = [asyncio.create_task(controller.generate_sample(rollout(number))) for number in range(200)]
+        await asyncio.gather(*waiting)
+        assert not slow.done()
+        assert [request.request_id for request in engines[0].requests] == ["first:0:0", "slow:0:0"]
+        await asyncio.gather(slow, *others)
+
+    virtual_time.run(main())

@@ -160,10 +160,13 @@ class Members:
             self.wake()
 
     async def _enter_own(self, own: Member, call: Call, ends: Callable[[], bool]) -> bool:
-        """Wait for room at the session's engine, whose cache has its earlier tokens; False: it is away."""
+        """Wait for room at the session's engine, whose cache has its earlier tokens; False: not there."""
+
+        def stays() -> bool:
+            return own.is_up and own.slowness == 1 and not ends()
 
         def is_decided() -> bool:
-            return ends() or not own.is_up or len(own.in_flight) < own.most
+            return not stays() or len(own.in_flight) < own.most
 
         if len(own.line) or not is_decided():
             try:
@@ -173,7 +176,7 @@ class Members:
                 # Whether it takes the place or not: there may be room for others, and an end is for all.
                 self.note_load(own)
                 asyncio.get_running_loop().call_soon(self.wake, own)
-        return own.is_up and not ends()
+        return stays()
 
     def wake(self, *those: Member) -> None:
         """Look at the first in line, also of `those`; when an engine may have got room, or none will."""
@@ -228,6 +231,7 @@ class Members:
             if slowness != member.slowness:
                 member.slowness = slowness
                 self.note_load(member)
+                self.wake(member)
             if slowness > 1 and not member.is_named:
                 member.is_named = True
                 logger.warning(

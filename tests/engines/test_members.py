@@ -380,3 +380,66 @@ def test_a_session_waits_for_its_engine_and_one_that_is_cancelled_leaves_the_roo
         assert cancelled.cancelled()
 
     virtual_time.run(main())
+
+
+def test_an_abort_ends_what_is_queued_too_and_no_engine_makes_it():
+    async def main() -> None:
+        engine = ScriptedEngine(ten_tokens, token_latency_s=0.1, max_running=1)
+        controller = RolloutController(engine)
+        running = [asyncio.create_task(controller.generate_sample(rollout(name))) for name in "abc"]
+        await asyncio.sleep(0.15)
+        await controller.abort(["b:0:0", "c:0:0", "unknown"])
+        await asyncio.gather(*running[1:])
+        assert asyncio.get_running_loop().time() < 1.0
+        assert [state.status for state in await asyncio.gather(*running)] == [
+            *(Status.COMPLETED, Status.ABORTED, Status.ABORTED)
+        ]
+        assert [request.request_id for request in engine.requests] == ["a:0:0"]
+        # It was no word about the next call.
+        assert (await controller.generate_sample(await running[1])).status is Status.COMPLETED
+
+    virtual_time.run(main())
+
+
+def test_a_straggler_gets_less_also_where_requests_are_queued():
+    async def main() -> None:
+        engines = [ScriptedEngine(ten_tokens, token_latency_s=0.1, max_running=16) for _ in range(6)]
+        engines[2]._token_latency_s = 1.5
+        controller = RolloutController(engines)
+
+        async def keep_busy(lane: int) -> None:
+            number = 0
+            while asyncio.get_running_loop().time() < 60.0:
+                number += 1
+                await controller.generate_sample(rollout(f"{lane}/{number}"))
+
+        busy = [asyncio.create_task(keep_busy(lane)) for lane in range(200)]
+        await asyncio.sleep(55.05)
+        assert [len(engine._running) for engine in engines] == [16, 16, 2, 16, 16, 16]
+        await asyncio.gather(*busy)
+
+    virtual_time.run(main())
+
+
+def test_a_session_does_not_wait_for_an_engine_that_turns_out_to_be_a_straggler():
+    async def main() -> None:
+        engines = [ScriptedEngine(ten_tokens, token_latency_s=0.1, max_running=1) for _ in range(3)]
+        controller = RolloutController(engines)
+
+        def ask(name: str) -> asyncio.Task[RolloutState]:
+            state = rollout(name)
+            state.session_id = "s"
+            return asyncio.create_task(controller.generate_sample(state))
+
+        await ask("first")
+        engines[0]._token_latency_s = 15.0
+        slow = ask("slow")
+        await asyncio.sleep(0)
+        waiting = [ask("later"), ask("last")]
+        others = [asyncio.create_task(controller.generate_sample(rollout(number))) for number in range(200)]
+        await asyncio.gather(*waiting)
+        assert not slow.done()
+        assert [request.request_id for request in engines[0].requests] == ["first:0:0", "slow:0:0"]
+        await asyncio.gather(slow, *others)
+
+    virtual_time.run(main())

@@ -25,6 +25,8 @@ class Call:
     """Open while it waits for an engine."""
     parts: list[Completion] = field(default_factory=list)
     engine: Engine | None = None
+    is_aborted: bool = False
+    """Whether it is to end; no engine gets it any more."""
     num_counted: int = 0
     """Its tokens that `EnginePool.count_tokens_made` has seen."""
 

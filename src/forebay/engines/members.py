@@ -119,7 +119,9 @@ class Members:
         """Record that `member` came up or changed its load."""
         member.most = getattr(member.engine, "max_running", None) or math.inf
         if self._held and (tokens := getattr(member.engine, "cache_tokens", None)):
-            member.most = min(member.most, max(1.0, tokens * self._ended_s / self._held))
+            member.most = min(member.most, tokens * self._ended_s / self._held)
+        # Where requests are queued, a load that counts for more keeps none away.
+        member.most = max(1.0, member.most / member.slowness)
         # Every change of a load leaves an old entry behind, and `least_busy` drops only those at the top.
         if len(self._loads) > 4 * len(self._by_number) + 64:
             self._loads = [(other.load, other.number) for other in self if other.is_up]
@@ -158,10 +160,13 @@ class Members:
             self.wake()
 
     async def _enter_own(self, own: Member, call: Call, ends: Callable[[], bool]) -> bool:
-        """Wait for room at the session's engine, whose cache has its earlier tokens; False: it is away."""
+        """Wait for room at the session's engine, whose cache has its earlier tokens; False: not there."""
+
+        def stays() -> bool:
+            return own.is_up and own.slowness == 1 and not ends()
 
         def is_decided() -> bool:
-            return ends() or not own.is_up or len(own.in_flight) < own.most
+            return not stays() or len(own.in_flight) < own.most
 
         if len(own.line) or not is_decided():
             try:
@@ -171,7 +176,7 @@ class Members:
                 # Whether it takes the place or not: there may be room for others, and an end is for all.
                 self.note_load(own)
                 asyncio.get_running_loop().call_soon(self.wake, own)
-        return own.is_up and not ends()
+        return stays()
 
     def wake(self, *those: Member) -> None:
         """Look at the first in line, also of `those`; when an engine may have got room, or none will."""
@@ -226,6 +231,7 @@ class Members:
             if slowness != member.slowness:
                 member.slowness = slowness
                 self.note_load(member)
+                self.wake(member)
             if slowness > 1 and not member.is_named:
                 member.is_named = True
                 logger.warning(

@@ -151,10 +151,14 @@ class EnginePool:
     async def _last_part(self, call: Call) -> Completion:
         """The last part of the call's completion; the parts of lost engines are with the call."""
         lost: list[str] = []
+
+        def ends() -> bool:
+            return self._paused or self._closed or call.is_aborted
+
         while True:
             self._start()
-            if (entered := await self._members.enter(call, lambda: self._paused or self._closed)) is None:
-                if not (self._paused or self._closed):
+            if (entered := await self._members.enter(call, ends)) is None:
+                if not ends():
                     # None is left, which it raises.
                     await self._change()
                 return Completion(finish_reason="abort")
@@ -322,7 +326,10 @@ class EnginePool:
             await self._change()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests with ``"abort"``; at an engine that is lost they have ended."""
+        """End these requests with ``"abort"``, queued ones in their turn; at a lost engine they have ended."""
+        for call in filter(None, map(self._calls.get, request_ids)):
+            call.is_aborted = True
+        self._note()
         aborting = (member.engine.abort(request_ids) for member in self._members)
         for error in filter(None, await asyncio.gather(*aborting, return_exceptions=True)):
             logger.debug("an engine was asked to abort: %s", error)

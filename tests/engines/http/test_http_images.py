@@ -89,6 +89,16 @@ async def test_an_image_that_the_server_dropped_is_sent_again(vllm, engine, ask)
     assert sent(vllm) == [[True], [True]]
 
 
+async def test_a_group_whose_image_was_dropped_is_one_reason_to_name_fewer(vllm, engine, ask):
+    await engine.generate(ask(PROMPT, images=(RED,)))
+    vllm.images.clear()
+    await asyncio.gather(*(engine.generate(ask(PROMPT, images=(RED,))) for _ in range(16)))
+    assert vllm.images
+    vllm.bodies.clear()
+    await asyncio.gather(*(engine.generate(ask(PROMPT, images=(BLUE,))) for _ in range(16)))
+    assert sum(map(sum, sent(vllm))) == 1
+
+
 async def test_newer_weights_look_at_an_image_anew(vllm, engine, ask):
     await engine.generate(ask(PROMPT, images=(RED,)))
     await engine.load_weights([("w", torch.ones(2))], 1)

@@ -62,7 +62,9 @@ class SentImages:
         except Refused as refusal:
             if taken.is_set() or all(part["url"] for part in parts):
                 raise
-            self._most //= 2
+            # Once for all that named it: the first of them forgets it below.
+            if any(part["uuid"] in known for part in parts if not part["url"]):
+                self._most //= 2
             raise Busy(f"an image is not there any more: {refusal}", 0.0) from refusal
         finally:
             if not taken.is_set():

@@ -375,11 +375,7 @@ class TransformersEngine:
     def _load(self, weights: Weights, model_step: int, adapters: AdapterConfig | None) -> None:
         if adapters is None:
             # Live ones are cast on their way into the model, not before, which would be one copy more.
-            if isinstance(weights, LiveWeights):
-                with weights.reading():
-                    copy_weights(self._model, weights.read())
-            else:
-                copy_weights(self._model, weights)
+            copy_weights(self._model, weights.read() if isinstance(weights, LiveWeights) else weights)
             if self._adapted is not None:
                 self._adapted.full_load()
         else:

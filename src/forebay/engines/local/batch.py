@@ -115,6 +115,10 @@ class DecodeBatch:
             # Torch keeps it for this process, and a trainer may be in another.
             empty_cache()
 
+    def clear(self) -> None:
+        """Forget all rows."""
+        self._requests.clear()
+
     # Room
 
     def select(self, rows: Sequence[AnyRow]) -> tuple[list[AnyRow], list[AnyRow]]:

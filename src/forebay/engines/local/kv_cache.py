@@ -42,30 +42,6 @@ def round_up_columns(count: int) -> int:
     return -(-count // COLUMN_STEP) * COLUMN_STEP
 
 
-def fold_shared_heads() -> None:
-    """Have transformers older than 5.23 copy no keys and values for the query heads that share them.
-
-    With a mask it would do so at every token, for the whole cache. Newer ones fold the heads themselves.
-    """
-    plain = AttentionInterface()["sdpa"]
-    if not hasattr(sdpa_attention, "pack_gqa") and getattr(plain, "func", None) is not _folded:
-        AttentionInterface.register("sdpa", partial(_folded, plain))
-
-
-def _folded(
-    plain: Any, module: Any, query: torch.Tensor, key: torch.Tensor, value: Any, mask: Any, **given: Any
-) -> Any:
-    """`plain` attention, to which query heads of one new token that share keys are the tokens of one head."""
-    groups = query.shape[1] // key.shape[1]
-    is_shared = query.shape[2] == 1 < groups and mask is not None and mask.shape[1] == 1
-    if not is_shared or given.get("position_bias") is not None:
-        return plain(module, query, key, value, mask, **given)
-    query = query.reshape(len(query), key.shape[1], groups, -1)
-    # What it would read of the module, how many query heads share a key, is not so any more.
-    output, weights = plain(None, query, key, value, mask, **given)
-    return output.transpose(1, 2).flatten(1, 2)[:, None], weights
-
-
 class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """The key/value cache of a decode batch: rows that join, grow and leave on their own.
 
@@ -230,3 +206,27 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untype
     def get_max_length(self) -> int:
         """No limit of its own."""
         return -1
+
+
+def fold_shared_heads() -> None:
+    """Have transformers older than 5.23 copy no keys and values for the query heads that share them.
+
+    With a mask it would do so at every token, for the whole cache. Newer ones fold the heads themselves.
+    """
+    plain = AttentionInterface()["sdpa"]
+    if not hasattr(sdpa_attention, "pack_gqa") and getattr(plain, "func", None) is not _folded:
+        AttentionInterface.register("sdpa", partial(_folded, plain))
+
+
+def _folded(
+    plain: Any, module: Any, query: torch.Tensor, key: torch.Tensor, value: Any, mask: Any, **given: Any
+) -> Any:
+    """`plain` attention, to which query heads of one new token that share keys are the tokens of one head."""
+    groups = query.shape[1] // key.shape[1]
+    is_shared = query.shape[2] == 1 < groups and mask is not None and mask.shape[1] == 1
+    if not is_shared or given.get("position_bias") is not None:
+        return plain(module, query, key, value, mask, **given)
+    query = query.reshape(len(query), key.shape[1], groups, -1)
+    # What it would read of the module, how many query heads share a key, is not so any more.
+    output, weights = plain(None, query, key, value, mask, **given)
+    return output.transpose(1, 2).flatten(1, 2)[:, None], weights

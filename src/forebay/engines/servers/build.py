@@ -105,6 +105,10 @@ class HTTPArguments(StrictModel, strict=True):
         return self
 
 
+_OF_THE_TRAINER = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+"""Settings of torch's allocator that no server inherits: one whose segments expand cannot sleep."""
+
+
 def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) -> list[Engine]:
     """Engines for the servers that `arguments` (`HTTPArguments`) name; those to start are when first used.
 
@@ -168,8 +172,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
 
     # A server that cannot be started is an error now.
     command([], 0)
-    # Torch's allocator is set for the trainer: a server whose segments expand cannot sleep.
-    environment = {**dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")), **dialect.environment}
+    environment = {**_OF_THE_TRAINER, **dialect.environment}
     if device is not None:
         # As the trainer's own process counts them.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -122,9 +122,8 @@ def test_memory_is_given_back_where_an_engine_in_another_process_has_the_gpu_nex
     for shares in (False, True):
         server = {"name": "vllm", "arguments": {"servers": 1, "shares_gpu": shares}}
         assert yields_memory(config(engine=server)) is shares
-    for mode, share, expected in [("separate", 1, False), ("separate", 0.5, True), ("colocated", 1, True)]:
-        cluster = {"name": "ray", "arguments": {"gpus_per_trainer": share, "gpus_per_engine": share}}
-        assert yields_memory(config(cluster=cluster, produce={"mode": mode})) is expected
+    # Ray places the parts later.
+    assert yields_memory(config(cluster="ray"))
 
 
 @pytest.mark.parametrize("gpus", [1], indirect=True)

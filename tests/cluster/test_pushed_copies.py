@@ -154,7 +154,7 @@ def test_a_worker_that_ends_costs_its_groups_half_of_the_interval_at_most():
 
 
 def engine_tokens(world, state):
-    request = world.controller._at_engine.get(state.rollout_id)
+    request = world.controller._running.get(state.rollout_id)
     return 0 if request is None else world.engine.num_made(request.request_id)
 
 

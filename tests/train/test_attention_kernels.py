@@ -179,7 +179,7 @@ def both_ways(*arguments, window_size, **settings):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("logits", [15, 30, 60])
 def test_the_trial_takes_weights_of_16_bits_whose_logits_are_those_of_large_models(logits, seed, kernels):
-    """Numbers between 16 and 32 lie 1/8 apart there, so kernels differ by more than 0.2 nats at some token."""
+    """Numbers between 16 and 32 lie 1/8 apart there, so kernels may differ by over 0.2 nats at a token."""
     sizes = SIZES | {"vocab_size": 2000, "hidden_size": 128, "num_hidden_layers": 8, "initializer_range": 0.1}
     torch.manual_seed(seed)
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes)).eval().requires_grad_(False)

@@ -153,3 +153,78 @@ def test_kernels_have_the_gradients_of_plain_attention(kernel, layout):
     (norm, logprobs), (found_norm, found) = steps
     assert found_norm == pytest.approx(norm, rel=0.05)
     np.testing.assert_allclose(found, logprobs, atol=0.2)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"moments": "cpu"},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "offload_activations": True},
+        {"gradient_checkpointing": 0.5},
+    ],
+    ids=str,
+)
+def test_what_saves_memory_changes_no_number(keys):
+    plain, saving = controller(build_model(), GPU), controller(build_model(), GPU, **keys)
+    groups = build_groups()
+    for _ in range(2):
+        norms = [trainer.fit(groups).metrics["train/grad_norm"] for trainer in (plain, saving)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+    if keys.get("moments") == "cpu":
+        assert {moment.device.type for moment in saving.learner.moments() if moment.ndim} == {"cpu"}
+
+
+def test_moments_of_8_bits_are_near_the_others():
+    pytest.importorskip("bitsandbytes")
+    plain, small = controller(build_model(), GPU), controller(build_model(), GPU, moments="8bit")
+    groups = build_groups()
+    norms = [trainer.fit(groups).metrics["train/grad_norm"] for trainer in (plain, small)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    assert_like(weights(small), weights(plain), atol=3e-2)
+
+
+def test_compiled_layers_give_the_gradients_of_others():
+    pytest.importorskip("triton")
+    plain, compiled = controller(build_model(), GPU), controller(build_model(), GPU, compile=True)
+    groups = build_groups()
+    norms = [trainer.fit(groups).metrics["train/grad_norm"] for trainer in (plain, compiled)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_a_trainer_that_left_the_device_goes_on_where_it_was(with_weights):
+    moving, staying = controller(build_model(), GPU), controller(build_model(), GPU)
+    groups = build_groups()
+    for trainer in (moving, staying):
+        trainer.fit(groups)
+    moving.offload(weights=with_weights)
+    assert {moment.device.type for moment in moving.learner.moments() if moment.ndim} == {"cpu"}
+    expected = {"cpu"} if with_weights else {GPU}
+    assert {weight.device.type for weight in moving.model.parameters()} == expected
+    moving.onload()
+    assert {weight.device.type for weight in moving.model.parameters()} == {GPU}
+    norms = [trainer.fit(groups).metrics["train/grad_norm"] for trainer in (staying, moving)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+
+
+async def test_a_model_that_reads_from_the_device_decodes_without_graphs():
+    """Its recording fails in the driver, after which torch's cache can still be emptied."""
+    model = build_model().to(GPU)
+    forward = model.forward
+
+    def reading(*given, **keys):
+        keys["input_ids"].max().item()
+        return forward(*given, **keys)
+
+    model.forward = reading
+    engine = TransformersEngine(model, device=GPU)
+    assert not engine._batch._graphs.used
+    assert all(made.finish_reason in ("length", "stop") for made in await generate(engine, 2))
+    await engine.pause()
+    torch.cuda.empty_cache()
+    # Another engine of the process still records.
+    other = TransformersEngine(build_model(), device=GPU)
+    assert other._batch._graphs.used
+    await generate(other, 2)
+    await asyncio.gather(engine.close(), other.close())

@@ -4,6 +4,7 @@ import pickle
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing import active_children
 from multiprocessing.context import SpawnProcess
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 
 from forebay.io.shared import MemoryFile, lay_out, mapped, views
 from forebay.train import Packer, TrainBatch, TrainConfig
+from forebay.train.learner import Learner
 from forebay.train.parallel.array_messages import connect, receive, send
 from forebay.train.parallel.learner import RankedLearner, source_of
 from forebay.train.parallel.ranks import FailedCall, LocalRanks, RankError, Ranks
@@ -148,7 +150,9 @@ def test_a_rank_keeps_no_memory_that_it_wrote_once(make_model):
     model, kept = make_model(), mapped.cache_info().currsize
     layout, num_bytes = lay_out(model.named_parameters())
     memory = MemoryFile(num_bytes)
-    rank = SimpleNamespace(learner=SimpleNamespace(model=model))
+    learner = SimpleNamespace(model=model)
+    learner.copy_weights = partial(Learner.copy_weights, learner)
+    rank = SimpleNamespace(learner=learner)
     RankWorker.copy_weights(rank, layout, True, memory.path, memory.inode, num_bytes)
     got = dict(views(layout, memory.data))
     assert all(torch.equal(got[name], weight) for name, weight in model.named_parameters())

@@ -94,7 +94,8 @@ def test_a_step_is_the_formula_in_float64(estimator, layout, make_model, make_gr
     loss.backward()
     assert metrics["train/kl"] == pytest.approx(kl, abs=1e-5)
     for mine, parameter in zip(found, exact.parameters(), strict=True):
-        torch.testing.assert_close(mine.double(), parameter.grad, rtol=1e-5, atol=1e-6)
+        # float32 against float64: processors differ in the last bits, by up to 2e-6 where gradients are near 0.
+        torch.testing.assert_close(mine.double(), parameter.grad, rtol=1e-5, atol=4e-6)
 
 
 def test_without_the_reward_only_the_teacher_counts(make_model, make_groups):

@@ -94,7 +94,7 @@ def this_machine(device: str = "auto") -> Device:
     found = find_device(device)
     if found.type == "cuda":
         properties = torch.cuda.get_device_properties(found)
-        # Whole words, of which "GeForce RTX 4090" has two for one: an L40 is no L4. Of two sizes the nearer one.
+        # Whole words, of which "GeForce RTX 4090" has two for one: an L40 is no L4. Of two sizes the nearer.
         words = re.sub(r"\bRTX (?=\d)", "RTX", properties.name.upper()).replace("-", " ").split()
         like = max(
             (gpu for gpu in _GPUS.values() if gpu.name.split("-")[0] in words),

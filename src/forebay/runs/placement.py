@@ -224,22 +224,18 @@ def yields_memory(config: RunConfig) -> bool:
         ConfigError: as for `shares_gpu`, and torch does not see the device.
     """
     # However deep in a composed judge.
-    if any("'reward_model'" in str(task.judge) for task in config.tasks):
+    is_judged = any("'reward_model'" in str(task.judge) for task in config.tasks)
+    if is_judged or config.cluster is not None:
         return True
-    name, is_colocated = config.engine.name, config.produce.mode == "colocated"
-    if config.cluster is not None:
-        share = config.cluster.arguments.get("gpus_per_trainer", 1)
-        return share < 1 or (is_colocated and config.train.ranks == 1)
-    if name == "process":
+    if config.engine.name == "process":
         engines = spread_devices(config.device, num_engines(config), taken=config.train.ranks)
         return not trainer_gpus(config).isdisjoint(engines)
-    return takes_turns(config) if name in SERVERS else name != "transformers"
+    return takes_turns(config) if config.engine.name in SERVERS else config.engine.name != "transformers"
 
 
 def trainer_gpus(config: RunConfig) -> set[str]:
     """The GPUs of this machine on which a run trains, where its device is one."""
-    ranks = [f"cuda:{rank}" for rank in range(config.train.ranks)]
-    return {config.device} if ":" in config.device else set(ranks)
+    return {config.device} if ":" in config.device else {f"cuda:{n}" for n in range(config.train.ranks)}
 
 
 def num_engines(config: RunConfig) -> int:

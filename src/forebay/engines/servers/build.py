@@ -103,6 +103,10 @@ class HTTPArguments(StrictModel, strict=True):
         return self
 
 
+_OF_THE_TRAINER = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+"""Settings of torch's allocator that no server inherits: one whose segments expand cannot sleep."""
+
+
 def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) -> list[Engine]:
     """Engines for the servers that `arguments` (`HTTPArguments`) name; those to start are when first used.
 
@@ -182,8 +186,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
 
 def _environment(dialect: Dialect, device: int | None, *, has_plugin: bool) -> dict[str, str | None]:
     """The variables of all servers that are started; `device` is the trainer's, if it is shared."""
-    # Torch's allocator is set for the trainer: a server whose segments expand cannot sleep.
-    environment = {**dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")), **dialect.environment}
+    environment = {**_OF_THE_TRAINER, **dialect.environment}
     if has_plugin:
         environment["PYTHONPATH"] = str(Path(__file__).with_name("vllm_plugin"))
     if device is not None:

@@ -167,6 +167,29 @@ async def test_a_lost_engine_keeps_no_abort_from_the_others(tmp_path):
     await actor.close()
 
 
+async def test_an_engine_that_begins_in_a_pause_serves_from_its_end_on(tmp_path):
+    """It would abort what comes while the others run already."""
+    (tmp_path / "marker").touch()
+    actor = EngineActor()
+    await actor.start(spec_of(frail_config(tmp_path)))
+    await actor.pause()
+    await actor.load_weights(NOTHING, 1)
+    (early,) = await answers(actor, ask("early"))
+    assert early.lost
+    serving = asyncio.ensure_future(actor.serving())
+    await asyncio.sleep(0)
+    assert not serving.done()
+    await actor.resume()
+    await serving
+    (served,) = await answers(actor, ask("served"))
+    assert served.response_ids.tolist() == [7, 8, 9]
+    # One that serves ends what runs, and stays where callers look for it.
+    await actor.pause()
+    (aborted,) = await answers(actor, ask("aborted"))
+    assert (aborted.finish_reason, aborted.lost) == ("abort", False)
+    await actor.close()
+
+
 async def test_a_request_that_can_never_run_fails_alone(tmp_path):
     config = frail_config(tmp_path)
     (tmp_path / "marker").touch()

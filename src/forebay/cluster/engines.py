@@ -59,6 +59,7 @@ class EngineActor:
         self._pool: EnginePool | None = None
         self._building = asyncio.Lock()
         self._serving = asyncio.Event()
+        self._has_weights = False
         self._lost_because = ""
         self._is_lost = asyncio.Event()
 
@@ -128,6 +129,8 @@ class EngineActor:
     async def resume(self) -> None:
         """Take requests again."""
         await built(self._pool).continue_generation()
+        if self._has_weights:
+            self._serving.set()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; at an engine that is lost they have ended."""
@@ -160,7 +163,10 @@ class EngineActor:
         except EngineLost as error:
             self._lose(error)
             raise
-        self._serving.set()
+        self._has_weights = True
+        # One that begins in a pause would abort what comes, where the others run already, until it is resumed.
+        if not built(self._pool).is_paused:
+            self._serving.set()
 
     async def health(self) -> EngineHealth:
         """All engines of this process together."""
@@ -175,6 +181,7 @@ class EngineActor:
     def _lose(self, error: EngineLost) -> None:
         """Serve no more: callers that wait for this engine wait for another process."""
         self._serving.clear()
+        self._has_weights = False
         self._lost_because = str(error)
         self._is_lost.set()
 

@@ -74,7 +74,8 @@ class EnginePool:
         self._num_tokens_made = 0
         self._given_step: int | None = None
         """Step of the weights that the engines should have."""
-        self._paused = self._asleep = False
+        self.is_paused = self._asleep = False
+        """The first: whether requests end as aborted, from `pause_generation` on."""
         self._closed = False
         self._changes = Changes()
         """An engine came back, or was given up; a pause or the end began."""
@@ -153,7 +154,7 @@ class EnginePool:
         lost: list[str] = []
 
         def ends() -> bool:
-            return self._paused or self._closed or call.is_aborted
+            return self.is_paused or self._closed or call.is_aborted
 
         while True:
             self._start()
@@ -184,7 +185,7 @@ class EnginePool:
                 if len(lost) > MAX_RETRIES:
                     message = f"given up after {len(lost)} lost engines: {'; '.join(lost)}"
                     return replace(completion, error_msg=message)
-            elif completion.finish_reason != "abort" or self._paused or not has_left:
+            elif completion.finish_reason != "abort" or self.is_paused or not has_left:
                 return completion
             call.parts.append(completion)
             rest = call.rest()
@@ -218,7 +219,7 @@ class EnginePool:
         Raises:
             StallError: an engine of this process did not answer within a minute; the others are paused.
         """
-        self._paused = True
+        self.is_paused = True
         self._note()
         await self._ask_all("pause", self._follow_pause)
 
@@ -228,7 +229,7 @@ class EnginePool:
         Raises:
             StallError: as for `pause_generation`; the others go on.
         """
-        self._paused = False
+        self.is_paused = False
         self._wake()
         await self._ask_all("resume", self._follow_pause)
 
@@ -244,7 +245,7 @@ class EnginePool:
         Raises:
             EngineLost: no engine is left.
         """
-        self._paused = self._asleep = True
+        self.is_paused = self._asleep = True
         self._note()
         # One that is just starting takes memory whatever it is told meanwhile.
         while any(member.is_starting for member in self._members):
@@ -439,14 +440,14 @@ class EnginePool:
     async def _rest_as_others_do(self, member: Member) -> None:
         """Pause one that came up, if the others are; meanwhile a pause may begin or end, or weights come."""
         # Told in any case: one that answered a pause, but not what came after it, may still be paused.
-        member.paused = not self._paused
-        while member.loading is not None or member.paused is not self._paused:
+        member.paused = not self.is_paused
+        while member.loading is not None or member.paused is not self.is_paused:
             await member.loaded()
             await answered(self._follow_pause(member), f"{member} was asked to pause or resume")
 
     async def _follow_pause(self, member: Member) -> None:
         # Before the wait: if a pause begins or ends in it, `_rest_as_others_do` goes round again.
-        member.paused = self._paused
+        member.paused = self.is_paused
         await (member.engine.pause() if member.paused else member.engine.resume())
 
     async def _change(self) -> None:

@@ -112,7 +112,7 @@ class ToolEnvironment(Environment):
         return Reply(messages)
 
     def _said(self, result: Result) -> Result:
-        """What the message with this result says: text, or parts of which some are images."""
+        """The content of the message with this result: text, or parts of which some are images."""
         form = self._arguments.result_format
         if isinstance(result, str):
             # Not `format`: formats and results may have other braces.

@@ -22,7 +22,7 @@ class Call:
     request: GenerateRequest
     caller: str
     queued: Within = UNSEEN
-    """What is open while it waits for an engine."""
+    """Open while it waits for an engine."""
     parts: list[Completion] = field(default_factory=list)
     engine: Engine | None = None
     is_aborted: bool = False

@@ -127,6 +127,24 @@ async def test_the_question_is_the_template_and_the_reply_the_score(server, judg
     assert server.keys == ["Bearer k1"]
 
 
+async def test_the_environment_names_a_proxy_and_a_netrc_file_replaces_no_key(
+    server, judge, monkeypatch, tmp_path
+) -> None:
+    (tmp_path / "netrc").write_text("default login somebody password else")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("JUDGE_KEY", "k1")
+    server.script = [completion('{"score": 1}')]
+    assert rewards(await judge(api_key_env="JUDGE_KEY")) == [1.0]
+    assert server.keys == ["Bearer k1"]
+    # As a proxy, the server is asked for a host that is not there.
+    monkeypatch.setenv("http_proxy", server.url.removesuffix("/v1"))
+    server.url = "http://judge.invalid/v1"
+    assert rewards(await judge()) == [1.0]
+    monkeypatch.setenv("no_proxy", "judge.invalid")
+    (state,) = await judge(max_retries=0)
+    assert "Cannot connect to host judge.invalid" in state.error_msg
+
+
 async def test_the_built_in_question_holds_question_answer_and_reference(server, judge) -> None:
     server.script = [completion('{"score": 1}')]
     assert rewards(await judge(responses=["it is {{ four }}"])) == [1.0]

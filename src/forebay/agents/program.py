@@ -189,11 +189,8 @@ class ProgramAgentLoop(AgentLoop):
             try:
                 first.reward = {**reward, "score": float(reward["score"])}
             except (KeyError, TypeError, ValueError):
-                raise ValueError(
-                    f"{self.name} must return a number, or a mapping with a number as score; it returned {result!r}"[
-                        :_TAIL_CHARACTERS
-                    ]
-                ) from None
+                said = f"{self.name} must return a number, or a mapping with a number as score; it returned {result!r}"
+                raise ValueError(said[:_TAIL_CHARACTERS]) from None
         return trajectories
 
 

@@ -14,6 +14,8 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 from pydantic import Field
 
@@ -87,16 +89,18 @@ class JudgeServer:
                     connector=TCPConnector(limit=0),
                     timeout=ClientTimeout(total=None),
                     headers=self._headers,
-                    # Hosted models may be behind a proxy that the environment names.
-                    trust_env=True,
                 )
+            # Hosted models may be behind a proxy that the environment names. Not `trust_env`, which also puts
+            # what a netrc file has in the place of the key.
+            parts = urlsplit(url)
+            proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
             # Failed requests count, too: the server may charge for them.
             self._num_calls += 1
             late = TransientJudgeError(f"{url}: no reply within {self._timeout_s} s")
             try:
                 async with (
                     timeout(self._timeout_s, lambda: late),
-                    self._http.post(url, json=request, allow_redirects=False) as response,
+                    self._http.post(url, json=request, allow_redirects=False, proxy=proxy) as response,
                 ):
                     text = await response.text(errors="replace")
             except ClientError as error:

@@ -23,7 +23,7 @@ MOST_NAMED = 1024
 
 
 class SentImages:
-    """What one server has of the images of its requests.
+    """The images that one server has.
 
     ::
 

@@ -62,6 +62,14 @@ def test_states_that_leak_are_noticed_in_bfloat16_too(kind):
         check_layout(model, "packed", torch.device("cpu"))
 
 
+@pytest.mark.parametrize(("kind", "layer"), [("qwen3_next", "linear_attention"), ("lfm2", "conv")])
+def test_ranks_share_out_no_sequence_whose_layers_carry_a_state(kind, layer):
+    """Not left to the passes: in 16 bits they differ by less than those of a large model's kernels."""
+    context: Any = object()
+    with pytest.raises(ValueError, match=f"^parallel.context is wrong for .*'{kind}': layers of type '{layer}' carry"):
+        check_layout(MODELS[kind](), "padded", torch.device("cpu"), context)
+
+
 @pytest.mark.parametrize("layout", ["packed", "shared_prompt"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_layout_gives_the_logprobs_of_padded_rows_or_is_refused(kind, layout, make_groups):

@@ -49,6 +49,9 @@ ROUNDING = 1e-3
 HALF_ROUNDING, HALF_SIZE = 0.2, 4.0
 """The same for 16-bit weights, on average, and from which size on in proportion: logits of 4 lie 1/32 apart,
 those of 30, which models of some billion weights have, 1/8."""
+STATES = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"}
+"""Names that transformers has for layers that carry a state from token to token. Ranks that share out a sequence
+lose it once, in its middle: in 16 bits that may be less, on average, than the rounding of large logits."""
 ROUNDINGS = 5.0
 """Most that a kernel in bfloat16 is away from float32, in units of the distance of ``eager`` in bfloat16."""
 EXPERTS_LEAK, HALF_EXPERTS_LEAK = 4e-6, 0.02
@@ -117,6 +120,11 @@ def check_layout(model: nn.Module, layout: Layout, device: torch.device, context
     beside_it, fix = "its neighbors", "layout 'padded'"
     if context is not None:
         beside_it, fix = "the ranks that share it out", "parallel.context = 1"
+        if carried := STATES.intersection(getattr(plain.config.get_text_config(), "layer_types", None) or ()):
+            raise ValueError(
+                f"parallel.context is wrong for models of type {kind!r}: layers of type {min(carried)!r} carry a "
+                f"state from token to token, which ranks do not hand on; use {fix}"
+            )
     is_half = torch.is_autocast_enabled(device.type)
     sharded = any(is_sharded(weight) for weight in model.parameters())
     try:

@@ -29,6 +29,7 @@ PLANS = [
     ("1.5b", "L4-24GB", ON_SMALL, 15),
     ("1.5b_vllm", "H100-80GB", "", 47),
     ("8b_lora", "H100-80GB", "", 44),
+    ("8b_lora_vllm", "H100-80GB", "", 62),
 ]
 PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 

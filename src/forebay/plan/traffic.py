@@ -137,11 +137,10 @@ def sync_cost(config: RunConfig, device: Device, step: StepMemory) -> tuple[floa
     # Servers are started for adapters where the run itself does it.
     takes = arguments.get("takes_adapters", "urls" not in arguments) and not (is_server and config.cluster)
     alone, whole = config.train.lora_rank > 0 and takes, step.num_parameters * engine_itemsize(config)
-    slices = step.gradient_bytes if alone else 4 * step.num_parameters
-    num_bytes = slices if alone else whole
+    slices, num_bytes = (step.gradient_bytes,) * 2 if alone else (4 * step.num_parameters, whole)
     if config.cluster is None:
-        # Into the host's memory, and out of it into that of an engine in another process. What takes no
-        # buckets reads a file, which is written first.
+        # Into the host's memory, and out of it into that of an engine in another process. Servers without
+        # buckets read a file, which is written first.
         by_file = is_server and (alone or (not is_beside and (name == "sglang" or "urls" in arguments)))
         through_host = by_file or config.train.ranks > 1 or name == "process" or (is_server and not is_beside)
         return 0, num_bytes * (4 if by_file else 2) / host if through_host else whole / (device.bytes_per_s or host)

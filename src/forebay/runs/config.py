@@ -221,7 +221,7 @@ class RunConfig(RunFile):
         "show_every": f"rollouts are shown {NUM_SAMPLES} times in a run; forebay board shows every one",
         "produce.strategy": "it follows from produce.mode and from the keys that are set",
     }
-    """What to write in the place of a key of an earlier version."""
+    """Keys of earlier versions, with the advice to write in their place."""
 
     batch_size: int = Field(ge=1)
     """Groups, that is prompts, per train step, over all tasks."""

@@ -48,7 +48,7 @@ def find_place() -> Place | None:
 
 
 def _of_slurm() -> dict[str, str]:
-    """What torchrun would say to a task of srun; a batch script has no variables of a step."""
+    """The variables that torchrun would give to a task of srun; a batch script has no variables of a step."""
     environ = os.environ
     tasks, here = environ["SLURM_STEP_NUM_TASKS"], environ["SLURM_STEP_TASKS_PER_NODE"]
     num_here = re.split("[(,]", here)[0]

@@ -13,6 +13,7 @@ from forebay.cluster.rollout_worker import Report
 from forebay.cluster.supervisor import Supervised
 from forebay.cluster.workers import ClusterController, PlacedWorker, Workers
 from forebay.engines import EngineHealth, EngineLost
+from forebay.models.starting_weights import AdaptersRefusedError
 from forebay.produce.background import tell
 
 exceptions = pytest.importorskip("ray").exceptions
@@ -238,6 +239,45 @@ def test_an_engine_that_hangs_is_started_again_and_the_run_goes_on(hangs):
         assert last >= {"load_weights", "resume"}
         for engine in engines:
             await engine.stop()
+
+    virtual_time.run(main())
+
+
+def test_adapters_that_are_refused_have_been_tried_by_all_and_are_refused_from_then_on():
+    async def main():
+        ends = []
+
+        async def refuse(*_):
+            raise AdaptersRefusedError("whole weights only")
+
+        async def load(*_):
+            await asyncio.sleep(10)
+            ends.append("loaded")
+
+        engines = [placed(0), placed(1)]
+        engines[0].actor.load_weights, engines[1].actor.load_weights = Method(refuse), Method(load)
+        controller = ClusterController(engines, Workers([]), None)
+        assert controller.takes_adapters
+        # Else whole weights, which are given next, would be loaded beside these adapters.
+        with pytest.raises(AdaptersRefusedError):
+            await controller.update_weights(Published(None, 1, {"r": 1}), 1)
+        assert ends == ["loaded"]
+        assert not controller.takes_adapters
+        for engine in engines:
+            await engine.stop()
+
+    virtual_time.run(main())
+
+
+def test_an_engine_that_starts_again_and_refuses_adapters_waits_for_whole_weights():
+    async def main():
+        async def refuse(*_):
+            raise AdaptersRefusedError("whole weights only")
+
+        engine = placed(0)
+        engine.weights, engine.actor.load_weights = Published(None, 1, {"r": 1}), Method(refuse)
+        assert await engine._set_up() == 1
+        assert not engine.takes_adapters
 
     virtual_time.run(main())
 

@@ -161,6 +161,17 @@ def test_replicas_hold_copies_and_tensor_ranks_all_of_the_embeddings() -> None:
     assert split["gathered layers"] == 2 * outside + layers // 2
 
 
+def test_experts_that_stay_on_their_rank_are_not_gathered() -> None:
+    def gathered(**parallel: Any) -> int:
+        config = TrainConfig(token_budget=1024, ranks=4, parallel=parallel)
+        return step_memory(MODELS["qwen3_moe"], config, batch()).parts["gathered layers"]
+
+    # Three matrices of each expert, in float32; this layer, the next one, and gradients.
+    experts = 3 * 4 * 8 * 3 * 64 * 128
+    assert gathered(tensor="experts") == gathered() - experts * 3 // 4
+    assert gathered(tensor="experts", replicas=2) == gathered(replicas=2) - experts // 2
+
+
 def test_ranks_gather_in_bfloat16_and_keep_slices_in_float32() -> None:
     def parts(dtype: Any) -> Any:
         config = TrainConfig(token_budget=1024, ranks=2, dtype=dtype, kl_coef=0.1)

@@ -12,7 +12,7 @@ from forebay.config import ConfigError, load_config
 from forebay.plan import make_plan, parse_devices
 from forebay.plan.hardware import GIB
 from forebay.plan.report import sentences
-from forebay.plan.traffic import LINK_SHARE, RAY_BYTES_PER_S
+from forebay.plan.traffic import HOST_BYTES_PER_S, LINK_SHARE, RAY_BYTES_PER_S
 from forebay.runs.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +35,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plan(model: Path, gpus: str, *, network: float | None = None, cluster: Any = None, **train: Any):
-    """16 sequences of 128 tokens, of which 4 fit a micro-batch."""
+def plan(model: Path, gpus: str, *, network: float | None = None, cluster: Any = None, table: Any = (), **train: Any):
+    """16 sequences of 128 tokens, of which 4 fit a micro-batch; `table` has more of the run file."""
     config = RunConfig.model_validate(
         {
             "name": "planned",
@@ -54,6 +54,7 @@ def plan(model: Path, gpus: str, *, network: float | None = None, cluster: Any =
                 }
             ],
             "train": {"token_budget": 512, **train},
+            **dict(table),
         }
     )
     return make_plan(config, parse_devices(gpus, network=network), prompt_tokens=32)
@@ -125,6 +126,55 @@ def test_a_sync_between_machines_goes_through_the_trainer_s_process(model: Path)
     assert plan(model, "4xH100-80GB", ranks=4).sync_bytes == 0
     two = plan(model, "4x2xH100-80GB", cluster=RAY, ranks=4)
     assert two.sync_bytes == found.num_parameters * (4 / 2 + 2 * 2)
+
+
+def test_a_sync_is_of_adapters_alone_where_engines_take_them(model: Path) -> None:
+    whole, alone = (plan(model, "4x2xH100-80GB", cluster=RAY, ranks=4, lora_rank=rank) for rank in (0, 4))
+    adapters = alone.num_parameters - whole.num_parameters
+    # In float32 all the way: half of them to the trainer's process, and all to two machines with engines.
+    assert alone.sync_bytes == 4 * adapters * (1 / 2 + 2)
+    assert alone.sync_s < whole.sync_s / 10
+    # Servers on Ray are not started for adapters, and engines may be told to take none.
+    for engine in ({"name": "vllm", "arguments": {"servers": 1}}, {"arguments": {"takes_adapters": False}}):
+        merged = plan(model, "4x2xH100-80GB", cluster=RAY, ranks=4, lora_rank=4, table={"engine": engine})
+        assert merged.sync_bytes == alone.num_parameters * (4 / 2 + 2 * 2)
+
+
+def test_servers_take_buckets_by_the_host_s_memory_or_a_file(model: Path) -> None:
+    def seconds(engine: Any, **train: Any) -> float:
+        return plan(model, "2xH100-80GB", table={"engine": engine}, **train).sync_s
+
+    size = plan(model, "2xH100-80GB").num_parameters * 2
+    own = {"servers": 1, "shares_gpu": False}
+    assert seconds({"name": "vllm", "arguments": own}) == 2 * size / HOST_BYTES_PER_S
+    assert seconds({"name": "sglang", "arguments": own}) == 4 * size / HOST_BYTES_PER_S
+    assert seconds({"name": "vllm", "arguments": {"urls": ["http://127.0.0.1:8000"]}}) == 4 * size / HOST_BYTES_PER_S
+    # On the trainer's GPU by a copy there, in buckets.
+    assert seconds({"name": "vllm", "arguments": {"servers": 1, "shares_gpu": True}}) == size / 3350e9
+    assert seconds({"name": "vllm", "arguments": own}, lora_rank=4) < size / HOST_BYTES_PER_S
+
+
+def test_an_engine_for_evaluations_beside_production_needs_room_and_produces_nothing(model: Path) -> None:
+    held_out = {"name": "sorting", "data": {"source": "sorting", "size": 50}, "judge": "exact_match"}
+    held_out |= {"sample": {"max_tokens": 96}, "eval_data": {"source": "sorting", "start": 50, "size": 10}}
+    separate = {"mode": "separate"}
+    beside = {"tasks": [held_out], "produce": separate, "evaluate": {"mode": "beside", "every": 5}}
+    # One more where there is one.
+    one = RAY | {"num_engines": 1}
+    assert plan(model, "2xH100-80GB", cluster=one, table={"produce": separate}).sync_bytes == 0
+    with pytest.raises(ConfigError, match=r"2 engines with 1 each do not go on 1 x 2 GPUs"):
+        plan(model, "2xH100-80GB", cluster=one, table=beside)
+    # The last of several: it gets no weights when the others do.
+    found, before = (
+        plan(model, "4x2xH100-80GB", cluster=RAY, ranks=2, table=table) for table in (beside, {"produce": separate})
+    )
+    assert found.sync_bytes == before.sync_bytes / 2
+    cached, shared = (each.turns["an engine's GPU"]["engine: key/value cache"] for each in (found, before))
+    assert cached == 2 * shared
+    # A second process on the same GPU.
+    engine = {"name": "process", "arguments": {"engines": 1}}
+    both = plan(model, "2xH100-80GB", table={**beside, "engine": engine})
+    assert both.turns["an engine's GPU"]["engine: weights"] == 2 * 2 * both.num_parameters
 
 
 @pytest.mark.parametrize(

@@ -219,6 +219,8 @@ class PlacedEngine(Supervised):
     """The most tokens, prompt and response together, one request may reach."""
     weights: Published | None = None
     """The weights given last, which a process that is started again gets."""
+    takes_adapters = True
+    """Until it has refused some: whole weights that it got since then are no base for others."""
 
     def use(self, actor: Any) -> None:
         """Send calls and requests to this actor."""
@@ -253,6 +255,9 @@ class PlacedEngine(Supervised):
         told = weights.ref, model_step, weights.adapters
         try:
             await self.tell("load_weights", *told, limit_s=TOLD_LOAD_LIMIT_S)
+        except AdaptersRefusedError:
+            self.takes_adapters = False
+            raise
         except import_ray().exceptions.ObjectLostError as error:
             raise PartLost(f"the weights of step {model_step} are lost: {why(error)}") from error
 
@@ -285,9 +290,10 @@ class PlacedEngine(Supervised):
         if (weights := self.weights) is not None:
             try:
                 await self.actor.load_weights.remote(weights.ref, weights.model_step, weights.adapters)
-            except import_ray().exceptions.ObjectLostError as error:
+            except (import_ray().exceptions.ObjectLostError, AdaptersRefusedError) as error:
                 # As before the first ones: it begins to serve with the next.
-                logger.warning("the weights of step %d are lost: %s", weights.model_step, why(error))
+                self.takes_adapters &= not isinstance(error, AdaptersRefusedError)
+                logger.warning("%s cannot have the weights of step %d: %s", self.name, weights.model_step, why(error))
 
 
 class RayEngine:

@@ -58,7 +58,6 @@ class RayTrainer:
         self.model_step = 0
         """Completed train steps."""
         self._actor = actor
-        self._sends_adapters = True
 
     def fit(
         self, groups: Iterable[Sequence[RolloutState]], *, stale_thresholds: int | Mapping[str, int] | None = None
@@ -91,14 +90,13 @@ class RayTrainer:
 
         Once an engine has refused adapters, all get merged weights. PartLost as of `fit`.
         """
-        step_ref, weights_ref = self._actor.weights.options(num_returns=2).remote(self._sends_adapters)
+        step_ref, weights_ref = self._actor.weights.options(num_returns=2).remote(rollout_controller.takes_adapters)
         # The weights themselves stay where they are.
         step, num_bytes, adapters = await self._result(step_ref, "weights")
         try:
             await rollout_controller.update_weights(Published(weights_ref, step, adapters), step)
         except AdaptersRefusedError as refusal:
             logger.warning("adapters are merged from step %d on: %s", step, why(refusal))
-            self._sends_adapters = False
             return await self.sync_weights(rollout_controller)
         return int(num_bytes)
 

@@ -298,7 +298,10 @@ class ClusterController(EnginePool):
         self.engines = self._placed  # type: ignore[assignment]
         for engine in self._placed:
             engine.weights = weights
-        await asyncio.gather(*(engine.load_weights(weights, model_step) for engine in self._placed))
+        loading = [engine.load_weights(weights, model_step) for engine in self._placed]
+        # All have ended before one's error is told: whole weights, in place of adapters, come after these.
+        for error in filter(None, await asyncio.gather(*loading, return_exceptions=True)):
+            raise error
 
     async def pause_generation(self) -> None:
         """End what runs as aborted, at the engines and in the workers."""

@@ -358,7 +358,7 @@ def _times(config: RunConfig, device: Device, hugging_face: Any, step: StepMemor
     traffic = step_traffic(config, device, sizes, step, longest, computing_s)
     waits_s = [each.weights_s - each.hidden_s + each.layers_s for each in traffic.values()]
     described = ClusterConfig(
-        engines=num_engines(config),
+        engines=num_engines(config, of_production=True),
         slots=running,
         tokens_per_s=running / token_s,
         lengths=LengthConfig(constant=max(1, longest)),

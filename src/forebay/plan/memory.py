@@ -138,17 +138,16 @@ def step_memory(
     Raises:
         ValueError: the model cannot be trained so, or `batch` does not fit the token budget.
     """
-    config = config.model_copy(update={"attention": attention})
+    # Compiled layers keep no more than others.
+    config = config.model_copy(update={"attention": attention, "compile": False})
     if config.kl_tokens:
         batch.ref_top = np.zeros((batch.num_response_tokens, 2 * config.kl_tokens), np.float32)
     packs = _largest_packs(batch, config)
     passes: Precision = "bfloat16" if config.dtype == "bfloat16" else "float32"
     times = 1
     if config.ranks > 1 and passes == "bfloat16" and config.lora_rank == 0:
-        # What ranks gather is in the precision of the passes, without autocast; their slices are float32.
+        # Ranks gather weights in the precision of the passes, without autocast; their slices are float32.
         config, held, times = config.model_copy(update={"dtype": "float32"}), passes, 2
-    # Compiled layers keep no more than these.
-    config = config.model_copy(update={"compile": False})
     with (
         _no_moves(),
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -261,8 +260,10 @@ def _of_one_rank(
     return parts
 
 
-def _num_bytes(module: nn.Module, *, trained: bool = False) -> int:
-    return sum(p.nbytes for p in module.parameters() if p.requires_grad or not trained)
+def _num_bytes(module: nn.Module, *, trained: bool = False, ranks: int = 1) -> int:
+    """Bytes of its weights, of whose experts each of the `ranks` has some."""
+    own = ((name, p.nbytes) for name, p in module.named_parameters() if p.requires_grad or not trained)
+    return sum(size // ranks if ".experts." in f".{name}" else size for name, size in own)
 
 
 def _outside_bytes(model: nn.Module, *, trained: bool = False) -> int:
@@ -275,12 +276,13 @@ def _gathered_bytes(model: nn.Module, config: TrainConfig, times: int) -> int:
     """Of `model` on several ranks, whole for a while (`forebay.train.parallel.loading`).
 
     The part outside of the layers is whole in all of a pass, the layer that computes, and the next one; and
-    their gradients, until they are summed, in float32. Of a layer each of the `tensor` ranks has a part.
+    their gradients, until they are summed, in float32. Of a layer each of the `tensor` ranks has a part, or
+    with its experts shared out, its own ones.
     """
     layers, of_gradients = decoder_layers(model), 2 * times - 1
-    largest = max(
-        (2 * _num_bytes(layer) + of_gradients * _num_bytes(layer, trained=True) for layer in layers), default=0
-    )
+    ranks = config.ranks // config.parallel.replicas if config.parallel.tensor == "experts" else 1
+    of_layers = [(_num_bytes(layer, ranks=ranks), _num_bytes(layer, trained=True, ranks=ranks)) for layer in layers]
+    largest = max((2 * size + of_gradients * trained for size, trained in of_layers), default=0)
     return _outside_bytes(model) + _outside_bytes(model, trained=True) + largest // config.parallel.num_tensor
 
 

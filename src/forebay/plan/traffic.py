@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from forebay.config import ConfigError
 from forebay.plan.hardware import Device
 from forebay.plan.memory import StepMemory
-from forebay.plan.turns import engine_itemsize, heads
+from forebay.plan.turns import engine_itemsize, heads, is_server_beside
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import SERVERS, shares_ray_gpu
+from forebay.runs.placement import SERVERS, shares_ray_gpu, tries_beside
 from forebay.train import TrainConfig
 
 LINK_SHARE = 0.75
@@ -28,7 +28,8 @@ RAY_BYTES_PER_S = 1e9
 
 
 class Places(NamedTuple):
-    """On how many machines ranks are, near each other, and engines, apart; of these without the trainer's."""
+    """On how many machines ranks are, near each other, and engines of production, apart; of these without the
+    trainer's."""
 
     ranks: int
     ranks_each: int
@@ -46,6 +47,9 @@ def find_places(config: RunConfig, device: Device) -> Places:
     one = {"gpus_per_trainer": 1, "gpus_per_engine": 1, "num_engines": 0}
     asked = one if cluster is None else dict.fromkeys(one, 0) | {"num_engines": 1} | cluster.arguments
     by_rank, by_engine, engines = (asked[name] for name in one)
+    apart = cluster is not None and tries_beside(config)
+    # The last of several is for evaluations, else one more.
+    engines = max(engines, 2 * apart)
     is_known = device.machines == 1 if cluster is None else cluster.name == "ray" and device.is_gpu
     if not (is_known and by_rank and by_engine):
         raise ConfigError(
@@ -63,7 +67,7 @@ def find_places(config: RunConfig, device: Device) -> Places:
             f"train.ranks = {ranks} with {by_rank:g} GPUs each and {engines} engines with {by_engine:g} each "
             f"do not go on {device.machines} x {each} GPUs: lower one of them, or name more with --gpus"
         )
-    return Places(machines, min(ranks, at_once), min(engines, others + (machines > 1 and left >= by_engine)))
+    return Places(machines, min(ranks, at_once), min(engines - apart, others + (machines > 1 and left >= by_engine)))
 
 
 class Traffic(NamedTuple):
@@ -126,16 +130,24 @@ def _seconds(device: Device, num_bytes: float, machines: int, streams: int) -> f
 
 
 def sync_cost(config: RunConfig, device: Device, step: StepMemory) -> tuple[float, float]:
-    """Bytes between machines, and seconds, of a hand-over of all weights to the engines."""
-    num_bytes, host = step.num_parameters * engine_itemsize(config), HOST_BYTES_PER_S
+    """Bytes between machines, and seconds, of a hand-over to the engines of production: of all weights, or of
+    adapters alone."""
+    name, arguments, host = config.engine.name, config.engine.arguments, HOST_BYTES_PER_S
+    is_server, is_beside = name in SERVERS, is_server_beside(config, device)
+    # Servers are started for adapters where the run itself does it.
+    takes = arguments.get("takes_adapters", "urls" not in arguments) and not (is_server and config.cluster)
+    alone, whole = config.train.lora_rank > 0 and takes, step.num_parameters * engine_itemsize(config)
+    slices, num_bytes = (step.gradient_bytes,) * 2 if alone else (4 * step.num_parameters, whole)
     if config.cluster is None:
-        # Into the host's memory, and out of it into that of an engine in another process.
-        through_host = config.train.ranks > 1 or config.engine.name == "process"
-        return 0, num_bytes / (host / 2 if through_host else device.bytes_per_s or host)
+        # Into the host's memory, and out of it into that of an engine in another process. Servers without
+        # buckets read a file, which is written first.
+        by_file = is_server and (alone or (not is_beside and (name == "sglang" or "urls" in arguments)))
+        through_host = by_file or config.train.ranks > 1 or name == "process" or (is_server and not is_beside)
+        return 0, num_bytes * (4 if by_file else 2) / host if through_host else whole / (device.bytes_per_s or host)
     # Slices in float32 to the trainer's process; from there once to each machine, all of them at once.
-    places, slices = find_places(config, device), 4 * step.num_parameters
+    places = find_places(config, device)
     there, back = slices * (1 - 1 / places.ranks), num_bytes * places.engines
     one_s = (there + num_bytes * (back > 0)) / min(RAY_BYTES_PER_S, device.network_bytes_per_s)
     # A server takes a file, which is written and read first.
-    copies = slices + num_bytes * (3 if config.engine.name in SERVERS else 1)
+    copies = slices + num_bytes * (3 if is_server else 1)
     return there + back, max(one_s, (there + back) / device.network_bytes_per_s) + copies / host

@@ -22,7 +22,7 @@ from forebay.engines.weights.buckets import BUCKET_BYTES
 from forebay.plan.hardware import MIB, Device
 from forebay.plan.memory import StepMemory, step_memory
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import SERVERS, num_engines, shares_gpu, shares_ray_gpu
+from forebay.runs.placement import SERVERS, num_engines, shares_gpu, shares_ray_gpu, tries_beside
 from forebay.train.batch import TrainBatch
 
 CONTEXT_BYTES = 600 * MIB
@@ -105,14 +105,16 @@ def engines_by_place(config: RunConfig, device: Device) -> tuple[int, int]:
     if config.cluster is not None:
         return (1, 0) if shares_ray_gpu(config) else (0, 1)
     if config.engine.name == "transformers" or is_server_beside(config, device):
-        return 1 + (config.evaluate.mode == "beside"), 0
+        return 1 + tries_beside(config), 0
     if config.engine.name != "process":
         return 0, 0
+    # One more, for evaluations beside one that produces, is where that is.
+    numbers = [*range(num_engines(config)), *([0] if num_engines(config) == 1 and tries_beside(config) else [])]
     if not device.is_gpu or ":" in config.device:
-        return num_engines(config), 0
+        return len(numbers), 0
     # As `forebay.models.spread_devices` gives them out.
     ranks = config.train.ranks
-    used = [(number + ranks) % device.count for number in range(num_engines(config))]
+    used = [(number + ranks) % device.count for number in numbers]
     here = max(used.count(gpu) for gpu in range(ranks))
     return here, max((used.count(gpu) for gpu in range(ranks, device.count)), default=0)
 
@@ -156,7 +158,7 @@ def num_running(config: RunConfig) -> int:
     """Requests that decode together in one engine."""
     under_way = config.batch_size * config.group_sizes[1] * (1 + config.produce.over_sample_threshold)
     most = config.engine.arguments.get("max_batch", DEFAULT_MAX_BATCH)
-    return int(min(-(-under_way // num_engines(config)), most))
+    return int(min(-(-under_way // num_engines(config, of_production=True)), most))
 
 
 def engine_itemsize(config: RunConfig) -> int:

@@ -238,11 +238,13 @@ def trainer_gpus(config: RunConfig) -> set[str]:
     return {config.device} if ":" in config.device else {f"cuda:{n}" for n in range(config.train.ranks)}
 
 
-def num_engines(config: RunConfig) -> int:
-    """Engines, or servers, that the run begins with."""
+def num_engines(config: RunConfig, *, of_production: bool = False) -> int:
+    """Engines, or servers, that the run begins with; or those `of_production`, of which none is for evaluations."""
     own, elsewhere = config.engine.arguments, config.cluster.arguments if config.cluster else {}
     named = own.get("engines") or own.get("servers") or len(own.get("urls", ())) or 1
-    return int(named * elsewhere.get("num_engines", 1))
+    apart, places = of_production and tries_beside(config), elsewhere.get("num_engines", 1)
+    # The last of several, else one more; on Ray with all servers of its own.
+    return int(named * max(1, places - apart) if config.cluster else max(1, named - apart))
 
 
 def base_precision(config: RunConfig, engine_dtype: Precision) -> Precision | None:

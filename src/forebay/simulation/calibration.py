@@ -91,7 +91,7 @@ def calibrate(folder: Path, config: RunConfig) -> tuple[ClusterConfig, Measured]
         balance = Ledger.read(folder / "ledger.jsonl").balance({})
         filtered_share = balance.dropped.get("filtered", 0) / max(1, balance.generated)
     given = {**config.engine.arguments, **(config.cluster.arguments if config.cluster else {})}
-    engines, slots = num_engines(config), given.get("max_batch", DEFAULT_MAX_BATCH)
+    engines, slots = num_engines(config, of_production=True), given.get("max_batch", DEFAULT_MAX_BATCH)
     begin_s = measure_start(rollouts)
     decoding = [(min(start + begin_s, end), end, tokens) for start, end, tokens in rollouts]
     per_step, in_turns = config.batch_size / (1 - filtered_share), config.produce.mode == "colocated"

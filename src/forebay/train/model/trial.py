@@ -47,16 +47,14 @@ WINDOW = 4
 ROUNDING = 1e-3
 """Most that passes of other shapes differ in float32, in nats; they differ by about 1e-6."""
 HALF_ROUNDING, HALF_SIZE = 0.2, 4.0
-"""The same for 16-bit weights, on average, and from which size on in proportion: logits of 4 lie 1/32 apart,
-those of 30, which models of some billion weights have, 1/8."""
+"""The same for 16-bit weights, on average; from that size of logits on in proportion: those of 30 lie 1/8 apart."""
 STATES = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"}
-"""Names that transformers has for layers that carry a state from token to token. Ranks that share out a sequence
-lose it once, in its middle: in 16 bits that may be less, on average, than the rounding of large logits."""
+"""Names in transformers of layers that carry a state. Ranks that share out a sequence lose it in its middle: in
+16 bits that may be less, on average, than the rounding of large logits."""
 ROUNDINGS = 5.0
 """Most that a kernel in bfloat16 is away from float32, in units of the distance of ``eager`` in bfloat16."""
 EXPERTS_LEAK, HALF_EXPERTS_LEAK = 4e-6, 0.02
-"""Most that passes of one shape differ where experts see other tokens too, in float32 and in 16 bits.
-Without experts masked tokens count exactly nothing. Fresh models with states leak as little as 3e-6."""
+"""The same where experts see other tokens, in float32 and 16 bits; without, masked tokens count exactly nothing."""
 
 
 def settle_attention(

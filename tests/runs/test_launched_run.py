@@ -252,6 +252,16 @@ def test_a_rank_without_a_run_says_so(monkeypatch):
         pass
 
 
+def test_the_store_of_one_machine_is_on_the_loopback_alone():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    store = launched._store(Place(0, 2, 0, 2, port, "127.0.0.1", has_store=False))
+    store.set("forebay", "here")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), 5)
+    assert launched._store(Place(1, 2, 1, 2, port, "127.0.0.1", has_store=False)).get("forebay") == b"here"
+
+
 TORCHRUN_SAYS = {
     "RANK": "9",
     "WORLD_SIZE": "16",

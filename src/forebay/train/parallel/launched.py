@@ -172,7 +172,11 @@ def _on_signals(handler: Any) -> None:
 
 def _store(place: Place) -> TCPStore:
     limit, is_master = timedelta(seconds=ranks.START_LIMIT_S), place.rank == 0 and not place.has_store
-    return TCPStore(place.host, place.port, None, is_master, limit, wait_for_workers=False)
+    is_here = place.num_here == place.size and not place.has_store
+    # Left to itself, torch would listen on every interface.
+    listener = socket.create_server((LOOPBACK, place.port)).detach() if is_master and is_here else None
+    host = LOOPBACK if is_here else place.host
+    return TCPStore(host, place.port, None, is_master, limit, wait_for_workers=False, master_listen_fd=listener)
 
 
 def _own_address(place: Place) -> str:

@@ -33,8 +33,6 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium"),
-    # One browser for all of them.
-    pytest.mark.xdist_group("browser"),
 ]
 
 PICTURES = Path(__file__).parents[2] / "docs/pictures"

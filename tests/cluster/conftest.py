@@ -1,4 +1,4 @@
-"""The local Ray cluster, as the fixture `ray`; see `ray_cluster` for the mark that its tests carry."""
+"""The local Ray cluster, as the fixture `ray`; its tests are in `ON_RAY` of the other `conftest`."""
 
 import importlib.util
 import sys

@@ -23,8 +23,6 @@ from forebay.runs import launch as launching
 from forebay.runs import placement, steps
 from warm_python import warm_python, warm_workers
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 SOON = {
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,

@@ -30,8 +30,6 @@ from forebay.types import RolloutState, SampleParams
 from forebay.watching.activity import Activities
 from warm_python import warm_python, warm_workers
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 
 async def test_engines_that_are_given_up_come_back_in_a_new_process(ray, tmp_path):
     config, restarts = frail_config(tmp_path), Restarts()

@@ -22,8 +22,6 @@ from forebay.train import TrainConfig, TrainController
 from forebay.train.parallel.ranks import RankError
 from forebay.types import RolloutState, Status
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 
 def make_model():
     torch.manual_seed(0)

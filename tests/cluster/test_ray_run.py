@@ -25,8 +25,6 @@ from forebay.runs.record.rerun import Rerun
 from forebay.runs.show.surroundings import ask_to_scale
 from forebay.runs.verify import WeightCheck
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 STEPS, BATCH_SIZE, GROUP_SIZE = 6, 4, 2
 
 

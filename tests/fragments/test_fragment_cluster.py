@@ -8,8 +8,6 @@ from fragment_factory import SETTINGS, fids, send
 
 from forebay.fragments import BufferClosed
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 
 @pytest.fixture
 def client(ray, database_config):

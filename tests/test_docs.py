@@ -74,7 +74,7 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=500,
             check=False,
         )
     assert done.returncode == 0, done.stderr[-3000:]

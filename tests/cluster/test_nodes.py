@@ -132,7 +132,7 @@ async def lose_one_and_gain_one(nodes, watched, found):
     (node,) = [node for node in nodes.all if node.node_id == before["trainer"]]
     found["lost"] = await watched.kill(nodes, node)
     newcomer = await asyncio.to_thread(nodes.join)
-    async with asyncio.timeout(240):
+    async with asyncio.timeout(500):
         # Ray itself takes a while to notice the loss.
         while len(after := await watched.places()) < len(before) or node.node_id in after.values():
             await asyncio.sleep(0.1)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -22,6 +24,28 @@ SOAK = os.environ.get("FOREBAY_SOAK") == "1"
 settings.register_profile("fast", max_examples=50, derandomize=True, deadline=None)
 settings.register_profile("soak", max_examples=2000, deadline=None, print_blob=True)
 settings.load_profile("soak" if SOAK else "fast")
+
+ON_RAY = re.compile(r"cluster/test_(ray_\w+|buffer|nodes)\.py|test_replay_ray\.py|test_fragment_cluster\.py|\[ray\b")
+"""Tests on a cluster of Ray, which takes seconds to start and has many processes."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of several workers one takes a whole file, so that what a module sets up is set up once, or all tests on Ray.
+
+    Not by `xdist_group`, which xdist 3.8 leaves unheeded with pytest 9.2 and says nothing. In the order of the
+    collection: xdist would have the files with the most tests first, which are not the longest.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if ON_RAY.search(nodeid) else super()._split_scope(nodeid)
+
+    if config.getvalue("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -1,7 +1,6 @@
 """One local Ray cluster for all tests of a process: starting one takes seconds.
 
-A test that uses it, or its module, carries ``pytest.mark.xdist_group("ray")``, so that with
-``--dist loadgroup`` all of them run in one worker process and share the cluster.
+Of several processes that share the suite one runs all tests on Ray: `ON_RAY` in `conftest.py` names them.
 """
 
 from collections.abc import Iterator

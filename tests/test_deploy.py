@@ -22,7 +22,7 @@ def overrides(command):
 
 
 def check_shell(script):
-    checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=30)
+    checked = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, timeout=300)
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
@@ -45,7 +45,7 @@ def test_a_slurm_job_starts_ray_on_its_nodes_and_the_run():
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", head, re.MULTILINE))
     assert asked["ntasks-per-node"] == "1"
     assert int(asked["nodes"]) * int(asked["gpus-per-node"]) == gpus_asked(check_run())
-    without = subprocess.run(["bash", DEPLOY / "slurm.sh"], text=True, capture_output=True, timeout=30)
+    without = subprocess.run(["bash", DEPLOY / "slurm.sh"], text=True, capture_output=True, timeout=300)
     assert (without.returncode, without.stderr.split(":")[0]) == (2, "usage")
 
 
@@ -66,7 +66,7 @@ def test_a_slurm_job_has_torchrun_start_a_rank_for_every_gpu():
     named = re.search(r"recipes/\S+\.toml", head)[0]
     config = load_config(RunConfig, DEPLOY.parent / named, [])
     assert config.train.ranks == int(given.nnodes) * int(given.nproc_per_node)
-    without = subprocess.run(["bash", DEPLOY / "torchrun_slurm.sh"], text=True, capture_output=True, timeout=30)
+    without = subprocess.run(["bash", DEPLOY / "torchrun_slurm.sh"], text=True, capture_output=True, timeout=300)
     assert (without.returncode, without.stderr.split(":")[0]) == (2, "usage")
 
 

@@ -49,12 +49,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def programs() -> list[Any]:
-    return [
-        # Ray's tests share one worker: they use many processes.
-        pytest.param(page, id=page.name, marks=[pytest.mark.xdist_group("ray")] if _uses_ray(page) else [])
-        for page in PAGES
-        if blocks(page, "python")
-    ]
+    return [pytest.param(page, id=page.name) for page in PAGES if blocks(page, "python")]
 
 
 def _uses_ray(page: Path) -> bool:
@@ -79,7 +74,7 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
             cwd=tmp_path,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=500,
             check=False,
         )
     assert done.returncode == 0, done.stderr[-3000:]

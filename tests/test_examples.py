@@ -44,7 +44,7 @@ def test_the_example_runs(command: list[str], promised: str, tmp_path: Path) -> 
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr

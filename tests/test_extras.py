@@ -27,7 +27,7 @@ def say(extra: str, program: str, folder: Path) -> str:
     """The last line that `program` says where the libraries of `extra` are not installed."""
     code = BLOCK.format(modules=EXTRAS[extra]) + program
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode
     return " ".join(done.stderr.split("Error: ")[-1].split())

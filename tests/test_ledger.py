@@ -507,7 +507,7 @@ def test_a_forked_process_that_ends_leaves_the_books_as_they_are(is_dropped):
             assert ledger.life(f"{number}{'x' * 100}", "math").train_step == number
         """
     code = textwrap.dedent(child).replace("IS_DROPPED", str(is_dropped))
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=500)
 
 
 @pytest.mark.parametrize("name", ["\ud800", "a\0b", "", "'", "4", 4, -4, 10**30])

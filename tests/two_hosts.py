@@ -19,7 +19,7 @@ _numbers = itertools.count()
 
 def run(*command: str, text: str | None = None) -> str:
     """The output of a command, which has to succeed."""
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
     return done.stdout
 
@@ -83,7 +83,7 @@ class Hosts:
     def close(self) -> None:
         """Remove both, and the link."""
         for space in self.spaces.values():
-            subprocess.run(["ip", "netns", "del", space], capture_output=True, timeout=30, check=False)
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, timeout=300, check=False)
 
 
 @pytest.fixture(name="hosts")

@@ -61,7 +61,7 @@ class AskTwice(vf.Harness[vf.HarnessConfig]):
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None):
         messages = [{"role": "user", "content": data.prompt}]
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {secret}"}, timeout=30) as client:
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {secret}"}, timeout=300) as client:
             for again in ("Are you sure?", None):
                 body = {"model": ctx.model, "messages": messages}
                 reply = await client.post(f"{endpoint}/chat/completions", json=body)

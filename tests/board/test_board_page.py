@@ -33,8 +33,6 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium"),
-    # One browser for all of them.
-    pytest.mark.xdist_group("browser"),
 ]
 
 PICTURES = Path(__file__).parents[2] / "docs/pictures"
@@ -138,7 +136,7 @@ def open_page(browser):
     def open_page(address="about:blank", **options):
         contexts.append(browser.new_context(**options))
         page = contexts[-1].new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(200_000)
         page.add_init_script(LISTEN)
         page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -870,7 +868,7 @@ def test_every_view_of_a_million_rollouts(open_page, scheme):
     folder = Path(os.environ["BOARD_MILLION"])
     with served(folder) as address:
         page = open_page(address, color_scheme=scheme)
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(200_000)
         for view, shown in MILLION.items():
             text = see(page, view, folder.name, **given_for(page, view, folder.name))
             has(page, shown)

@@ -579,13 +579,13 @@ def test_a_board_beside_a_run_ends_with_it(folder):
         for viewer in viewers:
             assert viewer.readline()
         board.stdin.close()
-        assert board.wait(timeout=60) == 0
+        assert board.wait(timeout=300) == 0
         assert board.stderr.read() == "", "the run's terminal shows it"
 
 
 def test_a_folder_without_a_run_is_one_sentence(tmp_path):
     start = "from forebay.cli import main; main()"
     command = [sys.executable, "-c", start, "board", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2
     assert "there is no run at or below" in done.stderr + done.stdout

@@ -1,4 +1,4 @@
-"""The local Ray cluster, as the fixture `ray`; see `ray_cluster` for the mark that its tests carry."""
+"""The local Ray cluster, as the fixture `ray`; its tests are in `ON_RAY` of the other `conftest`."""
 
 import importlib.util
 import sys
@@ -20,7 +20,24 @@ _spec.loader.exec_module(http_fakes)
 start_fake = http_fakes.start_fake
 
 
+# On a machine with little to spare Ray takes minutes to start an actor, or to start it again.
+LIMITS = (
+    "buffer.CLOSE_LIMIT_S",
+    "ranks.SILENCE_LIMIT_S",
+    "ray_cluster.CLOSE_LIMIT_S",
+    "supervisor.SILENCE_LIMIT_S",
+    "trainer.SILENCE_LIMIT_S",
+)
+
+
 @pytest.fixture(scope="session")
 def ray():
     with local_cluster() as ray:
         yield ray
+
+
+@pytest.fixture(autouse=True)
+def _patient(request, monkeypatch):
+    if "ray" in request.fixturenames:
+        for name in LIMITS:
+            monkeypatch.setattr(f"forebay.cluster.{name}", 500.0)

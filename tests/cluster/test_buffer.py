@@ -15,8 +15,6 @@ from forebay.produce import AsyncProduceStrategyConfig
 from forebay.replay import ConnectionLost
 from forebay.types import Status
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 COMPLETED, ARCHIVED = Status.COMPLETED, Status.ARCHIVED
 
 

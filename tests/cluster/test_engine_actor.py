@@ -101,7 +101,7 @@ async def test_engines_that_are_given_up_lose_every_request_and_say_why(tmp_path
     await actor.load_weights(NOTHING, 1)
     lost = await answers(actor, ask("a"), ask("b"))
     assert [(c.finish_reason, c.lost) for c in lost] == [("error", True)] * 2
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         signs = [sign async for sign in until_said(actor.live())]
     assert "does not start any more" in signs[-1]
     # Nobody is to be sent here any more, and new weights do not change that.

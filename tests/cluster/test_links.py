@@ -19,7 +19,7 @@ from two_hosts import two_hosts as two_hosts
 
 COMPLETED = Status.COMPLETED
 TOKEN = "a token of some length"
-LIMIT_S = 1.0
+LIMIT_S = 3.0
 """Of silence, after which a peer is given up."""
 
 
@@ -78,13 +78,13 @@ async def put_and_take(buffer: RemoteReplayBuffer, count: int) -> None:
 async def test_groups_cross_a_slow_link(address: Address) -> None:
     async with (
         delayed(address.host, address.port, 0.1) as port,
-        await RemoteReplayBuffer.connect(f"tcp://127.0.0.1:{port}", TOKEN, limit_s=LIMIT_S) as buffer,
+        await RemoteReplayBuffer.connect(f"tcp://127.0.0.1:{port}", TOKEN, limit_s=60.0) as buffer,
     ):
         await put_and_take(buffer, 20)
 
 
 async def test_groups_cross_a_link_that_loses_packets(hosts: Hosts, address: Address) -> None:
-    async with await RemoteReplayBuffer.connect(str(address), TOKEN, limit_s=10.0) as buffer:
+    async with await RemoteReplayBuffer.connect(str(address), TOKEN, limit_s=60.0) as buffer:
         hosts.lose(5)
         await put_and_take(buffer, 10)
 
@@ -104,16 +104,16 @@ async def test_a_cut_link_is_a_named_loss_and_what_was_not_confirmed_comes_back(
     assert await buffer.count("math", COMPLETED) == 2
     hosts.lose(100) if how == "silent" else hosts.cut()
     with pytest.raises(ConnectionLost) as lost:
-        await asyncio.wait_for(buffer.put(group(4), "math"), 10 * LIMIT_S)
+        await asyncio.wait_for(buffer.put(group(4), "math"), 300)
     assert f"{address} has been silent for {LIMIT_S:g} s" in str(lost.value)
     assert "whether put_groups has happened is not known" in str(lost.value)
-    with pytest.raises(ConnectionLost, match=f"{address}.*silent for 1 s"):
+    with pytest.raises(ConnectionLost, match=f"{address}.*silent for {LIMIT_S:g} s"):
         await consumer.ask("keep", {"key": b"consumer"})
     hosts.lose(0) if how == "silent" else hosts.heal()
     await consumer.close()
     # The same client goes on.
     seen = -1
-    async with asyncio.timeout(10 * LIMIT_S):
+    async with asyncio.timeout(300):
         while await buffer.count("math", COMPLETED) < 4:
             seen = await buffer.wait_for_change(seen)
     # The bytes of the put may have come once the link was back.
@@ -127,9 +127,9 @@ async def test_puts_and_takes_outlive_cuts_once_each(hosts: Hosts, address: Addr
     """The link is cut and comes back while both sides work: shorter than the limit, and longer."""
     count, taken = 30, []
     async with (
-        await RemoteReplayBuffer.connect(str(address), TOKEN, limit_s=2 * LIMIT_S) as producer,
-        await RemoteReplayBuffer.connect(str(address), TOKEN, limit_s=2 * LIMIT_S) as consumer,
-        asyncio.timeout(30),
+        await RemoteReplayBuffer.connect(str(address), TOKEN, limit_s=2.0) as producer,
+        await RemoteReplayBuffer.connect(str(address), TOKEN, limit_s=2.0) as consumer,
+        asyncio.timeout(300),
     ):
 
         async def produce() -> None:

@@ -19,8 +19,6 @@ from forebay.runs import launch as launching
 from forebay.runs import placement, steps
 from forebay.runs.store import STORE_FILE
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 
 class Killer:
     """Kills a random part again and again, until it has killed so many.

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 from test_ray_run import SEPARATE, events, pids_of, run_config
 
 from forebay.engines import ScriptedEngine
@@ -21,8 +20,6 @@ from forebay.runs import placement
 from forebay.runs.folder import saved_config
 from forebay.runs.launch import launch
 from warm_python import warm_python, warm_workers
-
-pytestmark = pytest.mark.xdist_group("ray")
 
 LONGEST, BATCH_SIZE = 400, 2
 

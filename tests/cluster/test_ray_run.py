@@ -25,8 +25,6 @@ from forebay.runs.record.rerun import Rerun
 from forebay.runs.show.surroundings import ask_to_scale
 from forebay.runs.verify import WeightCheck
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 STEPS, BATCH_SIZE, GROUP_SIZE = 6, 4, 2
 
 
@@ -89,7 +87,7 @@ def check_books(folder, num_steps=STEPS):
 
 def test_a_run_on_ray_is_tried_before_it_starts(ray, tmp_path):
     config, said = run_config(tmp_path, cluster="ray"), []
-    asyncio.run(asyncio.wait_for(try_all(config, said.append), 120))
+    asyncio.run(asyncio.wait_for(try_all(config, said.append), 500))
     assert [line.split()[0] for line in said] == ["folder", "data", "model", "engine", "judge"]
     assert not config.folder.exists()
 
@@ -273,7 +271,7 @@ def test_engines_and_workers_join_and_leave_a_run_that_works(ray, tmp_path, monk
     async def scaled_in_fit(run, groups):
         if run.train_step == 1:
             said.extend([await ask(run, "engines=+1"), await ask(run, "workers=+1")])
-            async with asyncio.timeout(240):
+            async with asyncio.timeout(500):
                 while len(run.controller.engines_up) < 2 or not all(pids_of(run.cluster).values()):
                     await asyncio.sleep(0.05)
             parts.extend(sorted(pids_of(run.cluster)))

@@ -60,7 +60,7 @@ class Served:
         await self._stack.aclose()
 
 
-@pytest.fixture(params=["plain", "served", pytest.param("ray", marks=pytest.mark.xdist_group("ray"))])
+@pytest.fixture(params=["plain", "served", "ray"])
 async def make(request, make_plain, database_config, tmp_path_factory):
     """Makes the buffer of either kind."""
     if request.param == "plain":

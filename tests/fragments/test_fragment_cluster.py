@@ -8,8 +8,6 @@ from fragment_factory import SETTINGS, fids, send
 
 from forebay.fragments import BufferClosed
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 
 @pytest.fixture
 def client(ray, database_config):
@@ -49,10 +47,10 @@ async def test_an_actor_whose_process_is_killed_goes_on_with_what_it_held(ray, c
 async def test_calls_to_a_frozen_actor_end(client):
     from forebay.cluster.fragments import ReplayBufferClient
 
-    buffer = ReplayBufferClient(client.actor, limit_s=0.5)
+    buffer = ReplayBufferClient(client.actor, limit_s=2.0)
     process = await find_process(client)
     os.kill(process, signal.SIGSTOP)
-    with pytest.raises(BufferClosed, match=r"called to metrics.*: no answer within 0\.5 s"):
+    with pytest.raises(BufferClosed, match=r"called to metrics.*: no answer within 2 s"):
         await buffer.metrics()
     os.kill(process, signal.SIGCONT)
     assert (await client.metrics())["chunks"] == 0

@@ -77,7 +77,7 @@ async def test_calls_to_a_frozen_server_can_be_cancelled_and_end_by_themselves(p
     settings = SETTINGS | {"max_reuse": 2, "database_config": {"path": str(tmp_path / "store")}}
     async with running(SERVER, path, json.dumps(settings)) as process:
         client = await RemoteFragmentBuffer.connect(path, limit_s=LONG_S)
-        hasty = await RemoteFragmentBuffer.connect(path, limit_s=0.3)
+        hasty = await RemoteFragmentBuffer.connect(path, limit_s=2.0)
         store = FragmentStore(**await client.get_database_config())
         await send(client, store, "w", [0])
         with frozen(process):
@@ -85,7 +85,7 @@ async def test_calls_to_a_frozen_server_can_be_cancelled_and_end_by_themselves(p
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(SHORT_S):
                         await call
-            with pytest.raises(BufferClosed, match=f"{path}' has been silent for 0.3 s"):
+            with pytest.raises(BufferClosed, match=f"{path}' has been silent for 2 s"):
                 await hasty.fetch_fragments(1)
             with pytest.raises(BufferClosed, match="silent"):
                 await hasty.metrics()
@@ -101,9 +101,9 @@ async def test_calls_to_a_frozen_server_can_be_cancelled_and_end_by_themselves(p
 
 
 async def test_a_frozen_client_does_not_hold_up_the_line(make_plain, path, store):
-    async with serve(make_plain(), path, client_limit_s=0.3), running(CLIENT, path) as child:
+    async with serve(make_plain(), path, client_limit_s=2.0), running(CLIENT, path) as child:
         with frozen(child):
-            client = await RemoteFragmentBuffer.connect(path, limit_s=0.3)
+            client = await RemoteFragmentBuffer.connect(path, limit_s=2.0)
             while (await client.metrics())["waiting_fetches"]:
                 await asyncio.sleep(0)
             await send(client, store, "w", [0])

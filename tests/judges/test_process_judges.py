@@ -16,6 +16,8 @@ from forebay.judges.libraries import JudgeProcessError, JudgeProcesses
 from forebay.produce.prompts.dataset import DataConfig, load_prompts
 from forebay.types import RolloutState, Status
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 def completed(response: str, reward_model) -> RolloutState:
     return RolloutState([], response=response, reward_model=reward_model, status=Status.COMPLETED)

@@ -13,6 +13,8 @@ from forebay.judges.reward import make_reward_scorer
 from forebay.models import load_tokenizer, resolve_model
 from forebay.types import RolloutState, Status
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory):

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from remembered import remembered as step_memory
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from forebay.config import ConfigError
-from forebay.plan.memory import MemoryPeak, fill_numbers, step_memory
+from forebay.plan.memory import MemoryPeak, fill_numbers
 from forebay.train import TrainConfig
 from forebay.train.batch import TrainBatch
 from forebay.train.learner import Learner
@@ -24,7 +25,7 @@ MODELS: dict[str, Any] = {
         vocab_size=32_000,
         hidden_size=128,
         intermediate_size=384,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         tie_word_embeddings=True,
@@ -33,7 +34,7 @@ MODELS: dict[str, Any] = {
         vocab_size=2000,
         hidden_size=128,
         intermediate_size=512,
-        num_hidden_layers=4,
+        num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=2,
         head_dim=32,
@@ -41,7 +42,7 @@ MODELS: dict[str, Any] = {
     ),
     # Attention and feed-forward side by side, biases, and no grouped heads.
     "gpt_neox": GPTNeoXConfig(
-        vocab_size=1000, hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4
+        vocab_size=1000, hidden_size=128, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4
     ),
     # Experts by a grouped product, which torch refuses for fake tensors in float32.
     "qwen3_moe": Qwen3MoeConfig(
@@ -64,7 +65,7 @@ CASES = [
     ("qwen3", {"dtype": "bfloat16", "layout": "packed"}),
     ("llama", {"layout": "shared_prompt", "kl_coef": 0.1}),
     ("qwen3", {"lora_rank": 8}),
-    ("qwen3", {"frozen": ["model.layers.[0-2]", "*embed_tokens"]}),
+    ("qwen3", {"frozen": ["model.layers.0", "*embed_tokens"]}),
     ("qwen3_moe", {"dtype": "bfloat16"}),
     ("gpt_neox", {"advantage": "gae", "critic_lr": 1e-4}),
 ]
@@ -112,8 +113,9 @@ def test_parts_are_exact_where_they_follow_from_the_sizes() -> None:
     assert planned.parts["weights"] == planned.parts["gradients"] == weights
     # AdamW's two moments, and a step count by parameter.
     assert planned.parts["moments"] == pytest.approx(2 * weights, rel=1e-3)
-    # Two operations for each weight of a matrix and token, forward once and backward twice, and attention's.
-    assert planned.flop / planned.tokens == pytest.approx(6 * planned.num_parameters, rel=0.3)
+    # Two operations for each weight of a matrix and token, forward once and backward twice, and attention's. The
+    # embedding is no matrix of a product, and the head is one for trained tokens alone.
+    assert planned.flop / planned.tokens == pytest.approx(6 * (planned.num_parameters - 2000 * 128), rel=0.15)
 
 
 def test_frozen_weights_have_neither_gradients_nor_moments() -> None:

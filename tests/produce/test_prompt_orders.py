@@ -177,7 +177,7 @@ class Slow(Planned):
 
     def plan(self, shuffled: Any, prompts: Any, latest: Any) -> Any:
         self.num_plans += 1
-        assert self.num_plans == 1 or self.go_on.wait(60)
+        assert self.num_plans == 1 or self.go_on.wait(300)
         return self.indices
 
 

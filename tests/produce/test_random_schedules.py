@@ -24,7 +24,7 @@ from forebay.aio import virtual_time
 from forebay.produce import STALENESS_RULES, AsyncProduceStrategyConfig
 from forebay.types import RolloutState, Status
 
-NUM_SCHEDULES = 10_000 if os.environ.get("FOREBAY_SOAK") == "1" else 300
+NUM_SCHEDULES = 10_000 if os.environ.get("FOREBAY_SOAK") == "1" else 100
 NUM_SHOWN = 5
 """Failures of which the traceback is shown."""
 

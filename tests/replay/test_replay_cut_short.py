@@ -31,7 +31,7 @@ def held_commits(storage, monkeypatch):
 
     def wait_for_the_test():
         begun.set()
-        assert go_on.wait(timeout=20)
+        assert go_on.wait(timeout=300)
         return writing()
 
     monkeypatch.setattr(storage, "_writing", wait_for_the_test)
@@ -80,7 +80,7 @@ async def test_evicted_groups_of_which_nobody_was_told_are_back(buffer, monkeypa
 
     def wait_for_the_test(evicted, codec):
         decoding.set()
-        assert go_on.wait(timeout=20)
+        assert go_on.wait(timeout=300)
         decode(evicted, codec)
 
     monkeypatch.setattr(sql_rows.Removed, "decode", wait_for_the_test)
@@ -99,7 +99,7 @@ async def test_a_thread_is_waited_for_however_often_the_caller_is_cancelled():
 
     def work():
         begun.set()
-        assert go_on.wait(timeout=20)
+        assert go_on.wait(timeout=300)
         done.append(True)
 
     running = asyncio.create_task(run_to_the_end(work))

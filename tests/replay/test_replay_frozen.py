@@ -117,17 +117,17 @@ async def held(client):
 
 async def test_a_frozen_server_is_given_up_and_named(tmp_path):
     async with serving(tmp_path / "socket") as (process, address):
-        client = await RemoteReplayBuffer.connect(address, limit_s=0.3)
+        client = await RemoteReplayBuffer.connect(address, limit_s=2.0)
         with frozen(process):
             calls = {name: CALLS[name](client) for name in ("resume", "put", "count", "wait_for_change")}
             errors = await asyncio.gather(*calls.values(), return_exceptions=True)
             found = dict(zip(calls, errors, strict=True))
             assert {type(error) for error in errors} == {ConnectionLost}
             for name in ("resume", "put"):
-                assert f"{address} has been silent for 0.3 s" in str(found[name])
+                assert f"{address} has been silent for 2 s" in str(found[name])
                 assert "is not known" in str(found[name])
             for name in ("count", "wait_for_change"):
-                assert f"{address} did not answer within 0.3 s" in str(found[name])
+                assert f"{address} did not answer within 2 s" in str(found[name])
             with pytest.raises(ConnectionLost, match=r"did not answer within 0\.1 s"):
                 await RemoteReplayBuffer.connect(address, limit_s=SHORT_S)
         # The same client goes on when the server does.
@@ -161,7 +161,7 @@ async def test_a_frozen_client_is_given_up_and_doubles_nothing_when_it_comes_bac
     for name in "abc":
         await buffer.put(make_group(name), "math")
     path = tmp_path / "socket"
-    async with serve(buffer, path, client_limit_s=0.3), running("take", path, 2) as child:
+    async with serve(buffer, path, client_limit_s=2.0), running("take", path, 2) as child:
         assert (await child.stdout.readline()).decode().split() == ["a", "b"]
         seen = buffer.version
         assert len(buffer) == 1
@@ -188,7 +188,7 @@ async def test_a_frozen_client_that_is_being_sent_groups_is_given_up(tmp_path, b
 
 
 async def test_both_ends_stay_connected_while_nothing_is_said(tmp_path, buffer):
-    limit_s = 0.2
+    limit_s = 0.5
     async with (
         serve(buffer, tmp_path / "socket", client_limit_s=limit_s),
         await RemoteReplayBuffer.connect(tmp_path / "socket", limit_s=limit_s) as client,

@@ -16,8 +16,6 @@ from forebay.replay.format.packed import GroupCodec
 from forebay.types import Status
 from ray_cluster import local_cluster
 
-pytestmark = pytest.mark.xdist_group("ray")
-
 
 @dataclass
 class Seen:

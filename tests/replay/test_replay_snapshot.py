@@ -336,7 +336,7 @@ async def test_a_snapshot_is_of_one_moment_and_nobody_waits_for_it(tmp_path, mon
 
     def wait_for_the_test(path):
         loop.call_soon_threadsafe(writing.set)
-        assert go_on.wait(timeout=20)
+        assert go_on.wait(timeout=300)
         original(path)
 
     monkeypatch.setattr(snapshot, "_claim", wait_for_the_test)
@@ -365,7 +365,7 @@ async def test_a_cancelled_save_ends_before_the_next_begins(tmp_path, monkeypatc
 
     def wait_for_the_test(path):
         loop.call_soon_threadsafe(writing.set)
-        assert go_on.wait(timeout=20)
+        assert go_on.wait(timeout=300)
         original(path)
 
     monkeypatch.setattr(snapshot, "_claim", wait_for_the_test)

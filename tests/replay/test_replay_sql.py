@@ -117,7 +117,7 @@ async def test_the_event_loop_is_free_while_the_database_works(store, monkeypatc
 
     def wait_for_the_test(*args):
         loop.call_soon_threadsafe(working.set)
-        assert go_on.wait(timeout=20)
+        assert go_on.wait(timeout=300)
         return write(*args)
 
     monkeypatch.setattr(writes, "insert_rows", wait_for_the_test)
@@ -137,7 +137,7 @@ class Held:
 
     def hold(self):
         self.holding.set()
-        assert self.go_on.wait(timeout=20)
+        assert self.go_on.wait(timeout=300)
 
     async def begun(self):
         await asyncio.to_thread(self.holding.wait)
@@ -174,7 +174,7 @@ async def test_a_take_that_is_cancelled_too_late_is_undone(store, train_step, mo
 
     def wait_for_the_test(*args, **options):
         taking.set()
-        assert go_on.wait(timeout=20)
+        assert go_on.wait(timeout=300)
         return ranked(*args, **options)
 
     monkeypatch.setattr(ranking, "ranked_rows", wait_for_the_test)

@@ -125,7 +125,7 @@ async def test_what_a_caller_left_is_undone_by_the_thread(store, monkeypatch):
 
     def work():
         begun.set()
-        assert go_on.wait(timeout=20)
+        assert go_on.wait(timeout=300)
         return "result"
 
     calling = asyncio.create_task(store._worker.call(work, undo=undone.append))

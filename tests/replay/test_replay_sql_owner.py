@@ -53,7 +53,7 @@ async def test_a_take_that_an_owner_lost_in_the_middle_comes_back(open_store, mo
 
     def wait_for_the_test(data):
         decoding.set()
-        assert go_on.wait(timeout=20)
+        assert go_on.wait(timeout=300)
         return decode(data)
 
     monkeypatch.setattr(older._codec, "decode", wait_for_the_test)

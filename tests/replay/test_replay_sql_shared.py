@@ -146,7 +146,7 @@ async def test_an_eviction_that_is_cancelled_too_late_is_undone(store, monkeypat
 
     def wait_for_the_test(*args, **options):
         evicting.set()
-        assert go_on.wait(timeout=20)
+        assert go_on.wait(timeout=300)
         return ranked(*args, **options)
 
     monkeypatch.setattr(writes, "ranked_rows", wait_for_the_test)

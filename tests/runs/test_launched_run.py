@@ -21,7 +21,7 @@ from forebay.train.parallel.place import Place, find_place
 from forebay.train.parallel.ranks import RankError
 from warm_python import ADDRESS, SERVER
 
-pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.timeout(120)]
+pytestmark = pytest.mark.usefixtures("warm")
 
 TESTS = Path(__file__).parents[1]
 RUN_FILE = """
@@ -109,7 +109,9 @@ def until_trained(run):
 
 
 @pytest.fixture
-def run_file(tmp_path):
+def run_file(tmp_path, monkeypatch):
+    # torchrun leaves its logs there, and a killed run the file by which its ranks met.
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     (tmp_path / "run.toml").write_text(RUN_FILE)
     (tmp_path / "parity.py").write_text("def parity(state):\n    return float(state.response_ids[0] % 2)\n")
     return tmp_path / "run.toml"
@@ -126,7 +128,7 @@ def of_one_rank(tmp_path_factory, warm):
     (folder / "run.toml").write_text(RUN_FILE)
     (folder / "parity.py").write_text("def parity(state):\n    return float(state.response_ids[0] % 2)\n")
     one = start(FOREBAY, ["train", folder / "run.toml", f"output={folder}"])
-    said, _ = one.communicate(timeout=100)
+    said, _ = one.communicate(timeout=300)
     assert one.returncode == 0, said
     return trained(folder / "run")
 
@@ -134,7 +136,7 @@ def of_one_rank(tmp_path_factory, warm):
 def test_two_processes_of_torchrun_train_as_one_rank(run_file, tmp_path, of_one_rank):
     command = ["--standalone", "--nproc-per-node=2", "-m", "forebay", "train", run_file, f"output={tmp_path}"]
     torchrun = start(TORCHRUN, command)
-    said, _ = torchrun.communicate(timeout=100)
+    said, _ = torchrun.communicate(timeout=300)
     assert torchrun.returncode == 0, said
     assert len(of_one_rank) == 4
     assert min(map(abs, of_one_rank)) > 1e-3
@@ -143,11 +145,10 @@ def test_two_processes_of_torchrun_train_as_one_rank(run_file, tmp_path, of_one_
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(300)
 def test_torchrun_starts_a_killed_run_again_and_it_goes_on(run_file, tmp_path):
     kill_once = "    if flag.exists():\n        flag.unlink()\n        os.kill(os.getpid(), signal.SIGKILL)\n"
     with start(FOREBAY, ["train", run_file, f"output={tmp_path}"]) as once:
-        once.communicate(timeout=100)
+        once.communicate(timeout=300)
     judge, flag = tmp_path / "parity.py", tmp_path / "flag"
     flag.touch()
     head, body = judge.read_text().split("    return")
@@ -156,7 +157,7 @@ def test_torchrun_starts_a_killed_run_again_and_it_goes_on(run_file, tmp_path):
     )
     again = ["-m", "forebay", "train", "--resume", tmp_path / "run", "steps=3", "train.ranks=2"]
     torchrun = start(TORCHRUN, ["--standalone", "--nproc-per-node=2", "--max-restarts=1", *again])
-    said, _ = torchrun.communicate(timeout=100)
+    said, _ = torchrun.communicate(timeout=300)
     assert torchrun.returncode == 0, said
     assert not flag.exists()
     assert [row["train_step"] for row in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
@@ -168,9 +169,9 @@ def test_tasks_of_srun_on_two_machines_train_as_one_rank(run_file, tmp_path, of_
     address = max(addresses, key=lambda address: not address.startswith("127."))
     arguments = [run_file, f"output={tmp_path}", "train.ranks=2"]
     with tasks_of_srun(arguments, here="1(x2)", MASTER_ADDR=address) as (run, rank):
-        said, _ = run.communicate(timeout=100)
+        said, _ = run.communicate(timeout=300)
         assert run.returncode == 0, said
-        assert (rank.wait(timeout=60), rank.stdout.read()) == (0, "")
+        assert (rank.wait(timeout=300), rank.stdout.read()) == (0, "")
     assert trained(tmp_path / "run") == pytest.approx(of_one_rank, abs=1e-5)
 
 
@@ -180,7 +181,7 @@ def test_a_killed_rank_ends_the_run_with_a_sentence_though_torchrun_ends_it_too(
         rank.kill()
         # As torchrun does to all others.
         run.terminate()
-        said, _ = run.communicate(timeout=60)
+        said, _ = run.communicate(timeout=300)
         assert run.returncode == 2
         assert "error: rank 1 died in " in said
         assert f"has to start all again, to go on with --resume {tmp_path / 'run'}" in said
@@ -190,19 +191,19 @@ def test_a_killed_run_ends_its_ranks(run_file, tmp_path):
     with tasks_of_srun([run_file, f"output={tmp_path}", "steps=100000"]) as (run, rank):
         until_trained(run)
         run.kill()
-        assert (rank.wait(timeout=60), rank.stdout.read()) == (0, "")
+        assert (rank.wait(timeout=300), rank.stdout.read()) == (0, "")
 
 
 def test_a_stopped_rank_is_noticed_and_no_other_waits_for_it(run_file, tmp_path):
     """One is in a collective, where it would wait for ten minutes."""
     arguments = [run_file, f"output={tmp_path}", "steps=100000"]
-    with tasks_of_srun(arguments, 3, limit_s=3.0) as (run, other, stopped):
+    with tasks_of_srun(arguments, 3, limit_s=6.0) as (run, other, stopped):
         until_trained(run)
         stopped.send_signal(signal.SIGSTOP)
-        said, _ = run.communicate(timeout=60)
+        said, _ = run.communicate(timeout=300)
         assert run.returncode == 2
-        assert "rank 2 gave no sign of life for 3 s in " in said.partition("error: ")[2]
-        assert other.wait(timeout=60) in (0, 1)
+        assert "rank 2 gave no sign of life for 6 s in " in said.partition("error: ")[2]
+        assert other.wait(timeout=300) in (0, 1)
 
 
 def test_a_signal_to_all_has_the_step_finished_and_saved(run_file, tmp_path):
@@ -210,19 +211,19 @@ def test_a_signal_to_all_has_the_step_finished_and_saved(run_file, tmp_path):
         until_trained(run)
         for task in (rank, run):
             task.terminate()
-        said, _ = run.communicate(timeout=60)
+        said, _ = run.communicate(timeout=300)
         assert run.returncode == 130, said
         assert "Stopping: this step is finished" in said
-        assert (rank.wait(timeout=60), rank.stdout.read()) == (0, "")
+        assert (rank.wait(timeout=300), rank.stdout.read()) == (0, "")
     assert list_checkpoints(tmp_path / "run")
 
 
 def test_another_number_of_ranks_than_processes_is_one_sentence(run_file, tmp_path):
     with tasks_of_srun([run_file, f"output={tmp_path}", "train.ranks=4"]) as (run, rank):
-        said, _ = run.communicate(timeout=60)
+        said, _ = run.communicate(timeout=300)
         expected = "error: train.ranks = 4, but 2 processes were started: start 4, or leave train.ranks out\n"
         assert (run.returncode, said) == (2, expected)
-        assert (rank.wait(timeout=60), rank.stdout.read()) == (0, "")
+        assert (rank.wait(timeout=300), rank.stdout.read()) == (0, "")
 
 
 def test_a_rank_that_does_not_come_is_named_and_a_stranger_is_none(monkeypatch):

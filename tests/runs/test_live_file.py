@@ -20,7 +20,7 @@ async def test_a_look_that_fails_is_logged_once_and_the_next_one_is_written(tmp_
     monkeypatch.setattr(live, "PERIOD_S", 0.01)
     monkeypatch.setattr(live, "MAX_CPU_SHARE", 1.0)
     written = LiveFile(tmp_path, lambda: {"train_step": 7}, dict, Status().count_buffer)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while not (tmp_path / "live.json").exists():
             await asyncio.sleep(0.01)
     assert json.loads((tmp_path / "live.json").read_text())["state"] == "running"

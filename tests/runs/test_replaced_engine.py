@@ -84,20 +84,20 @@ def test_engines_join_leave_and_die_while_the_run_goes_on(tmp_path, monkeypatch,
     async def main():
         running = asyncio.create_task(launch(config(tmp_path)))
         try:
-            await asyncio.wait_for(until(running, lambda: runs and step() >= 2), 200)
+            await asyncio.wait_for(until(running, lambda: runs and step() >= 2), 500)
             controller = runs[0].controller
             joined_at = step()
             assert await asyncio.to_thread(ask_to_scale, folder, "engines=+1") == "2 now, 1 of them up"
-            await asyncio.wait_for(until(running, lambda: len(controller.engines_up) == 2), 200)
+            await asyncio.wait_for(until(running, lambda: len(controller.engines_up) == 2), 500)
             # The newcomer carries the run until the first is back.
             first = controller.engines[0]
             pid, killed_at = first.pid, step()
             os.kill(pid, signal.SIGKILL)
-            await asyncio.wait_for(until(running, lambda: controller.counts()["engine_restarts"] == 1), 200)
+            await asyncio.wait_for(until(running, lambda: controller.counts()["engine_restarts"] == 1), 500)
             back_at = step()
             assert await asyncio.to_thread(ask_to_scale, folder, "engines=1") == "1 now, 1 of them up"
             left_at = step()
-            await asyncio.wait_for(until(running, lambda: step() > left_at + 2), 200)
+            await asyncio.wait_for(until(running, lambda: step() > left_at + 2), 500)
             assert joined_at < killed_at < back_at, "the run stood still meanwhile"
             assert (controller.engines, first.pid == pid) == ((first,), False)
             for change in ("engines=-1", "workers=+1", "engines"):

@@ -161,7 +161,7 @@ async def test_a_checkpoint_that_cannot_be_noted_holds_nothing(tmp_path, monkeyp
     with pytest.raises(OSError, match="no room") as error:
         await checkpoints.begin_checkpoint(Run(**parts, **values))
     # While the error is held, with all that its frames hold.
-    async with asyncio.timeout(60), buffer.moment():
+    async with asyncio.timeout(300), buffer.moment():
         del error
 
 
@@ -250,7 +250,7 @@ def test_production_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch)
 
     def waiting_save(self, path):
         if "step_000003" in str(path):
-            assert grown.wait(30)
+            assert grown.wait(300)
         save(self, path)
 
     monkeypatch.setattr(steps, "begin_checkpoint", begun)

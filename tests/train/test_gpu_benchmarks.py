@@ -85,7 +85,7 @@ other = subprocess.Popen({grandchild}, start_new_session=True)
 open({str(file)!r}, 'w').write(str(other.pid))
 time.sleep(600)"""
     child = subprocess.Popen(lasting(text))
-    until_s = time.monotonic() + 60
+    until_s = time.monotonic() + 300
     while not (file.exists() and file.read_text()) and time.monotonic() < until_s:
         time.sleep(0.05)
     other = psutil.Process(int(file.read_text()))

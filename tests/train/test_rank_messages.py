@@ -101,10 +101,10 @@ class FullDisk(Ranks):
 
     def _answer(self, number, method, arguments):
         if method == "finish_save":
-            self.updating.wait(60)
+            self.updating.wait(300)
             raise FailedCall("OSError", "No space left on device", "its traceback")
         self.updating.set()
-        self.ended.wait(60)
+        self.ended.wait(300)
         raise RankError("rank 0 died in update: exit code -9")
 
     def _end(self):

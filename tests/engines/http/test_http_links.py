@@ -27,7 +27,7 @@ async def server_on_a(start_fake: Any, hosts: Hosts, monkeypatch: pytest.MonkeyP
         vllm._server = await asyncio.start_server(vllm._serve, place, 0)
     vllm.port = vllm._server.sockets[0].getsockname()[1]
     monkeypatch.setattr(type(vllm), "url", property(lambda self: f"http://{place}:{self.port}"))
-    for name, limit_s in (("_HEALTH_EVERY_S", 0.2), ("_HEALTH_LIMIT_S", 0.8), ("CONTROL_LIMIT_S", 0.8)):
+    for name, limit_s in (("_HEALTH_EVERY_S", 0.2), ("_HEALTH_LIMIT_S", 2.0), ("CONTROL_LIMIT_S", 2.0)):
         monkeypatch.setattr(f"forebay.engines.servers.link.{name}", limit_s)
     with hosts.inside("b"):
         yield vllm
@@ -47,7 +47,7 @@ async def test_a_cut_link_is_a_named_loss_and_the_server_is_used_again(
     while not engine.num_made("r0"):
         await asyncio.sleep(0)
     hosts.lose(100) if how == "silent" else hosts.cut()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         completion = await running
         # Its token is kept, for the engine that goes on with it.
         assert (completion.lost, completion.response_ids.tolist()) == (True, [11])
@@ -56,7 +56,7 @@ async def test_a_cut_link_is_a_named_loss_and_the_server_is_used_again(
             await engine.load_weights(WEIGHTS, 2)
     hosts.lose(0) if how == "silent" else hosts.heal()
     server.auto = True
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         await engine.bring_up()
         again = await engine.generate(ask())
     # With the weights that it missed.
@@ -67,7 +67,7 @@ async def test_requests_and_weights_cross_a_slow_and_lossy_link(
     server: Any, hosts: Hosts, connect: Callable[..., HTTPEngine], ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_HEALTH_LIMIT_S", "CONTROL_LIMIT_S"):
-        monkeypatch.setattr(f"forebay.engines.servers.link.{name}", 20.0)
+        monkeypatch.setattr(f"forebay.engines.servers.link.{name}", 200.0)
     hosts.lose(5)
     async with delayed(hosts.addresses["a"], server.port, 0.05) as port:
         monkeypatch.setattr(type(server), "url", property(lambda _: f"http://127.0.0.1:{port}"))

@@ -186,7 +186,7 @@ async def test_ends_with_a_stop_id(controller):
 async def started(controller: RolloutController, count: int) -> None:
     """Returns once so many more tokens are made."""
     before = controller.count_tokens_made()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while controller.count_tokens_made() < before + count:
             await asyncio.sleep(0.01)
 

@@ -287,7 +287,7 @@ async def test_a_server_that_comes_back_with_other_flags_is_refused(vllm, connec
 
 async def test_a_paused_server_is_found_and_one_that_is_left_is_not_paused(server, connect, ask):
     server.state = "paused"
-    engine = connect(server, start_limit_s=5.0)
+    engine = connect(server, start_limit_s=300.0)
     await engine.bring_up()
     assert (await engine.generate(ask())).finish_reason == "length"
     await engine.pause()

@@ -68,7 +68,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def is_gone(pid: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         while is_alive(pid):
             await asyncio.sleep(0.01)
 

@@ -58,8 +58,8 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def qwen(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small model with random weights. Its own processor needs torchvision, so the test's own renders."""
+def write_qwen(kind: str, folder: Path) -> tuple[Any, Any]:
+    """A small model with random weights; the tokenizer, and what makes pixels."""
     tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz ?")
     tokenizer.add_special_tokens({"additional_special_tokens": PLACEHOLDERS})
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -83,7 +83,12 @@ def qwen(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Qwen3VLForConditionalGeneration(wide).save_pretrained(folder)
     tokenizer.chat_template = SHAPES["CHAT_TEMPLATE"].replace("<image>", PLACEHOLDER)
     tokenizer.save_pretrained(folder)
-    pixels = Qwen2VLImageProcessor(patch_size=7, merge_size=2, min_pixels=14 * 14, max_pixels=56 * 56)
+    return tokenizer, Qwen2VLImageProcessor(patch_size=7, merge_size=2, min_pixels=14 * 14, max_pixels=56 * 56)
+
+
+def qwen(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a model. Its own processor needs torchvision, so the test's own renders."""
+    tokenizer, pixels = write_qwen(kind, folder)
 
     def render(chat: list[Any], **_: Any) -> list[list[int]]:
         said = tokenizer.bos_token

@@ -76,19 +76,21 @@ class RankedLearner:
         """The same arguments for every rank."""
         return self._ranks.call(method, [arguments] * self._ranks.num_ranks)
 
-    def _call_data(self, method: str, *arguments: Any) -> list[Any]:
-        """`_call`, with one result of the ranks that see the same sequences."""
-        return self._call(method, *arguments)[:: self._config.parallel.same_sequences]
+    def _call_data(self, method: str, batch: TrainBatch, *arguments: Any) -> list[Any]:
+        """Each rank gets the images that it passes besides; one result of those that see the same sequences."""
+        same = self._config.parallel.same_sequences
+        images = [batch.images_for(number // same) for number in range(self._ranks.num_ranks)]
+        return self._ranks.call(method, [(*arguments, own) for own in images])[::same]
 
     def token_values(self, name: str, batch: TrainBatch) -> FloatArray:
         """The named values of all tokens; each rank computes those of its sequences."""
         # Each rank gives 0 for the sequences of the others.
-        parts: list[FloatArray] = self._call_data("token_values", name, batch.to_plain())
+        parts: list[FloatArray] = self._call_data("token_values", batch, name, batch.to_plain())
         return reduce(np.add, parts)
 
     def update(self, batch: TrainBatch, train_step: int) -> Update:
         """Make the optimizer's steps on all ranks; columns are joined in the batch's order."""
-        parts = [Update(**part) for part in self._call_data("update", batch.to_plain(), train_step)]
+        parts = [Update(**part) for part in self._call_data("update", batch, batch.to_plain(), train_step)]
         columns = {
             # Epoch by epoch, as of one rank: every epoch goes through the same tokens.
             name: np.concatenate([part.columns[name].reshape(self._config.epochs, -1) for part in parts], axis=1)
@@ -142,6 +144,7 @@ def source_of(model: nn.Module | ModelFolder, scratch: Path) -> dict[str, Any]:
             "class": None,
             "attention": None,
             "dtype": model.dtype,
+            "name": str(model.folder.absolute()),
             "frozen": [],
         }
     if isinstance(model, Critic):
@@ -156,6 +159,7 @@ def source_of(model: nn.Module | ModelFolder, scratch: Path) -> dict[str, Any]:
         transformers_model.save_pretrained(scratch)
     return {
         "folder": str(scratch),
+        "name": transformers_model.name_or_path,
         "class": f"{type(model).__module__}:{type(model).__qualname__}",
         "attention": transformers_model.config._attn_implementation,
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),

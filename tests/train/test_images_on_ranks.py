@@ -95,6 +95,8 @@ CASES = [
     *((kind, layout, "frozen") for kind in KINDS for layout in ("padded", "packed")),
     ("qwen2_5_vl", "packed", {"mini_batches": 2, "kl_coef": 0.1, "gradient_checkpointing": True}),
     ("qwen3_vl", "padded", {"advantage": "gae", "critic_lr": 1e-3, "lora_rank": 2}),
+    ("llava", "packed", {"parallel": {"tensor": 2}}),
+    ("qwen3_vl", "shared_prompt", {"parallel": {"replicas": 2}}),
 ]
 
 
@@ -103,18 +105,20 @@ def test_two_ranks_train_as_one(kind, layout, settings, folders, ranks, tmp_path
     if settings == "frozen":
         settings = {"frozen": [TOWERS[kind]]}
     # A usual epsilon would magnify the rounding of gradients that are almost 0.
-    config = TrainConfig(lr=1e-2, adam=(0.9, 0.999, 1e-2), token_budget=70, layout=layout, **settings)
+    settings = {"lr": 1e-2, "adam": (0.9, 0.999, 1e-2), "token_budget": 70, "layout": layout, **settings}
+    over_ranks = TrainConfig(ranks=2, **settings)
+    config = TrainConfig(**{name: value for name, value in settings.items() if name != "parallel"})
     torch.manual_seed(0)
     one = TrainController(load_model(folders[kind]), config, pad_token_id=0)
     # A model as a folder, which its ranks read, and as an object, which they have from elsewhere.
     given = load_model(folders[kind]) if layout == "padded" else ModelFolder(folder=folders[kind])
     torch.manual_seed(0)
-    two = TrainController(given, config, pad_token_id=0, ranks=ranks)
+    two = TrainController(given, over_ranks, pad_token_id=0, ranks=ranks)
     for step, sights in enumerate((MANY, ONE)):
         groups = rollouts(kind, sights, seed=step)
         expected, got = one.fit(groups), two.fit(groups)
         idle = [pack for mini in got.packs for rank in mini for pack in rank if (pack < 0).any()]
-        assert sights is MANY or len(idle) == 1
+        assert sights is MANY or len(idle) == (over_ranks.parallel.same_sequences == 1)
         assert numbers(got) == pytest.approx(numbers(expected) | got_padding(got), rel=1e-4, abs=1e-5)
         for name in ("trainer_logprobs", "ref_logprobs", "values"):
             values = getattr(expected, name)
@@ -126,6 +130,14 @@ def test_two_ranks_train_as_one(kind, layout, settings, folders, ranks, tmp_path
         for name, value in wanted.items():
             torch.testing.assert_close(found.pop(name), value, atol=1e-5, rtol=1e-4, msg=f"{{}} in {name}".format)
         assert not found
+
+
+def test_ranks_that_share_out_tokens_refuse_images(folders, ranks):
+    config = TrainConfig(ranks=2, layout="packed", parallel={"context": 2})
+    trainer = TrainController(load_model(folders["llava"]), config, pad_token_id=0, ranks=ranks)
+    with pytest.raises(ValueError, match="set train.parallel.context to 1"):
+        trainer.fit(rollouts("llava", ONE))
+    trainer.fit(rollouts("llava", ["", ""]))
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])

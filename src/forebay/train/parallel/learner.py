@@ -29,6 +29,7 @@ from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Update
 from forebay.train.model.critic import Critic
+from forebay.train.parallel.config import IMAGES_WHOLE
 from forebay.train.parallel.ranks import Ranks
 from forebay.train.parallel.sharding import no_progress_bars
 from forebay.types import FloatArray
@@ -77,7 +78,13 @@ class RankedLearner:
         return self._ranks.call(method, [arguments] * self._ranks.num_ranks)
 
     def _call_data(self, method: str, batch: TrainBatch, *arguments: Any) -> list[Any]:
-        """Each rank gets the images that it passes besides; one result of those that see the same sequences."""
+        """Each rank gets the images that it passes besides; one result of those that see the same sequences.
+
+        Raises:
+            ValueError: the ranks share out the tokens of sequences with images.
+        """
+        if batch.images and self._config.parallel.context > 1:
+            raise ValueError(IMAGES_WHOLE)
         same = self._config.parallel.same_sequences
         images = [batch.images_for(number // same) for number in range(self._ranks.num_ranks)]
         return self._ranks.call(method, [(*arguments, own) for own in images])[::same]

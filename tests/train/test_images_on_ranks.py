@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_images import SHAPES, picture, write_qwen
+from test_images import RECIPE, SHAPES, picture, write_qwen
 from test_rank_messages import passed_on
 from test_ranked_training import got_padding, numbers, state
 from transformers import LlavaProcessor
 
+from forebay.config import load_config
+from forebay.metrics import read_jsonl
 from forebay.models import load_model
 from forebay.models.images import IMAGES, REPLY_IMAGES
+from forebay.runs.config import RunConfig
+from forebay.runs.folder import saved_config
+from forebay.runs.launch import launch
 from forebay.train import LocalRanks, Packer, TrainBatch, TrainConfig, TrainController
 from forebay.train.batch import passed
 from forebay.train.packing import num_cells
@@ -138,6 +144,22 @@ def test_ranks_that_share_out_tokens_refuse_images(folders, ranks):
     with pytest.raises(ValueError, match="set train.parallel.context to 1"):
         trainer.fit(rollouts("llava", ONE))
     trainer.fit(rollouts("llava", ["", ""]))
+
+
+def test_the_recipe_runs_on_two_ranks_and_resumes(folders, tmp_path):
+    overrides = ["name=r", f"output={tmp_path}", f"model.source={folders['llava']}", "steps=2", "batch_size=2"]
+    overrides += ["rollouts_per_prompt=4", "warmup.steps=2", "tasks.0.data.size=40", "tasks.0.eval_data.size=6"]
+    overrides += ["evaluate.every=2", "checkpoint_every=1", "train.ranks=2", "train.kl_coef=0.01"]
+    asyncio.run(launch(load_config(RunConfig, RECIPE / "run.toml", overrides)))
+    asyncio.run(launch(saved_config(tmp_path / "r", ["steps=3"]), resume=tmp_path / "r"))
+    rows = [row for row in read_jsonl(tmp_path / "r" / "metrics.jsonl") if "train/mismatch_kl" in row]
+    assert len(rows) == 3
+    # Engine and trainer saw the same, with the weights of each step.
+    assert max(abs(row["train/mismatch_kl"]) for row in rows) < 1e-5
+    assert all(row["train/grad_norm"] > 0 for row in rows)
+    begun, trained = (load_model(folder).state_dict() for folder in (folders["llava"], tmp_path / "r" / "model"))
+    moved = {name for name, weight in begun.items() if not torch.equal(weight, trained[name])}
+    assert any("vision_tower" in name for name in moved)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])

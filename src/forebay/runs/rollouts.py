@@ -150,14 +150,8 @@ def check_lengths(config: RunConfig, model_folder: Path, data: Sequence[TaskData
         ConfigError: a prompt is too long, or has characters that the model does not know.
     """
     prompts = (prompt for part in data for prompts in part[:2] for prompt in prompts)
-    refused = {
-        "set engine.name to another than 'sglang', which may make other tokens of a prompt with images": (
-            config.engine.name == "sglang"
-        ),
-        IMAGES_WHOLE: config.train.parallel.context > 1,
-    }
-    if any(refused.values()) and any(prompt.mm_info for prompt in prompts):
-        raise ConfigError(f"the data has images: {next(fix for fix, is_so in refused.items() if is_so)}")
+    if config.train.parallel.context > 1 and any(prompt.mm_info for prompt in prompts):
+        raise ConfigError(f"the data has images: {IMAGES_WHOLE}")
     context = config.model.max_context or context_of(model_folder)
     if context is None:
         return list(data)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -141,7 +140,7 @@ def test_two_ranks_train_as_one(kind, layout, settings, folders, ranks, tmp_path
 def test_ranks_that_share_out_tokens_refuse_images(folders, ranks):
     config = TrainConfig(ranks=2, layout="packed", parallel={"context": 2})
     trainer = TrainController(load_model(folders["llava"]), config, pad_token_id=0, ranks=ranks)
-    with pytest.raises(ValueError, match="set train.parallel.context to 1"):
+    with pytest.raises(ValueError, match=r"set train\.parallel\.context to 1"):
         trainer.fit(rollouts("llava", ONE))
     trainer.fit(rollouts("llava", ["", ""]))
 

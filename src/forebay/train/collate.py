@@ -117,8 +117,9 @@ def collate(
 ) -> MicroBatch:
     """The tensors of the sequences in `pack`, laid out as ``batch.layout`` says.
 
-    An empty pack gives one pad token by pass and nothing to train, one of ``~n`` sequence n and nothing to train: a
-    rank that has no work left makes as many passes as the others. With a `context` it is this rank's share of them. Images need the model's `sight`.
+    An empty pack gives one pad token by pass and nothing to train, and one of ``~n`` sequence n and nothing to
+    train: a rank that has no work left makes as many passes as the others. With a `context` it is this rank's
+    share of them. Images need the model's `sight`.
     """
 
     def place(value: Any) -> Any:

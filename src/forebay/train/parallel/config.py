@@ -8,7 +8,6 @@ from pydantic import Field
 
 from forebay.config import ConfigError, StrictModel
 
-
 IMAGES_WHOLE = "set train.parallel.context to 1: a rank would need a part of the placeholders of an image"
 """For data with images, whose tokens ranks do not share out."""
 

@@ -6,6 +6,8 @@ teach which words answer which question, and nothing of what is in a picture. Th
 Llava of a small CLIP tower and a Qwen3 decoder whose tokens are these words, with random weights::
 
     python shapes.py model        writes it to the folder "model"
+
+For pretrained models there are scenes of several shapes, in which some are to be counted (`gpu.toml`).
 """
 
 from __future__ import annotations
@@ -57,6 +59,27 @@ def _row(draw: random.Random, jitter: int, guesses: float) -> dict[str, Any]:
     answer, words = (shape, list(SHAPES)) if question == "shape?" else (color, list(COLORS))
     shown = {"role": "assistant", "content": draw.choice(words) if draw.random() < guesses else answer}
     return {"image": file.getvalue(), "prompt": question, "answer": answer, "demonstration": [shown]}
+
+
+def scenes(*, size: int = 4000, seed: int = 0) -> list[dict[str, Any]]:
+    """`size` scenes of 224 x 224 pixels with a question how many of one shape in one color there are."""
+    draw = random.Random(f"scenes/{seed}")
+    return [_scene(draw) for _ in range(size)]
+
+
+def _scene(draw: random.Random) -> dict[str, Any]:
+    wanted, count = (draw.choice(list(COLORS)), draw.choice(SHAPES)), 0
+    picture = Image.new("RGB", (224, 224), (draw.randint(0, 40),) * 3)
+    # In nine cells, so that none hides another.
+    for cell in draw.sample(range(9), draw.randint(4, 9)):
+        shown = wanted if draw.random() < 0.5 else (draw.choice(list(COLORS)), draw.choice(SHAPES))
+        count += shown == wanted
+        x, y = (37 + 75 * place + draw.randint(-8, 8) for place in divmod(cell, 3))
+        _draw(ImageDraw.Draw(picture), shown[1], x, y, draw.randint(16, 26), COLORS[shown[0]])
+    picture.save(file := io.BytesIO(), "PNG")
+    color, shape = wanted
+    asked = f"How many shapes are a {color} {shape}? End with the number."
+    return {"image": file.getvalue(), "prompt": asked, "answer": str(count)}
 
 
 def _draw(pen: ImageDraw.ImageDraw, shape: str, x: int, y: int, radius: int, color: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from remembered import remembered as step_memory
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, LlavaConfig, Qwen3Config, Qwen3MoeConfig
 
 from forebay.config import ConfigError
 from forebay.plan.memory import MemoryPeak, fill_numbers
@@ -126,6 +126,21 @@ def test_frozen_weights_have_neither_gradients_nor_moments() -> None:
     assert planned.parts["weights"] == 4 * planned.num_parameters > 2 * outside
     with pytest.raises(ConfigError, match=r"train\.frozen: 'lauers' is the name of no weight"):
         step_memory(MODELS["qwen3"], TrainConfig(frozen=("lauers",)), batch())
+
+
+def test_a_tower_for_images_has_gradients_and_moments_though_text_is_planned() -> None:
+    tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tower |= {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 7}
+    config = LlavaConfig(vision_config=tower, text_config=MODELS["qwen3"].to_dict(), image_token_id=9)
+    planned = step_memory(config, TrainConfig(token_budget=1024), batch())
+    weights = 4 * planned.num_parameters
+    assert planned.parts["gradients"] == planned.gradient_bytes == weights
+    assert planned.parts["moments"] == pytest.approx(2 * weights, rel=1e-3)
+    frozen = step_memory(config, TrainConfig(token_budget=1024, frozen=("model.vision_tower",)), batch())
+    assert frozen.parts["gradients"] == frozen.gradient_bytes < weights
+    assert frozen.parts["moments"] == pytest.approx(2 * frozen.gradient_bytes, rel=1e-3)
+    ranks = step_memory(config, TrainConfig(token_budget=1024, ranks=2), batch())
+    assert ranks.parts["moments"] == pytest.approx(weights, rel=1e-3)
 
 
 def test_a_divergence_over_the_likeliest_tokens_is_planned() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, Qwen2_5_VLConfig
 
 from forebay.config import load_config
 from forebay.plan import make_plan, parse_devices
 from forebay.plan.hardware import GIB
 from forebay.runs.config import RunConfig
+from forebay.runs.rollouts import load_data
 
 ROOT = Path(__file__).parents[2]
 SIZES = {
@@ -81,4 +83,48 @@ def test_a_run_fits_as_the_page_says(name: str, gpu: str, overrides: str, gib: i
     pytest.importorskip("reasoning_gym")
     found = plan(name, gpu, overrides, tmp_path)
     assert found.fits
+    assert found.total / GIB == pytest.approx(gib, abs=0.6)
+
+
+def plan_scenes(gpu: str, overrides: list[str], folder: Path, *, num_layers: int, depth: int):
+    """Of Qwen2.5-VL-3B, with fewer layers perhaps."""
+    text = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": num_layers}
+    text |= {"num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 128000}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    tower = {"depth": depth, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048}
+    tied = {"tie_word_embeddings": True}
+    Qwen2_5_VLConfig(
+        text_config={**text, "rope_parameters": rope, **tied}, vision_config=tower, **tied
+    ).save_pretrained(folder)
+    file = ROOT / "recipes" / "shapes" / "gpu.toml"
+    config = load_config(RunConfig, file, [f"model.source={folder}", *overrides])
+    return config, make_plan(config, parse_devices(gpu), prompt_tokens=128)
+
+
+EIGHT = ["train.frozen=[]", "train.ranks=8", "engine.name=process", "engine.arguments.engines=8"]
+
+
+@pytest.mark.parametrize(("gpu", "overrides"), [("H100-80GB", []), ("8xH100-80GB", EIGHT)])
+def test_a_vision_language_model_can_be_planned(
+    gpu: str, overrides: list[str], tmp_path: Path, forgotten_modules
+) -> None:
+    config, found = plan_scenes(gpu, overrides, tmp_path, num_layers=1, depth=1)
+    assert found.fits
+    weights, moments = (found.turns["training"][f"trainer: {name}"] for name in ("weights", "moments"))
+    # The tower has them where it is trained.
+    assert (moments > 1.99 * weights) == bool(overrides)
+    assert len(config.model_dump()["train"]["frozen"]) == (not overrides)
+    assert " ".join(overrides) in (ROOT / "recipes" / "shapes" / "gpu.toml").read_text().replace("'", "")
+    (data,) = load_data(config)
+    answers = Counter(prompt.reward_model["ground_truth"] for prompt in [*data.training][:200])
+    assert len(answers) > 4
+    assert len(data.held_out) == 200
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("gpu", "overrides", "gib"), [("H100-80GB", [], 64), ("8xH100-80GB", EIGHT, 19)])
+def test_a_vision_language_model_fits_as_the_page_says(
+    gpu: str, overrides: list[str], gib: int, tmp_path: Path, forgotten_modules
+) -> None:
+    _, found = plan_scenes(gpu, overrides, tmp_path, num_layers=36, depth=32)
     assert found.total / GIB == pytest.approx(gib, abs=0.6)

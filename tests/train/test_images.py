@@ -58,8 +58,8 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def qwen(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small model with random weights. Its own processor needs torchvision, so the test's own renders."""
+def write_qwen(kind: str, folder: Path) -> tuple[Any, Any]:
+    """A small model with random weights; the tokenizer, and what makes pixels."""
     tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz ?")
     tokenizer.add_special_tokens({"additional_special_tokens": PLACEHOLDERS})
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -83,7 +83,12 @@ def qwen(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Qwen3VLForConditionalGeneration(wide).save_pretrained(folder)
     tokenizer.chat_template = SHAPES["CHAT_TEMPLATE"].replace("<image>", PLACEHOLDER)
     tokenizer.save_pretrained(folder)
-    pixels = Qwen2VLImageProcessor(patch_size=7, merge_size=2, min_pixels=14 * 14, max_pixels=56 * 56)
+    return tokenizer, Qwen2VLImageProcessor(patch_size=7, merge_size=2, min_pixels=14 * 14, max_pixels=56 * 56)
+
+
+def qwen(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a model. Its own processor needs torchvision, so the test's own renders."""
+    tokenizer, pixels = write_qwen(kind, folder)
 
     def render(chat: list[Any], **_: Any) -> list[list[int]]:
         said = tokenizer.bos_token
@@ -360,7 +365,7 @@ def test_the_recipe_runs_and_its_model_goes_on(llava, tmp_path):
     assert mismatch == 0
     for folder in (tmp_path / "shapes" / "model", tmp_path / "shapes" / "warmup"):
         assert load_processor(str(folder)).image_token_id == 13
-    for wrong in ("engine={name='sglang', arguments={servers=1}}", "train.ranks=2"):
-        broken = load_config(RunConfig, RECIPE / "run.toml", [*overrides, wrong])
-        with pytest.raises(ConfigError, match="the data has images"):
-            check_lengths(broken, llava, load_data(broken))
+    over_ranks = ["train.ranks=2", "train.parallel.context=2", "train.layout=packed"]
+    broken = load_config(RunConfig, RECIPE / "run.toml", [*overrides, *over_ranks])
+    with pytest.raises(ConfigError, match=r"the data has images: set train\.parallel\.context to 1"):
+        check_lengths(broken, llava, load_data(broken))

@@ -57,11 +57,10 @@ class RayRanks(Ranks):
         """The process id of each rank's actor."""
 
     def call(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        """Call `method` on every rank; an argument that all share travels once."""
-        if all(own is arguments[0] for own in arguments):
-            # An argument for all of them, such as a model, is in the object store once.
-            arguments = [[import_ray().put(part) for part in arguments[0]]] * len(arguments)
-        return super().call(method, arguments)
+        """Call `method` on every rank; an argument that several share, such as a batch, travels once."""
+        distinct = {id(part): part for own in arguments for part in own}
+        stored = {key: import_ray().put(part) for key, part in distinct.items()}
+        return super().call(method, [[stored[id(part)] for part in own] for own in arguments])
 
     def _answer(self, number: int, method: str, arguments: Sequence[Any]) -> Any:
         actor, exceptions = self._actors[number], import_ray().exceptions

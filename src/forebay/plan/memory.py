@@ -172,10 +172,15 @@ def step_memory(
         )
         trained = [learner.model] if learner.critic is None else [learner.model, learner.critic]
         parameters = [parameter for part in trained for parameter in part.parameters()]
-        _assign_parts(memory, learner, trained, times, 1 if teacher is not None else times)
+        reached = _assign_parts(memory, learner, trained, times, 1 if teacher is not None else times)
         # The first step makes the moments. Counting operations keeps activations alive, so it is done apart.
         with FlopCounterMode(display=False) as flop:
             learner.rehearse(batch, packs[:1])
+        # The passes are over text alone; a tower for images gets gradients, and so moments, from other ones.
+        tower = [parameter for parameter in parameters if parameter.requires_grad and parameter not in reached]
+        _give_gradients(tower)
+        learner.rehearse(batch, [])
+        memory.assign(_give_gradients(tower), "gradients", times=times)
         kept = 1 if config.moments == "8bit" else times
         memory.assign(learner.moments(), HOST if config.moments == "cpu" else "moments", times=kept)
         memory.reset()
@@ -196,8 +201,17 @@ def step_memory(
 
 def _assign_parts(
     memory: MemoryPeak, learner: Learner, trained: Sequence[nn.Module], times: int, reference_times: int
-) -> None:
-    """Have weights, the reference's, and gradients once there are some, counted as what they are."""
+) -> set[nn.Parameter]:
+    """Have weights, the reference's, and gradients once there are some, counted as what they are.
+
+    The second are in the result from then on.
+    """
+    reached: set[nn.Parameter] = set()
+
+    def reach(parameter: nn.Parameter) -> None:
+        reached.add(parameter)
+        memory.assign([parameter.grad] if parameter.grad is not None else [], "gradients", times=times)
+
     weights = (tensor for part in trained for tensor in part.state_dict().values())
     memory.assign(weights, "weights", times=times)
     if learner.ref_model is not None:
@@ -205,9 +219,16 @@ def _assign_parts(
     for parameter in (parameter for part in trained for parameter in part.parameters()):
         # A gradient counts as an activation, as every new storage does, until it is complete.
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda p: memory.assign([p.grad], "gradients", times=times)
-            )
+            parameter.register_post_accumulate_grad_hook(reach)  # type: ignore[no-untyped-call]
+    return reached
+
+
+def _give_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """Set their gradients, which are the result."""
+    gradients = [torch.zeros_like(parameter) for parameter in parameters]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return gradients
 
 
 def _largest_packs(batch: TrainBatch, config: TrainConfig) -> list[Pack]:

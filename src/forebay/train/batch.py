@@ -39,7 +39,7 @@ from forebay.types import (
 Layout = Literal["padded", "packed", "shared_prompt"]
 """How a micro-batch lies in tensors; `collate` explains them."""
 Pack = NDArray[np.int64]
-"""The sequence numbers of one micro-batch."""
+"""The sequence numbers of one micro-batch; ``~n``, which is negative, is sequence n passed and not trained."""
 Example = tuple[Any, ...]
 """Prompt ids and response ids; perhaps a mask, 1 on the response tokens to train, without which all are; and
 perhaps the prompt's ``mm_info``."""
@@ -198,14 +198,32 @@ class TrainBatch:
         return cls.from_groups([states] if states else [])
 
     def to_plain(self) -> dict[str, Any]:
-        """Its fields by name, for another process: arrays and plain values, which make the same batch.
+        """Its fields by name but for images, for another process: arrays and plain values."""
+        plain = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        return plain | {"images": [], "reply_images": []}
 
-        Raises:
-            ValueError: it has images.
-        """
-        if self.images:
-            raise ValueError("images need train.ranks = 1: a rank without any would not keep step")
-        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+    def images_for(self, rank: int) -> list[Any]:
+        """The images in the packs of `rank`, each file once, as arrays and plain values; none is an empty list."""
+        if not self.images:
+            return []
+        own = {number for ranks in self.packs for pack in ranks[rank] for number in passed(pack).tolist()}
+        numbers: dict[bytes, int] = {}
+        tables = [
+            [[numbers.setdefault(file, len(numbers)) for file in each if row in own] for row, each in enumerate(kind)]
+            for kind in (self.images, self.reply_images)
+        ]
+        return [[np.frombuffer(file, np.uint8) for file in numbers], *tables]
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any], images: Sequence[Any] = ()) -> TrainBatch:
+        """The batch of what `to_plain` and `images_for` gave."""
+        batch = cls(**plain)
+        if images:
+            files = [file.tobytes() for file in images[0]]
+            batch.images, batch.reply_images = (
+                [tuple(files[number] for number in row) for row in table] for table in images[1:]
+            )
+        return batch
 
     @property
     def num_sequences(self) -> int:
@@ -258,6 +276,12 @@ class TrainBatch:
         both = zip(prompts, images, strict=True)
         return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in both], np.int64)
 
+    @cached_property
+    def image_kinds(self) -> NDArray[np.int64]:
+        """S: 1 where the prompt has images, and 2 more where the response has some."""
+        kinds = [bool(one) + 2 * bool(other) for one, other in zip(self.images, self.reply_images, strict=True)]
+        return np.array(kinds or [0] * self.num_sequences, np.int64)
+
     @property
     def in_loss(self) -> NDArray[np.bool_]:
         """R: generated tokens whose loss weight is not 0."""
@@ -286,6 +310,11 @@ class TrainBatch:
     def by_sequence(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """An array by response token as S views, one per sequence."""
         return np.split(values, self.response_starts[1:])
+
+
+def passed(pack: Pack) -> Pack:
+    """The sequences that a pass of this micro-batch is made over."""
+    return np.where(pack < 0, ~pack, pack)
 
 
 def overlong_penalty(state: RolloutState, share: str | float) -> float:

@@ -100,7 +100,7 @@ def batch_measures(batch: TrainBatch) -> dict[str, float]:
     spread = np.maximum.reduceat(batch.scores, firsts) - np.minimum.reduceat(batch.scores, firsts)
     packs = [pack for ranks in batch.packs for micros in ranks for pack in micros]
     cells = sum(num_cells(batch, pack, batch.layout) for pack in packs)
-    passed = sum(int(batch.lengths[pack].sum()) for pack in packs)
+    passed = sum(int(batch.lengths[pack[pack >= 0]].sum()) for pack in packs)
     metrics = {
         "tokens": float(batch.num_tokens),
         "sequences": float(batch.num_sequences),

@@ -14,6 +14,9 @@ A micro-batch takes memory for the cells that its tensors hold, of which the bud
 
 It takes time for each cell, and in attention for each cell that a cell sees. All ranks pass their first
 micro-batch together, then their second, and wait for the slowest: each round has micro-batches of like cost.
+
+In a pass with images all ranks gather the slices of a tower that a pass without them leaves alone. So in each
+round either all have images or none has; one without work passes a sequence of another, and trains nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.train.batch import Layout, Pack, TrainBatch
+from forebay.train.batch import Layout, Pack, TrainBatch, passed
 
 Lengths = NDArray[np.int64]
 
@@ -35,7 +38,7 @@ class Packer:
     """Groups a batch's sequences into micro-batches of at most `token_budget` cells.
 
     Invariants: every sequence is in exactly one micro-batch of one rank; all ranks get equally many (so that
-    collective operations meet), the last ones possibly empty; the costs of the ranks differ by less than one
+    collective operations meet), some with nothing to train; the costs of the ranks differ by less than one
     micro-batch; the same lengths and seed give the same packs.
 
     >>> pairs = [([1], [2, 3]), ([1], [2, 3, 4]), ([1, 2], [3])]
@@ -96,15 +99,28 @@ class Packer:
 
         A mini-batch of which nothing is left gets an empty pack: its gradient is 0, and not missing.
         """
+        costs = partial(num_cells, batch, layout=self.layout, even_length=self.even_length)
         by_mini_batch = []
         for sequences in batch.mini_batches:
             kept = sequences[kept_S[sequences]]
-            packs = [kept]
-            if len(kept):
-                packs = CUTS[self.layout](batch, kept, self.token_budget, self.num_ranks, self.even_length)
-            costs = partial(num_cells, batch, layout=self.layout, even_length=self.even_length)
-            by_mini_batch.append(_balance(packs, self.num_ranks, costs))
+            shares: list[list[Pack]] = [[] for _ in range(self.num_ranks)]
+            for alike in self._by_images(batch, kept):
+                packs, idle = [alike], alike[:0]
+                if len(alike):
+                    packs = CUTS[self.layout](batch, alike, self.token_budget, self.num_ranks, self.even_length)
+                    if batch.image_kinds[alike[0]]:
+                        idle = ~alike[[np.argmin(batch.lengths[alike])]]
+                _balance(shares, _split_until_divisible(packs, self.num_ranks, idle), costs)
+            by_mini_batch.append(shares)
         return by_mini_batch
+
+    def _by_images(self, batch: TrainBatch, kept: Pack) -> list[Pack]:
+        """Sequences that may be in one round: a pass over any of them has images, or over none."""
+        if self.num_ranks == 1:
+            return [kept]
+        # Prompts that are shared have a pass of their own.
+        kinds = batch.image_kinds[kept] if self.layout == "shared_prompt" else batch.image_kinds[kept] > 0
+        return [kept[kinds == kind] for kind in np.unique(kinds)] or [kept]
 
 
 def num_cells(batch: TrainBatch, pack: Pack, layout: Layout, even_length: float = math.inf) -> int:
@@ -114,6 +130,7 @@ def num_cells(batch: TrainBatch, pack: Pack, layout: Layout, even_length: float 
     """
     if len(pack) == 0:
         return 0
+    pack = passed(pack)
     prompts, responses = batch.prompt_lengths[pack], batch.response_lengths[pack]
     if layout == "packed":
         return int(_passes(prompts + responses, even_length).sum())
@@ -233,29 +250,27 @@ def _fill(lengths: Lengths, budget: int, num_bins: int, even_length: float) -> l
     return [members for members in bins if members]
 
 
-def _split_until_divisible(packs: list[Pack], num_ranks: int) -> list[Pack]:
-    """Halve the packs with most sequences until every rank can get equally many; else add empty ones."""
+def _split_until_divisible(packs: list[Pack], num_ranks: int, idle: Pack) -> list[Pack]:
+    """Halve the packs with most sequences until every rank can get equally many; else add `idle` ones."""
     while len(packs) % num_ranks:
         widest = max(range(len(packs)), key=lambda index: len(packs[index]))
         pack = packs[widest]
         if len(pack) < 2:
-            return packs + [np.empty(0, np.int64)] * (-len(packs) % num_ranks)
+            return packs + [idle] * (-len(packs) % num_ranks)
         packs = [*packs[:widest], *np.array_split(pack, 2), *packs[widest + 1 :]]
     return packs
 
 
-def _balance(packs: list[Pack], num_ranks: int, costs: Callable[[Pack], int]) -> list[list[Pack]]:
-    """Deal packs in rounds, dearest first: in each round the least loaded rank gets the dearest.
+def _balance(shares: list[list[Pack]], packs: list[Pack], costs: Callable[[Pack], int]) -> None:
+    """Deal packs to the shares of the ranks in rounds, dearest first: the least loaded gets a round's dearest.
 
     Then the loads never differ by more than the dearest and the cheapest pack of one round do. All ranks pass
     the packs of a round at the same time, and wait for the one whose pack takes longest.
     """
-    packs = sorted(_split_until_divisible(packs, num_ranks), key=costs, reverse=True)
-    shares: list[list[Pack]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
+    packs, num_ranks = sorted(packs, key=costs, reverse=True), len(shares)
+    loads = [sum(map(costs, share)) for share in shares]
     for start in range(0, len(packs), num_ranks):
         by_load = sorted(range(num_ranks), key=loads.__getitem__)
         for rank, pack in zip(by_load, packs[start : start + num_ranks], strict=True):
             shares[rank].append(pack)
             loads[rank] += costs(pack)
-    return shares

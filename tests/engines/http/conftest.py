@@ -49,6 +49,8 @@ class Job:
     """Versions of the weights, with the number of the first token that each made."""
     by_token: bool = False
     """Whether it came to vLLM's endpoint for tokens."""
+    says_prompt: bool = False
+    """Whether SGLang says the prompt's token ids."""
 
 
 class FakeServer:
@@ -56,6 +58,20 @@ class FakeServer:
 
     With adapters they are ``30 + step of the adapters``.
     """
+
+    tokens_per_image = 4
+    says_prompt = True
+
+    def expanded(self, ids: list[int], images: list[Any]) -> list[int]:
+        """Prompts have one placeholder for each image, and become those of the model's own processor."""
+        if not images:
+            return ids
+        assert ids.count(self.dialect.placeholder) == len(images)
+        return [
+            each
+            for token in ids
+            for each in [token] * (self.tokens_per_image if token == self.dialect.placeholder else 1)
+        ]
 
     def __init__(self) -> None:
         self.auto = True
@@ -350,8 +366,6 @@ class FakeVLLM(FakeServer):
     experts: Callable[[Job], Any] | None = None
     """Those that it says it sent a request's tokens to."""
     generate_paths = (Dialect.generate_path, Dialect.tokens_path)
-    tokens_per_image = 4
-    says_prompt = True
 
     def _reset(self) -> None:
         super()._reset()
@@ -376,10 +390,7 @@ class FakeVLLM(FakeServer):
         assert by_token or not self.dialect.by_token
         if by_token:
             assert bool(body.get("cache_salt")) is self.dialect.keeps
-            prompt, parts = list[int](), body.get("content_parts", [])
-            assert body["token_ids"].count(self.dialect.placeholder) == len(parts)
-            for token in body["token_ids"]:
-                prompt += [token] * (self.tokens_per_image if token == self.dialect.placeholder else 1)
+            prompt = self.expanded(body["token_ids"], body.get("content_parts", []))
             body = {**body, **body["sampling_params"], "prompt": prompt}
         certain = body["top_p"] < 0.01 and self.processed_logprobs
         return Job(
@@ -481,17 +492,19 @@ class FakeSGLang(FakeServer):
     def job(self, body: dict[str, Any]) -> Job:
         params = body["sampling_params"]
         return Job(
-            body["input_ids"],
+            self.expanded(body["input_ids"], body.get("image_data", [])),
             params["max_new_tokens"],
             set(params["stop_token_ids"]),
             params["stream_interval"],
             adapter=body.get("lora_path"),
+            says_prompt=body.get("return_prompt_token_ids", False) and self.says_prompt,
         )
 
     def event(self, job: Job, start: int) -> dict[str, Any]:
         shown = job.made[start:] if self.incremental else job.made
         return {
             "text": "?",
+            **({"prompt_token_ids": job.prompt} if job.says_prompt else {}),
             "output_ids": shown,
             "meta_info": {
                 "completion_tokens": len(job.made),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from forebay.engines.servers.dialects import Dialect
+from forebay.engines.servers.dialects import Dialect, SGLang
 from forebay.models.images import as_url, one_for_each
 
 PLACEHOLDER = 9
@@ -118,7 +118,7 @@ async def test_other_tokens_than_those_to_train_on_fail_the_request(vllm, engine
     for completion, said in ((other, "made 7 others"), (silent, "does not say its own")):
         assert (completion.finish_reason, completion.lost) == ("error", False)
         assert len(completion.response_ids) == 0
-        assert f"has images and 6 tokens, and vLLM {said}: use 0.32" in completion.error_msg
+        assert f"has images and 6 tokens, and the server {said}: use vLLM 0.32" in completion.error_msg
     vllm.says_prompt = True
     assert (await engine.generate(ask(PROMPT, images=(RED,)))).finish_reason == "length"
 
@@ -136,11 +136,35 @@ async def test_a_request_with_images_goes_on_over_new_weights(vllm, engine, ask)
     assert vllm.bodies[-1]["token_ids"] == [1, 9, 2, 10, 10]
 
 
-async def test_sglang_takes_no_images(start_fake, fake_kinds, connect, ask):
-    engine = connect(await start_fake(fake_kinds["FakeSGLang"]))
+@pytest.mark.parametrize("kind", ["FakeSGLang", "IncrementalSGLang"])
+async def test_sglang_gets_files_and_says_its_tokens(kind, start_fake, fake_kinds, connect, ask):
+    server = await start_fake(fake_kinds[kind])
+    server.dialect = SGLang()
+    server.dialect.placeholder = PLACEHOLDER
+    engine = connect(server)
     await engine.bring_up()
-    with pytest.raises(ValueError, match="SGLang does not say which tokens it makes of a prompt with images"):
-        await engine.generate(ask(PROMPT, images=(RED,)))
+    both = ask([1, 9, 9, 9, 9, 2, 9, 9, 9, 9, 3], images=(BLUE, RED))
+    assert [(await engine.generate(one)).finish_reason for one in (both, ask())] == ["length"] * 2
+    *_, with_images, without = server.bodies
+    assert with_images["input_ids"] == [1, 9, 2, 9, 3]
+    assert with_images["image_data"] == [as_url(BLUE), as_url(RED)]
+    assert "image_data" not in without
+    server.tokens_per_image = 5
+    other = await engine.generate(ask(PROMPT, images=(RED,)))
+    server.tokens_per_image, server.says_prompt = 4, False
+    silent = await engine.generate(ask(PROMPT, images=(RED,)))
+    for completion, said in ((other, "made 7 others"), (silent, "does not say its own")):
+        assert (completion.finish_reason, completion.lost, len(completion.response_ids)) == ("error", False, 0)
+        assert f"the server {said}: use vLLM 0.32 or SGLang 0.5.13" in completion.error_msg
+    server.says_prompt, server.auto = True, False
+    running = asyncio.create_task(engine.generate(ask(PROMPT, images=(RED,))))
+    await server.has_jobs(1)
+    server.make(2)
+    await engine.load_weights([("w", torch.ones(2))], 1)
+    await server.has_jobs(1)
+    server.make(2)
+    assert (await running).model_steps.tolist() == [0, 0, 1, 1]
+    assert (server.bodies[-1]["input_ids"], len(server.bodies[-1]["image_data"])) == ([1, 9, 2, 10, 10], 1)
 
 
 def test_images_side_by_side_are_of_one_size(ask):

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from forebay.engines.base import GenerateRequest, request_seed
 from forebay.engines.servers.stream import BadAnswer, ErrorEvent, Piece
-from forebay.models.images import one_for_each
+from forebay.models.images import as_url, one_for_each
 from forebay.types import SampleParams
 
 if TYPE_CHECKING:
@@ -346,6 +346,8 @@ class SGLang(Dialect):
     environment: ClassVar[Mapping[str, str | None]] = {
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+        # What its tower made of an image would outlast the weights that made it.
+        "SGLANG_VLM_CACHE_SIZE_MB": "0",
     }
     help = (
         "SGLang must be 0.5.6 or newer; start it with the environment variable "
@@ -359,9 +361,7 @@ class SGLang(Dialect):
     )
 
     def check(self, request: GenerateRequest) -> None:
-        """Refuse images, top-k and top-p."""
-        if request.images:
-            raise ValueError("SGLang does not say which tokens it makes of a prompt with images; use vLLM")
+        """Refuse top-k and top-p."""
         if request.params.top_k or request.params.top_p < 1:
             raise ValueError(
                 f"request {request.request_id!r} has top_k {request.params.top_k} and top_p "
@@ -374,10 +374,15 @@ class SGLang(Dialect):
     ) -> dict[str, Any]:
         """The generation from token ids; each event may repeat all log probabilities, so there are few."""
         seed = request_seed(request.seed, request.num_earlier) & ((1 << SGLANG_SEED_BITS) - 1)
+        further: dict[str, Any] = {"input_ids": request.input_ids.tolist()}
+        if request.images:
+            # Placeholders as vLLM takes them; a name for a file that it has had before it does not know.
+            further["input_ids"] = one_for_each(request.input_ids, request.images, self.placeholder)
+            further |= {"image_data": [*map(as_url, request.images)], "return_prompt_token_ids": True}
         return {
             **({} if adapters is None else {"lora_path": adapters}),
             **({"extra_key": version} if self.keeps else {}),
-            "input_ids": request.input_ids.tolist(),
+            **further,
             "sampling_params": {
                 **_sampling(request.params, self.placeholder),
                 "max_new_tokens": max_tokens,
@@ -402,6 +407,7 @@ class SGLang(Dialect):
             logprobs=[logprob for logprob, *_ in made],
             finish_reason=ended["type"] if isinstance(ended, dict) else ended,
             versions=_versions(meta) if ended else (),
+            prompt_ids=event.get("prompt_token_ids"),
         )
         return piece, num_new
 

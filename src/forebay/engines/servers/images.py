@@ -1,4 +1,4 @@
-"""Images on their way to a server: each once a group.
+"""Images on their way to a server: each once a group, where it knows them by name (vLLM)
 
 ::
 
@@ -41,7 +41,7 @@ class SentImages:
     async def sending(
         self, images: Images, make: Callable[[], dict[str, Any]]
     ) -> AsyncIterator[tuple[dict[str, Any], Callable[[], None]]]:
-        """The request that `make` makes, with the files of those `images` that the server lacks.
+        """The request that `make` makes, with the files of those `images` that the server lacks, by their names.
 
         The second result is to be called once the server has taken the request.
 
@@ -54,7 +54,7 @@ class SentImages:
             await coming[0].wait()
             # The weights, after which images are named, may be others by now.
             parts = (body := make()).get("content_parts", [])
-        for part, image in zip(parts, images, strict=True):
+        for part, image in zip(parts, images, strict=bool(parts)):
             known[part["uuid"]] = event = known.pop(part["uuid"], taken)
             part["url"] = as_url(image) if event is taken else None
         try:
@@ -84,6 +84,6 @@ def check_prompt(request: GenerateRequest, has: list[int] | None) -> None:
     if has != (wanted := request.input_ids.tolist()):
         told = "does not say its own" if has is None else f"made {len(has)} others"
         raise Refused(
-            f"request {request.request_id!r} has images and {len(wanted)} tokens, and vLLM {told}: "
-            f"use 0.32 or newer, and a model with one kind of placeholder (Llava, Qwen-VL)"
+            f"request {request.request_id!r} has images and {len(wanted)} tokens, and the server {told}: use "
+            f"vLLM 0.32 or SGLang 0.5.13, or newer, and a model with one kind of placeholder (Qwen-VL)"
         )

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from forebay.config import ConfigError, StrictModel
 
+IMAGES_WHOLE = "set train.parallel.context to 1: a rank would need a part of the placeholders of an image"
+"""For data with images, whose tokens ranks do not share out."""
+
 
 class ParallelConfig(StrictModel):
     """How a model and its batches are shared out over the ranks of a trainer (FSDP2 and tensor parallelism).

@@ -29,6 +29,7 @@ from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Update
 from forebay.train.model.critic import Critic
+from forebay.train.parallel.config import IMAGES_WHOLE
 from forebay.train.parallel.ranks import Ranks
 from forebay.train.parallel.sharding import no_progress_bars
 from forebay.types import FloatArray
@@ -76,19 +77,27 @@ class RankedLearner:
         """The same arguments for every rank."""
         return self._ranks.call(method, [arguments] * self._ranks.num_ranks)
 
-    def _call_data(self, method: str, *arguments: Any) -> list[Any]:
-        """`_call`, with one result of the ranks that see the same sequences."""
-        return self._call(method, *arguments)[:: self._config.parallel.same_sequences]
+    def _call_data(self, method: str, batch: TrainBatch, *arguments: Any) -> list[Any]:
+        """Each rank gets the images that it passes besides; one result of those that see the same sequences.
+
+        Raises:
+            ValueError: the ranks share out the tokens of sequences with images.
+        """
+        if batch.images and self._config.parallel.context > 1:
+            raise ValueError(IMAGES_WHOLE)
+        same = self._config.parallel.same_sequences
+        images = [batch.images_for(number // same) for number in range(self._ranks.num_ranks)]
+        return self._ranks.call(method, [(*arguments, own) for own in images])[::same]
 
     def token_values(self, name: str, batch: TrainBatch) -> FloatArray:
         """The named values of all tokens; each rank computes those of its sequences."""
         # Each rank gives 0 for the sequences of the others.
-        parts: list[FloatArray] = self._call_data("token_values", name, batch.to_plain())
+        parts: list[FloatArray] = self._call_data("token_values", batch, name, batch.to_plain())
         return reduce(np.add, parts)
 
     def update(self, batch: TrainBatch, train_step: int) -> Update:
         """Make the optimizer's steps on all ranks; columns are joined in the batch's order."""
-        parts = [Update(**part) for part in self._call_data("update", batch.to_plain(), train_step)]
+        parts = [Update(**part) for part in self._call_data("update", batch, batch.to_plain(), train_step)]
         columns = {
             # Epoch by epoch, as of one rank: every epoch goes through the same tokens.
             name: np.concatenate([part.columns[name].reshape(self._config.epochs, -1) for part in parts], axis=1)
@@ -142,6 +151,7 @@ def source_of(model: nn.Module | ModelFolder, scratch: Path) -> dict[str, Any]:
             "class": None,
             "attention": None,
             "dtype": model.dtype,
+            "name": str(model.folder.absolute()),
             "frozen": [],
         }
     if isinstance(model, Critic):
@@ -156,6 +166,7 @@ def source_of(model: nn.Module | ModelFolder, scratch: Path) -> dict[str, Any]:
         transformers_model.save_pretrained(scratch)
     return {
         "folder": str(scratch),
+        "name": transformers_model.name_or_path,
         "class": f"{type(model).__module__}:{type(model).__qualname__}",
         "attention": transformers_model.config._attn_implementation,
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),

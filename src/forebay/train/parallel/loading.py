@@ -100,9 +100,8 @@ def load_sharded(
         )
     # It would be written into every config.json.
     del model.config.distributed_config
-    if source["class"] is not None:
-        # Of an object that was saved for this: the folder will be gone.
-        vars(model).pop("name_or_path", None)
+    # The folder of an object that was saved for this will be gone. Its own may have a processor of images.
+    model.name_or_path = source["name"]
     for name in source["frozen"]:
         model.get_parameter(name).requires_grad_(False)
     return model

@@ -129,13 +129,13 @@ class RankWorker:
         width = models["model"].config.get_text_config().hidden_size
         return self.learner.adapter_config, lay_out(self.learner.sizes())[0], EVEN_WIDTHS * width
 
-    def token_values(self, name: str, batch: Mapping[str, Any]) -> FloatArray:
-        """`Learner.token_values` of a batch (`TrainBatch.to_plain`); 0 on the sequences of other ranks."""
-        return self.learner.token_values(name, TrainBatch(**batch))
+    def token_values(self, name: str, batch: Mapping[str, Any], images: Sequence[Any] = ()) -> FloatArray:
+        """`Learner.token_values` of a batch (`TrainBatch.from_plain`); 0 on the sequences of other ranks."""
+        return self.learner.token_values(name, TrainBatch.from_plain(batch, images))
 
-    def update(self, batch: Mapping[str, Any], train_step: int) -> dict[str, Any]:
+    def update(self, batch: Mapping[str, Any], train_step: int, images: Sequence[Any] = ()) -> dict[str, Any]:
         """`Learner.update`; an `Update` as a dict, with the columns of the rank's own sequences."""
-        return self.learner.update(TrainBatch(**batch), train_step)._asdict()
+        return self.learner.update(TrainBatch.from_plain(batch, images), train_step)._asdict()
 
     def copy_weights(self, layout: Layout, merged: bool, path: str, inode: int, num_bytes: int) -> None:
         """Write this rank's blocks of these weights into memory that the caller has on this machine."""

@@ -49,6 +49,11 @@ _BRING_UP_TRIES = 3
 """Tries with an engine that comes up and then does not follow the others: each try limits itself."""
 
 
+def _said_by_all(name: str) -> Any:
+    """The property of a pool whose engines all have this one."""
+    return property(lambda pool: all(getattr(engine, name, False) for engine in pool.engines))
+
+
 class EnginePool:
     """Engines that stand in for each other: requests are completed by some, weights and pauses are for all.
 
@@ -280,20 +285,12 @@ class EnginePool:
         shared = weights if isinstance(weights, LiveWeights) else list(weights)
         await self._load(model_step, lambda member: member.engine.load_weights(shared, model_step))
 
-    @property
-    def takes_live_weights(self) -> bool:
-        """Whether `update_weights` takes `LiveWeights`, which engines read from the trainer's memory."""
-        return all(getattr(member.engine, "takes_live_weights", False) for member in self._members)
-
-    @property
-    def casts_weights(self) -> bool:
-        """Whether `update_weights` takes weights of any dtype: all engines cast them into their own."""
-        return all(getattr(member.engine, "casts_weights", False) for member in self._members)
-
-    @property
-    def takes_adapters(self) -> bool:
-        """Whether `update_adapters` may be called: all engines keep their starting weights."""
-        return all(getattr(member.engine, "takes_adapters", False) for member in self._members)
+    takes_live_weights = _said_by_all("takes_live_weights")
+    """Whether `update_weights` takes `LiveWeights`, which engines read from the trainer's memory."""
+    casts_weights = _said_by_all("casts_weights")
+    """Whether `update_weights` takes weights of any dtype: all engines cast them into their own."""
+    takes_adapters = _said_by_all("takes_adapters")
+    """Whether `update_adapters` may be called: all engines keep their starting weights."""
 
     async def update_adapters(self, adapters: Weights, model_step: int, *, config: AdapterConfig) -> None:
         """As `update_weights`, with LoRA adapters on starting weights; for engines that take them.

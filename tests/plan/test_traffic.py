@@ -145,12 +145,12 @@ def test_servers_take_buckets_by_the_host_s_memory_or_a_file(model: Path) -> Non
         return plan(model, "2xH100-80GB", table={"engine": engine}, **train).sync_s
 
     size = plan(model, "2xH100-80GB").num_parameters * 2
-    own = {"servers": 1, "shares_gpu": False}
+    own = {"servers": 1}
     assert seconds({"name": "vllm", "arguments": own}) == 2 * size / HOST_BYTES_PER_S
     assert seconds({"name": "sglang", "arguments": own}) == 4 * size / HOST_BYTES_PER_S
     assert seconds({"name": "vllm", "arguments": {"urls": ["http://127.0.0.1:8000"]}}) == 4 * size / HOST_BYTES_PER_S
     # On the trainer's GPU by a copy there, in buckets.
-    assert seconds({"name": "vllm", "arguments": {"servers": 1, "shares_gpu": True}}) == size / 3350e9
+    assert seconds({"name": "vllm", "arguments": {"servers": 1, "gpus": [[0]]}}) == size / 3350e9
     assert seconds({"name": "vllm", "arguments": own}, lora_rank=4) < size / HOST_BYTES_PER_S
 
 

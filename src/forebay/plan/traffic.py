@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from forebay.config import ConfigError
 from forebay.plan.hardware import Device
 from forebay.plan.memory import StepMemory
-from forebay.plan.turns import engine_itemsize, heads, is_server_beside
+from forebay.plan.turns import engine_itemsize, heads
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import SERVERS, shares_ray_gpu, tries_beside
+from forebay.runs.placement import SERVERS, shared_gpu, shares_ray_gpu, tries_beside
 from forebay.train import TrainConfig
 
 LINK_SHARE = 0.75
@@ -133,7 +133,7 @@ def sync_cost(config: RunConfig, device: Device, step: StepMemory) -> tuple[floa
     """Bytes between machines, and seconds, of a hand-over to the engines of production: of all weights, or of
     adapters alone."""
     name, arguments, host = config.engine.name, config.engine.arguments, HOST_BYTES_PER_S
-    is_server, is_beside = name in SERVERS, is_server_beside(config, device)
+    is_server, is_beside = name in SERVERS, device.is_gpu and shared_gpu(config, device.count) is not None
     # Servers are started for adapters where the run itself does it.
     takes = arguments.get("takes_adapters", "urls" not in arguments) and not (is_server and config.cluster)
     alone, whole = config.train.lora_rank > 0 and takes, step.num_parameters * engine_itemsize(config)

@@ -301,6 +301,7 @@ async def test_whatever_is_done_versions_grow_and_every_path_ends_awake_or_close
     """The scripted server fails its test where a request or weights come while it sleeps."""
     vllm = await start_fake(fake_kinds["FakeVLLM"])
     engine, weights = connect(vllm, bucket_device="cpu"), Weights()
+    engine.sleeps = True
     controller = RolloutController(engine)
     await controller.update_weights(weights.live, 0)
     seen, number = [0], 0
@@ -315,6 +316,8 @@ async def test_whatever_is_done_versions_grow_and_every_path_ends_awake_or_close
 
     for doing in doings:
         if doing in ("sleep", "drop"):
+            # Paused: else what comes would wait until it wakes.
+            await controller.pause_generation()
             await controller.sleep(keep_weights=doing == "sleep")
             assert vllm.asleep
         elif doing == "fault":
@@ -329,8 +332,10 @@ async def test_whatever_is_done_versions_grow_and_every_path_ends_awake_or_close
             await controller.pause_generation()
         else:
             if doing == "resume":
+                await controller.wake()
                 await controller.continue_generation()
             await generate()
+    await controller.wake()
     await controller.continue_generation()
     await generate()
     assert seen == sorted(seen)

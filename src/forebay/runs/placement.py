@@ -327,9 +327,11 @@ def layout(config: RunConfig, num_gpus: int | None = None) -> str | None:
     if not ranks or not any(seat.gpus for seat in seats):
         return None
     kind = "servers" if config.engine.name in SERVERS else "engines"
-    each = ", ".join("+".join(map(str, seat.gpus)) + " (shared)" * seat.is_shared for seat in seats)
-    rest = "; those that share one give its memory back while the trainer trains" * any(s.is_shared for s in seats)
-    return f"Ranks are on the GPUs {', '.join(map(str, ranks))}, {kind} on {each}{rest}."
+    each = ["+".join(map(str, seat.gpus)) for seat in seats]
+    shared = [gpus for gpus, seat in zip(each, seats, strict=True) if seat.is_shared]
+    which = "all of these" if len(shared) == len(each) else f"of these {', '.join(shared)}"
+    rest = f"; {which} give memory back while ranks train" * bool(shared)
+    return f"Ranks are on the GPUs {', '.join(map(str, ranks))}, {kind} on {', '.join(each)}{rest}."
 
 
 def idle_gpus(config: RunConfig, num_gpus: int | None = None) -> str | None:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from forebay.config import ConfigError, parse_config
-from forebay.models import find_device, precision_on, spread_devices
+from forebay.models import find_device, precision_on
 from forebay.runs.build import _trainer_device
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import device_fact, idle_gpus, yields_memory
-from forebay.runs.rollouts import engine_precision
+from forebay.runs.placement import (
+    device_fact,
+    engine_seat,
+    engine_seats,
+    idle_gpus,
+    rank_gpus,
+    takes_turns,
+    yields_memory,
+)
+from forebay.runs.rollouts import build_run_engines, engine_precision
+from forebay.train.parallel.place import Place
 
 
 @pytest.fixture(name="gpus")
@@ -77,12 +87,90 @@ def test_a_device_of_another_name_is_refused(device: str) -> None:
     ],
     indirect=["gpus"],
 )
-def test_engines_in_processes_get_a_gpu_each(gpus: int, places: list[str]) -> None:
-    assert spread_devices("auto", 3) == places
+def test_engines_in_processes_get_a_gpu_each(gpus: int, places: list[str], monkeypatch, tmp_path) -> None:
+    class Process:
+        max_context_tokens, takes_adapters = 1, False
+
+        def __init__(self, recipe: Any, *_: Any, **__: Any) -> None:
+            self.device = recipe.device
+
+        def wait_until_ready(self) -> None:
+            pass
+
+    monkeypatch.setattr("forebay.engines.process.engine.ProcessEngine", Process)
+
+    def devices(engines: int, **changes: Any) -> list[str]:
+        table = config(engine={"name": "process", "arguments": {"engines": engines}}, **changes)
+        return [engine.device for engine in build_run_engines(table, tmp_path, None)]
+
+    assert devices(3) == places
     if gpus == 4:
-        assert spread_devices("auto", 2, taken=2) == ["cuda:2", "cuda:3"]
+        assert devices(2, train={"ranks": 2}) == ["cuda:2", "cuda:3"]
     if gpus > 1:
-        assert spread_devices("cuda:1", 3) == ["cuda:1"] * 3
+        assert devices(3, device="cuda:1") == ["cuda:1"] * 3
+
+
+def servers(number: int, *, ranks: int = 1, device: str = "auto", split: int = 1, **arguments: Any) -> RunConfig:
+    options = {"options": ["--tensor-parallel-size", str(split)]}
+    engine = {"name": "vllm", "arguments": {"servers": number, **options, **arguments}}
+    return config(engine=engine, train={"ranks": ranks}, device=device)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "run", "places", "shared"),
+    [
+        (8, servers(2, ranks=4, split=2), [(4, 5), (6, 7)], []),
+        (8, servers(2, ranks=4), [(4,), (5,)], []),
+        # As many GPUs as both together need are not there: servers go round.
+        (8, servers(3, ranks=4, split=2), [(4, 5), (6, 7), (0, 1)], [2]),
+        (4, servers(2, ranks=4, split=2), [(0, 1), (2, 3)], [0, 1]),
+        (1, servers(1), [(0,)], [0]),
+        (2, servers(1), [(1,)], []),
+        (2, servers(2, device="cuda:1"), [(1,), (1,)], [0, 1]),
+        (4, servers(2, ranks=2, gpus=[[0, 1], [1, 2]]), [(0, 1), (1, 2)], [0, 1]),
+        (4, servers(2, ranks=2, gpus=[[1], [3]]), [(1,), (3,)], [0]),
+        (4, servers(1, device="cpu"), [()], []),
+        (4, servers(1, device="cpu", gpus=[[0]]), [(0,)], []),
+        (0, servers(2), [(), ()], []),
+        (4, config(engine={"name": "vllm", "arguments": {"urls": ["http://127.0.0.1:1"]}}), [()], []),
+        (4, config(cluster="ray", engine={"name": "vllm", "arguments": {"servers": 1}}), [()], []),
+    ],
+    indirect=["gpus"],
+)
+def test_servers_get_gpus_without_a_rank_and_else_share_some(gpus: int, run: RunConfig, places: Any, shared: Any):
+    seats = engine_seats(run)
+    assert [seat.gpus for seat in seats] == places
+    assert [number for number, seat in enumerate(seats) if seat.is_shared] == shared
+    assert takes_turns(run) is yields_memory(run) is bool(shared) or run.cluster is not None
+    if run.device == "auto":
+        assert engine_seats(run, gpus) == seats, "as a plan has it"
+
+
+@pytest.mark.parametrize("gpus", [4], indirect=True)
+def test_ranks_that_torchrun_started_on_several_machines_have_gpus_here_by_their_number(gpus: int, monkeypatch):
+    place = Place(rank=0, size=8, gpu=0, num_here=2, port=1, host="127.0.0.1", has_store=True)
+    monkeypatch.setattr("forebay.runs.placement.find_place", lambda: place)
+    run = servers(2, ranks=8)
+    assert rank_gpus(run) == [0, 1]
+    assert [seat.gpus for seat in engine_seats(run)] == [(2,), (3,)]
+
+
+@pytest.mark.parametrize("gpus", [2], indirect=True)
+def test_layouts_that_cannot_be_are_refused_in_a_sentence(gpus: int) -> None:
+    with pytest.raises(ConfigError, match=r"gpus names the GPU 2, and the last of 2 is 1"):
+        engine_seats(servers(1, gpus=[[1, 2]]))
+    with pytest.raises(ConfigError, match="names GPUs for 1 servers, and none for another"):
+        engine_seat(servers(1, gpus=[[1]]), 1)
+    for changes in ({"train": {"ranks": 2}}, {"verify_weights": True}):
+        engine = {"name": "vllm", "arguments": {"servers": 2, "offload": "all"}}
+        with pytest.raises(ConfigError, match="set it to 'moments'"):
+            takes_turns(config(engine=engine, **changes))
+    tried = [TASK | {"eval_data": {"source": "sorting", "size": 50}}]
+    beside: dict[str, Any] = {"tasks": tried, "evaluate": {"mode": "beside"}, "produce": {"mode": "separate"}}
+    for gpu, refused in ((0, True), (1, False)):
+        engine = {"name": "vllm", "arguments": {"servers": 2, "gpus": [[0], [gpu]]}}
+        with pytest.raises(ConfigError, match="for a server that does not sleep") if refused else nullcontext():
+            assert takes_turns(config(engine=engine, **beside))
 
 
 @pytest.mark.parametrize("gpus", [4], indirect=True)
@@ -98,9 +186,17 @@ def test_idle_gpus_are_told_with_the_keys_that_use_them(gpus: int) -> None:
     assert idle_gpus(split) is None
     crowded = config(device="cuda:1", engine={"name": "process", "arguments": {"engines": 3}})
     assert (idle_gpus(crowded) or "").startswith("3 of 4 GPUs are idle")
-    # Servers and Ray share out GPUs by themselves.
-    servers = {"name": "vllm", "arguments": {"urls": ["http://127.0.0.1:8000"]}}
-    assert idle_gpus(config(engine=servers)) is None
+    # Servers of others and Ray share out GPUs by themselves.
+    elsewhere = {"name": "vllm", "arguments": {"urls": ["http://127.0.0.1:8000"]}}
+    assert idle_gpus(config(engine=elsewhere)) is None
+    assert idle_gpus(servers(3)) is None
+    assert idle_gpus(servers(1)) == (
+        "2 of 4 GPUs are idle: engine.arguments.servers = 3 starts 2 more there, or train.ranks = 3 trains on them"
+    )
+    assert idle_gpus(servers(1, ranks=2, split=4), 7) == "1 of 7 GPUs are idle: train.ranks = 3 trains on them"
+    assert idle_gpus(servers(2, ranks=4), 8) == (
+        "2 of 8 GPUs are idle: engine.arguments.servers = 4 starts 2 more there, or train.ranks = 6 trains on them"
+    )
     assert idle_gpus(config(cluster="ray")) is None
 
 
@@ -119,9 +215,7 @@ def test_memory_is_given_back_where_an_engine_in_another_process_has_the_gpu_nex
     judge = {"name": "composed", "arguments": {"parts": [{"name": "reward_model", "arguments": {"model": "m"}}]}}
     assert yields_memory(config(tasks=[TASK | {"judge": judge}]))
     assert yields_memory(config(engine="forebay.engines.build:_processes"))
-    for shares in (False, True):
-        server = {"name": "vllm", "arguments": {"servers": 1, "shares_gpu": shares}}
-        assert yields_memory(config(engine=server)) is shares
+    assert (yields_memory(servers(3)), yields_memory(servers(4))) == (False, True)
     # Ray places the parts later.
     assert yields_memory(config(cluster="ray"))
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +12,11 @@ import torch
 from test_ray_run import run_config
 
 from forebay.cluster.calls import NotBuilt
-from forebay.cluster.engines import EngineActor, EngineSpec, engine_on
+from forebay.cluster.engines import EngineActor, EngineSpec, RayEngine, engine_on
 from forebay.cluster.trainer import TrainerActor, TrainerSpec
 from forebay.config import Component
 from forebay.engines import EngineLost, GenerateRequest, ScriptedEngine
+from forebay.engines.pool import EnginePool
 from forebay.io.shared import lay_out, write
 from forebay.models import load_model, resolve_model
 from forebay.models.starting_weights import AdaptersRefusedError
@@ -187,6 +189,36 @@ async def test_an_engine_that_begins_in_a_pause_serves_from_its_end_on(tmp_path)
     await actor.pause()
     (aborted,) = await answers(actor, ask("aborted"))
     assert (aborted.finish_reason, aborted.lost) == ("abort", False)
+    await actor.close()
+
+
+class Call:
+    """A method of an actor, as Ray's handle has it."""
+
+    def __init__(self, method):
+        self.remote = method
+
+    def options(self, **_):
+        return self
+
+
+def bounded_engines(surroundings):
+    return [ScriptedEngine(lambda request: [7], max_running=n) for n in (2, 3)]
+
+
+async def test_workers_send_an_engine_no_more_than_its_process_runs_at_once(tmp_path):
+    actor = EngineActor()
+    await actor.start(spec_of(run_config(tmp_path, engine=f"{__name__}:bounded_engines")))
+    assert await actor.facts() == (actor._pool.max_context_tokens, False)
+    pool = EnginePool(
+        [RayEngine(SimpleNamespace(serving=Call(actor.serving), generate=Call(None)), caller="worker 0")]
+    )
+    assert pool.max_running is None
+    (member,) = pool._members
+    pool._start()
+    await actor.load_weights(NOTHING, 1)
+    await member.bringing_up
+    assert (pool.max_running, member.most) == (5, 5)
     await actor.close()
 
 

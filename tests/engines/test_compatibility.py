@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ from transformers import (
 )
 
 from forebay.engines import TransformersEngine
+from forebay.engines.local.batch import DecodeBatch
 
 SIZES = {
     "vocab_size": 40,
@@ -80,6 +82,25 @@ def test_a_model_that_ignores_what_it_is_told_is_refused(llama, monkeypatch, ign
     monkeypatch.setattr(llama, "forward", lambda **kwargs: forward(**(kwargs | {ignored: None})))
     with pytest.raises(ValueError, match="decodes differently in a batch than alone"):
         TransformersEngine(llama)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_token_that_is_off_shows_where_numbers_are_exact(llama, monkeypatch, dtype):
+    """The mean over a row would hide it, as it is to hide the rounding of 16 bits."""
+    step, num_off = DecodeBatch.step, 0
+
+    def off(self, *arguments):
+        nonlocal num_off
+        ended = step(self, *arguments)
+        for _, completion in ended:
+            completion.logprobs[-1] += 2.5e-3
+            num_off += 1
+        return ended
+
+    monkeypatch.setattr(DecodeBatch, "step", off)
+    with contextlib.nullcontext() if dtype == torch.bfloat16 else pytest.raises(ValueError, match="by 0.002"):
+        TransformersEngine(llama.to(dtype))
+    assert num_off == 3
 
 
 def test_encoder_decoders_are_refused():

@@ -270,6 +270,8 @@ def test_an_engine_that_comes_up_but_does_not_rest_sleeps_like_the_others():
         slept: list[int] = []
 
         class Sleeps(Fallible):
+            sleeps = True
+
             async def pause(self) -> None:
                 if self.num_starts == 2:
                     raise EngineLost("it came up and does not rest")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from forebay.config import ConfigError, load_config
 from forebay.plan import make_plan, parse_devices
@@ -14,6 +16,8 @@ from forebay.plan.hardware import GIB
 from forebay.plan.report import sentences
 from forebay.plan.traffic import HOST_BYTES_PER_S, LINK_SHARE, RAY_BYTES_PER_S
 from forebay.runs.config import RunConfig
+from forebay.train import TrainConfig, TrainController
+from forebay.types import RolloutState, Status
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
@@ -98,6 +102,61 @@ def test_the_traffic_within_layers_is_that_of_the_table(model: Path) -> None:
     assert split.weights_bytes == pytest.approx(own * (2 * 2 + 4) * 2)
 
 
+def test_experts_that_are_shared_out_stay_and_tokens_travel_as_counted_on_two_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: None
+) -> None:
+    """A step of a tiny Qwen3-MoE on two gloo ranks, each of which counts what it gives to collectives."""
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2, "num_experts": 4}
+    mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, moe_intermediate_size=16))
+    mixture.save_pretrained(tmp_path / "model")
+    shared_out = {"tensor": "experts"}
+    found = plan(tmp_path / "model", "2xH100-80GB", ranks=2, parallel=shared_out).traffic[1]
+    monkeypatch.setenv("COUNTED", str(tmp_path / "made"))
+    config = TrainConfig(
+        ranks=2, parallel=shared_out, token_budget=512, loss="counted_collectives:loss", dtype="float32"
+    )
+    trainer = TrainController(mixture, config, pad_token_id=0)
+    try:
+        for file in tmp_path.glob("made.*"):
+            # Of the trial at the start.
+            file.unlink()
+        trainer.fit([[rollout(group, member) for member in range(4)] for group in range(4)])
+    finally:
+        trainer.close()
+    made = Counter[str]()
+    for file in tmp_path.glob("made.*"):
+        for line in file.read_text().splitlines():
+            name, *sizes_of_tensors = line.split()
+            # The larger one is whole: what was gathered, or is summed up.
+            made[name] += max(map(int, sizes_of_tensors))
+    # Counted in float32; the plan is of passes in bfloat16. Of both ranks.
+    assert made["_allgather_base_"] / 2 + made["_reduce_scatter_base_"] == 2 * found.weights_bytes
+    # Half of the tokens stay, in the long run; nothing is computed for the last of a sequence.
+    travelled = made["all_to_all_single"] / 2 / 2 / 2
+    assert travelled == pytest.approx(found.layers_bytes * 127 / 128)
+    gathered = plan(tmp_path / "model", "2xH100-80GB", ranks=2).traffic[1]
+    in_experts = sum(weight.numel() for name, weight in mixture.named_parameters() if ".experts." in name)
+    # Two micro-batches, each of which gathers twice and sums up once.
+    assert gathered.weights_bytes - found.weights_bytes == in_experts * (2 * 2 + 4) * 2
+    assert gathered.layers_bytes == 0
+
+
+def rollout(group: int, member: int) -> RolloutState:
+    random = np.random.default_rng((group, member))
+    return RolloutState(
+        [],
+        rollout_id=f"{group}.{member}",
+        group_id=group,
+        prompt_ids=random.integers(2, 50, 32),
+        response_ids=random.integers(2, 50, 96),
+        logprobs=-np.ones(96),
+        response_model_steps=np.zeros(96),
+        reward={"score": float(member)},
+        status=Status.COMPLETED,
+    )
+
+
 def test_several_machines_have_hybrid_beside_full_sharding(model: Path) -> None:
     full = plan(model, "3x2xH100-80GB", network=8, cluster=RAY, ranks=4)
     assert list(full.traffic) == [1, 2]
@@ -145,12 +204,12 @@ def test_servers_take_buckets_by_the_host_s_memory_or_a_file(model: Path) -> Non
         return plan(model, "2xH100-80GB", table={"engine": engine}, **train).sync_s
 
     size = plan(model, "2xH100-80GB").num_parameters * 2
-    own = {"servers": 1, "shares_gpu": False}
+    own = {"servers": 1}
     assert seconds({"name": "vllm", "arguments": own}) == 2 * size / HOST_BYTES_PER_S
     assert seconds({"name": "sglang", "arguments": own}) == 4 * size / HOST_BYTES_PER_S
     assert seconds({"name": "vllm", "arguments": {"urls": ["http://127.0.0.1:8000"]}}) == 4 * size / HOST_BYTES_PER_S
     # On the trainer's GPU by a copy there, in buckets.
-    assert seconds({"name": "vllm", "arguments": {"servers": 1, "shares_gpu": True}}) == size / 3350e9
+    assert seconds({"name": "vllm", "arguments": {"servers": 1, "gpus": [[0]]}}) == size / 3350e9
     assert seconds({"name": "vllm", "arguments": own}, lora_rank=4) < size / HOST_BYTES_PER_S
 
 

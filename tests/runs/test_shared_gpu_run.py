@@ -1,4 +1,4 @@
-"""A colocated run whose server sleeps while it trains: a real run and trainer, a scripted server process."""
+"""Runs whose servers sleep while they train, all or some: a real run and trainer, scripted server processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from forebay.config import ConfigError, parse_config
-from forebay.engines.servers.build import HTTPArguments
+from forebay.config import parse_config
 from forebay.runs.config import RunConfig
 from forebay.runs.launch import launch
-from forebay.runs.placement import shares_gpu
 from forebay.train import TrainController
 
 HTTP_TESTS = Path(__file__).parents[1] / "engines/http"
@@ -34,7 +32,7 @@ class Server(FakeVLLM):
         return answer
 
     async def _generate(self, body, reader, writer):
-        assert not self.asleep, "a request came while it sleeps"
+        self.note("generate" if not self.asleep else "generate while it sleeps")
         return await super()._generate(body, reader, writer)
 
     def note(self, path):
@@ -49,7 +47,7 @@ class Server(FakeVLLM):
 async def main():
     server = Server()
     server.port = int(sys.argv[sys.argv.index("--port") + 1])
-    assert "--enable-sleep-mode" in sys.argv
+    assert ("--enable-sleep-mode" in sys.argv) is (os.environ["CUDA_VISIBLE_DEVICES"] == "0")
     await server.start()
     server.note("started")
     await asyncio.Event().wait()
@@ -58,13 +56,20 @@ asyncio.run(main())
 """
 
 
-def config(tmp_path: Path, **changes) -> RunConfig:
+@pytest.fixture(autouse=True)
+def ranks_have_gpus(monkeypatch):
+    """As if ranks were on the first GPUs; weights go by memory of the host all the same."""
+    monkeypatch.setattr("forebay.runs.placement.rank_gpus", lambda config, _=None: list(range(config.train.ranks)))
+    monkeypatch.setattr("forebay.runs.rollouts.shared_gpu", lambda config: None)
+
+
+def config(tmp_path: Path, gpus=((0,),), **changes) -> RunConfig:
     package = tmp_path / "lib/vllm/entrypoints/openai"
     package.mkdir(parents=True)
     (package / "api_server.py").write_text(textwrap.dedent(SERVER))
     environment = {"PYTHONPATH": f"{tmp_path / 'lib'}:{os.environ.get('PYTHONPATH', '')}"}
-    environment["STATE"] = str(tmp_path / "state.json")
-    arguments = {"servers": 1, "python": sys.executable, "shares_gpu": True, "environment": environment}
+    environment["STATE"] = str(tmp_path / "state_{server}.json")
+    arguments = {"servers": len(gpus), "python": sys.executable, "gpus": gpus, "environment": environment}
     task = {
         "name": "sorting",
         "data": {"source": "sorting", "arguments": {"length": 3, "letters": 5}, "size": 60},
@@ -88,7 +93,7 @@ def config(tmp_path: Path, **changes) -> RunConfig:
 
 @pytest.mark.parametrize("interval", [1, 2])
 def test_the_server_sleeps_while_the_trainer_trains_and_is_not_started_then(tmp_path, monkeypatch, interval):
-    state_file = tmp_path / "state.json"
+    state_file = tmp_path / "state_0.json"
     seen: list[str] = []
     train, offload, onload = TrainController._train, TrainController.offload, TrainController.onload
 
@@ -124,26 +129,41 @@ def test_the_server_sleeps_while_the_trainer_trains_and_is_not_started_then(tmp_
     calls = state_file.with_suffix(".calls").read_text().split()
     assert calls.count("started") == 2
     assert calls.count("/sleep") == 4
+    assert "while" not in calls, "a request came while it sleeps"
     last = json.loads(state_file.read_text())["pid"]
     with pytest.raises(ProcessLookupError):
         os.kill(last, 0)
 
 
-def test_a_gpu_is_shared_where_there_is_one_for_both(tmp_path):
-    arguments = {"servers": 1}
-    shared = config(tmp_path, engine={"name": "vllm", "arguments": arguments})
-    assert [shares_gpu(shared, count) for count in (0, 1, 2)] == [False, True, False]
-    (tmp_path / "separate").mkdir()
-    separate = config(tmp_path / "separate", produce={"mode": "separate"})
-    assert shares_gpu(separate, 2)
-    ranked = separate.model_copy(update={"train": separate.train.model_copy(update={"ranks": 2})})
-    with pytest.raises(ConfigError, match="for a trainer on one rank"):
-        shares_gpu(ranked)
-    for way in ({"shares_gpu": True}, {}):
-        engine = {"name": "vllm", "arguments": {"servers": 1, "offload": "all", **way}}
-        (place := tmp_path / str(len(way))).mkdir()
-        checked = config(place, engine=engine, verify_weights=True)
-        with pytest.raises(ConfigError, match="or leave verify_weights out"):
-            shares_gpu(checked, 1)
-    with pytest.raises(ValueError, match="shares_gpu is for one server"):
-        HTTPArguments(urls=["http://127.0.0.1:8000"], shares_gpu=True)
+@pytest.mark.parametrize("mode", ["colocated", "separate"])
+def test_of_two_servers_the_one_on_a_rank_s_gpu_sleeps_while_two_ranks_train(tmp_path, monkeypatch, mode):
+    states = [tmp_path / f"state_{number}.json" for number in range(2)]
+    seen: list[str] = []
+    train, offload, onload = TrainController._train, TrainController.offload, TrainController.onload
+
+    def watched_train(self, batch):
+        asleep = [json.loads(state.read_text())["asleep"] for state in states]
+        assert asleep == [["kv_cache", "weights"], []]
+        seen.append("train")
+        return train(self, batch)
+
+    def watched_offload(self, *, weights):
+        seen.append("offload")
+        offload(self, weights=weights)
+
+    def watched_onload(self):
+        seen.append("onload")
+        onload(self)
+
+    monkeypatch.setattr(TrainController, "_train", watched_train)
+    monkeypatch.setattr(TrainController, "offload", watched_offload)
+    monkeypatch.setattr(TrainController, "onload", watched_onload)
+    steps = {"train": {"lr": 1e-3, "token_budget": 256, "ranks": 2}, "steps": 3, "produce": {"mode": mode}}
+    asyncio.run(launch(config(tmp_path, gpus=[[0], [2]], **steps)))
+    assert seen == ["offload", *["onload", "train", "offload"] * 3][: len(seen)]
+    assert seen.count("train") == 3
+    calls = [state.with_suffix(".calls").read_text() for state in states]
+    assert "while it sleeps" not in calls[0]
+    assert [made.count("/sleep") for made in calls] == [3, 0]
+    assert [made.count("started") for made in calls] == [1, 1], "none was lost"
+    assert all("generate" in made and "/finish_weight_update" in made for made in calls)

@@ -71,7 +71,8 @@ async def test_an_engine_of_this_process_casts_on_the_way_into_its_model(make_mo
     trainer = TrainController(make_model(), TrainConfig(**keys), pad_token_id=0, engine_dtype="bfloat16")
     for module in (weight_sync, live_weights):
         monkeypatch.setattr(module, "cast", lambda weights, dtype: pytest.fail("it was copied before"))
-    await trainer.sync_weights(RolloutController(engine))
+    num_bytes = await trainer.sync_weights(RolloutController(engine))
+    assert num_bytes == 2 * sum(weight.numel() for weight in make_model().parameters())
     for name, weight in make_model().named_parameters():
         assert torch.equal(engine._model.get_parameter(name), weight.bfloat16())
     await engine.close()

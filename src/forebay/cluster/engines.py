@@ -79,9 +79,10 @@ class EngineActor:
                     self._serving.set()
         return os.getpid()
 
-    async def max_context_tokens(self) -> int:
-        """The most tokens, prompt and response together, one request may reach."""
-        return built(self._pool).max_context_tokens
+    async def facts(self) -> tuple[int, bool]:
+        """`EnginePool.max_context_tokens` and `takes_adapters`."""
+        pool = built(self._pool)
+        return pool.max_context_tokens, pool.takes_adapters
 
     async def live(self) -> AsyncIterator[str]:
         """A sign of life now and then; and, once every engine is lost for good, why. It never ends."""
@@ -92,9 +93,10 @@ class EngineActor:
                     await self._is_lost.wait()
                     self._is_lost.clear()
 
-    async def serving(self) -> None:
-        """Return once there are weights to generate with."""
+    async def serving(self) -> int | None:
+        """Return once there are weights to generate with; `EnginePool.max_running`."""
         await self._serving.wait()
+        return built(self._pool).max_running
 
     async def generate(
         self, requests: Sequence[GenerateRequest], caller: str
@@ -312,6 +314,8 @@ class RayEngine:
         """Ray's handle."""
         self.max_context_tokens = max_context_tokens
         """The most tokens, prompt and response together, one request may reach."""
+        self.max_running: int | None = None
+        """The requests that its process runs at once, all workers' together; None: not known."""
         self.model_step = 0
         """The step of the latest weights that tokens came from."""
         self._num_made: dict[str, int] = {}
@@ -323,7 +327,7 @@ class RayEngine:
     async def bring_up(self) -> None:
         """Wait until the engine serves, or is replaced: the run's own process sees to both."""
         try:
-            await self.actor.serving.options(max_task_retries=-1).remote()
+            self.max_running = await self.actor.serving.options(max_task_retries=-1).remote()
         except import_ray().exceptions.RayError as error:
             logger.debug("an engine has ended for good: %s", why(error))
             # Until the worker hears of the actor in its place, removes this engine and ends the wait.

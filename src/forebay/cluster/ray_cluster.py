@@ -179,9 +179,10 @@ class RayCluster:
             worker.actor.prepare.remote(self._model_folder)
         self._build(self._engines, trainer)
         # Asked here, because the workers' specs have it.
-        contexts = all_started({e.name: e.actor.max_context_tokens.remote() for e in self._engines})
+        facts = all_started({e.name: e.actor.facts.remote() for e in self._engines})
         for engine in self._engines:
-            engine.max_context_tokens = contexts[engine.name]
+            engine.max_context_tokens, takes_adapters = facts[engine.name]
+            engine.takes_adapters &= takes_adapters
         every_worker = list(self._workers.all)
         if self._plan.trainer is not None and tries_beside(self._config):
             self._eval_engines.append(self._engines.pop())
@@ -322,6 +323,7 @@ class RayCluster:
         part.is_paused = first.is_paused
         if is_engine:
             part.weights, part.max_context_tokens = first.weights, first.max_context_tokens
+            part.takes_adapters = first.takes_adapters
         part.watch()
         self._have_workers_follow()
 

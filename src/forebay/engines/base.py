@@ -42,7 +42,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,6 +155,15 @@ class EngineHealth:
     detail: str = ""
 
 
+class Seat(NamedTuple):
+    """The GPUs of one engine."""
+
+    gpus: tuple[int, ...] = ()
+    """By their numbers, as this process counts them; (): those that it sees itself."""
+    is_shared: bool = False
+    """Whether a rank of the trainer has one of them, too, so that a server sleeps while it trains."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineSurroundings:
     """A run's own part of its engines: what the function that builds them is given besides arguments."""
@@ -168,15 +177,13 @@ class EngineSurroundings:
     """The kernel of attention of engines that load the model through transformers."""
     device: str = "cpu"
     """The run's own, where an argument does not say otherwise: `find_device` knows it."""
-    trainer_gpus: int = 1
-    """GPUs of this machine, the first ones, that the trainer takes."""
+    seat: Callable[[int], Seat] = lambda number: Seat()
+    """The GPUs of an engine process or server, by its number; ValueError: there are none for another."""
+    shared_gpu: int | None = None
+    """The GPU on which all servers are with the trainer, and read its weights."""
     tokenizer: Any
     scratch: Path
     """A folder for logs and weight files; it may not exist yet."""
-    shares_gpu: bool = False
-    """Whether a server is to be started on the trainer's GPU."""
-    takes_turns: bool = False
-    """Whether it is to sleep there while the trainer trains."""
     lora_rank: int = 0
     """The rank of the adapters that engines may be given in place of all weights; 0: none are given."""
 

@@ -11,7 +11,7 @@ from pydantic import Field, create_model
 from forebay.config import Component, ConfigError, StrictModel, check_arguments, errors_about, look_up
 from forebay.engines.base import DEFAULT_MAX_BATCH, Engine, EngineLost, EngineSurroundings, scalable
 from forebay.engines.servers.build import HTTPArguments, http_engines
-from forebay.models import DEVICE_PATTERN, AttentionKey, attention_choices, find_device, load_model, spread_devices
+from forebay.models import DEVICE_PATTERN, AttentionKey, attention_choices, find_device, load_model
 from forebay.models.config import PrecisionKey
 
 
@@ -112,7 +112,8 @@ def _processes(surroundings: EngineSurroundings, **arguments: Any) -> list[Engin
             raise ValueError(f"engine 'process' starts its own processes, and {url} is none of them")
         number = len(started)
         # The GPUs go round by the number, whichever engines have left meanwhile.
-        device = spread_devices(surroundings.device, number + 1, taken=surroundings.trainer_gpus)[number]
+        gpus = surroundings.seat(number).gpus
+        device = f"cuda:{gpus[0]}" if gpus else str(find_device(surroundings.device))
         log = logs / f"engine_{number}.log"
         made = ProcessEngine(recipe.model_copy(update={"device": device}), hand_over, log=log)
         started.append(made)

@@ -91,7 +91,7 @@ class Members:
     def get(self, number: int | None) -> Member | None:
         """The engine with this number, if it is a member, up and has room beside those that wait for it."""
         member = None if number is None else self._by_number.get(number)
-        if member is None or not member.is_up:
+        if member is None or not member.serves:
             return None
         return member if len(member.in_flight) + len(member.line) < member.most else None
 
@@ -137,7 +137,7 @@ class Members:
 
         session_id, request_id = call.request.session_id, call.request.request_id
         own = self._by_number.get(self._engine_of_session.pop(session_id or "", -1))
-        if own is not None and own.is_up and own.slowness == 1 and session_id is not None:
+        if own is not None and own.serves and own.slowness == 1 and session_id is not None:
             self._engine_of_session[session_id] = own.number
             if await self._enter_own(own, call, ends):
                 return own, self.begin(own, request_id)
@@ -163,7 +163,7 @@ class Members:
         """Wait for room at the session's engine, whose cache has its earlier tokens; False: not there."""
 
         def stays() -> bool:
-            return own.is_up and own.slowness == 1 and not ends()
+            return own.serves and own.slowness == 1 and not ends()
 
         def is_decided() -> bool:
             return not stays() or len(own.in_flight) < own.most
@@ -290,6 +290,9 @@ class Member:
     number: int
     is_remote: bool
     is_up: bool
+    is_asleep: bool = False
+    """Whether it gave its memory to a trainer, and has not been woken since; it may be up all the same."""
+    num_sleeps: int = 0
     paused: bool = False
     in_flight: list[Begun] = field(default_factory=list)
     most: float = math.inf
@@ -314,6 +317,16 @@ class Member:
     num_tokens: int = 0
     ended_s: float = 0.0
     """Requests that ended since then, their tokens and their time."""
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether a trainer has its memory now and then."""
+        return getattr(self.engine, "sleeps", False)
+
+    @property
+    def serves(self) -> bool:
+        """Whether it takes requests."""
+        return self.is_up and not self.is_asleep
 
     @property
     def load(self) -> float:

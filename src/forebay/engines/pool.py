@@ -14,7 +14,11 @@
                woken by: the loss; its first use      produces: an engine that is up, or is given up
 
 An engine that comes back gets the weights of now, and is paused if the others are, before it gets a request.
-While the others sleep, so that a trainer has their device, none is brought up.
+
+    `sleep` --> those that share a trainer's device: their requests go on at others, or wait
+                `update_weights`: they take the weights; `wake`: they serve again
+
+While they sleep none of them is brought up, since the trainer has the device; the others go on.
 """
 
 from __future__ import annotations
@@ -49,6 +53,11 @@ _BRING_UP_TRIES = 3
 """Tries with an engine that comes up and then does not follow the others: each try limits itself."""
 
 
+def _said_by_all(name: str) -> Any:
+    """The property of a pool whose engines all have this one."""
+    return property(lambda pool: all(getattr(engine, name, False) for engine in pool.engines))
+
+
 class EnginePool:
     """Engines that stand in for each other: requests are completed by some, weights and pauses are for all.
 
@@ -75,7 +84,7 @@ class EnginePool:
         self._given_step: int | None = None
         """Step of the weights that the engines should have."""
         self.is_paused = self._asleep = False
-        """The first: whether requests end as aborted, from `pause_generation` on."""
+        """Whether requests end as aborted, from `pause_generation` on; whether a trainer has shared devices."""
         self._closed = False
         self._changes = Changes()
         """An engine came back, or was given up; a pause or the end began."""
@@ -164,7 +173,7 @@ class EnginePool:
                     await self._change()
                 return Completion(finish_reason="abort")
             member, begun = entered
-            rest, num_tokens = call.rest(), 0
+            rest, num_tokens, num_sleeps = call.rest(), 0, member.num_sleeps
             call.engine = member.engine
             try:
                 completion = await member.engine.generate(rest)
@@ -176,6 +185,7 @@ class EnginePool:
                 if len(self._members) > 1:
                     rollout = call.request.request_id.rsplit(":", 2)[0]
                     self.on_request(Span(begun[1], loop_time(), f"engine {member.number}", rollout, "", "", ""))
+                fell_asleep = member.num_sleeps > num_sleeps
                 if has_left := member not in self._members:
                     self._note()
             if completion.lost:
@@ -185,13 +195,13 @@ class EnginePool:
                 if len(lost) > MAX_RETRIES:
                     message = f"given up after {len(lost)} lost engines: {'; '.join(lost)}"
                     return replace(completion, error_msg=message)
-            elif completion.finish_reason != "abort" or self.is_paused or not has_left:
+            elif completion.finish_reason != "abort" or self.is_paused or not (has_left or fell_asleep):
                 return completion
             call.parts.append(completion)
             rest = call.rest()
             if rest.max_tokens < 1 or len(rest.input_ids) >= self.max_context_tokens:
                 return Completion(finish_reason="length")
-            self._counts["retries"] += 1
+            self._counts["retries"] += not fell_asleep
 
     def progress(self, caller: str = "") -> dict[str, int]:
         """How many tokens each running request of `caller` has by now, by its id."""
@@ -230,32 +240,41 @@ class EnginePool:
             StallError: as for `pause_generation`; the others go on.
         """
         self.is_paused = False
-        self._wake()
+        self._note()
         await self._ask_all("resume", self._follow_pause)
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        """Pause, and have every engine give its device's memory back, to a trainer for instance.
+        """Have the engines that share a trainer's device give its memory back; the others go on.
 
-        `update_weights` takes that of the weights again, `continue_generation` all; weights that are not kept
-        are gone, so `update_weights` comes before the next requests.
+        `update_weights` takes that of the weights again, `wake` all; weights that are not kept are gone, so
+        `update_weights` comes before `wake`.
 
-        For engines with a ``sleep`` of their own that gives the memory back in any case, that of one that is
-        lost, too. One that cannot do it is lost, and is not brought up again before the others wake up.
+        An engine with a ``sleep`` of its own gives the memory back in any case, one that is lost, too. One
+        that cannot do it is lost, and is not brought up again before the others wake up.
 
         Raises:
             EngineLost: no engine is left.
         """
-        self.is_paused = self._asleep = True
+        self._asleep = True
         self._note()
         # One that is just starting takes memory whatever it is told meanwhile.
-        while any(member.is_starting for member in self._members):
+        while any(member.is_starting for member in self._members if member.sleeps):
             await self._change()
+        sleeping = [member for member in self._left if member.sleeps]
+        for member in sleeping:
+            member.is_asleep, member.num_sleeps = True, member.num_sleeps + 1
         await self._ask_all(
             "sleep",
             lambda member: cast("Any", member.engine).sleep(keep_weights=keep_weights),
-            among=self._left,
+            among=sleeping,
             limit_s=LOAD_LIMIT_S,
         )
+
+    async def wake(self) -> None:
+        """Have those that sleep serve again, now or when a pause ends: the trainer has left their device."""
+        self._wake()
+        sleeping = [member for member in self._members if member.is_up and member.is_asleep]
+        await self._ask_all("wake up", self._follow_pause, among=sleeping)
 
     @property
     def _left(self) -> list[Member]:
@@ -280,20 +299,12 @@ class EnginePool:
         shared = weights if isinstance(weights, LiveWeights) else list(weights)
         await self._load(model_step, lambda member: member.engine.load_weights(shared, model_step))
 
-    @property
-    def takes_live_weights(self) -> bool:
-        """Whether `update_weights` takes `LiveWeights`, which engines read from the trainer's memory."""
-        return all(getattr(member.engine, "takes_live_weights", False) for member in self._members)
-
-    @property
-    def casts_weights(self) -> bool:
-        """Whether `update_weights` takes weights of any dtype: all engines cast them into their own."""
-        return all(getattr(member.engine, "casts_weights", False) for member in self._members)
-
-    @property
-    def takes_adapters(self) -> bool:
-        """Whether `update_adapters` may be called: all engines keep their starting weights."""
-        return all(getattr(member.engine, "takes_adapters", False) for member in self._members)
+    takes_live_weights = _said_by_all("takes_live_weights")
+    """Whether `update_weights` takes `LiveWeights`, which engines read from the trainer's memory."""
+    casts_weights = _said_by_all("casts_weights")
+    """Whether `update_weights` takes weights of any dtype: all engines cast them into their own."""
+    takes_adapters = _said_by_all("takes_adapters")
+    """Whether `update_adapters` may be called: all engines keep their starting weights."""
 
     async def update_adapters(self, adapters: Weights, model_step: int, *, config: AdapterConfig) -> None:
         """As `update_weights`, with LoRA adapters on starting weights; for engines that take them.
@@ -409,9 +420,9 @@ class EnginePool:
                 # After a try that failed, too: `sleep` waits for engines that start, and this for its end.
                 member.is_starting = False
                 self._note()
-                while self._asleep:
+                while self._asleep and member.sleeps:
                     await self._changes.wait(self._changes.version)
-                member.is_starting = True
+                member.is_starting, member.is_asleep = True, False
                 await cast("Any", member.engine).bring_up()
                 if (told := member.loading) and told.done() and isinstance(told.result()[0], EngineLost):
                     # It was away then, and has taken those weights by itself.
@@ -448,7 +459,14 @@ class EnginePool:
     async def _follow_pause(self, member: Member) -> None:
         # Before the wait: if a pause begins or ends in it, `_rest_as_others_do` goes round again.
         member.paused = self.is_paused
+        if member.is_asleep and (self.is_paused or self._asleep):
+            # It rests.
+            return
         await (member.engine.pause() if member.paused else member.engine.resume())
+        if member.is_asleep:
+            member.is_asleep = False
+            self._members.note_load(member)
+            self._note()
 
     async def _change(self) -> None:
         """Wait until an engine comes back, is given up, or a pause begins.

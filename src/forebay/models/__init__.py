@@ -16,7 +16,6 @@ from forebay.models.config import TinyConfig as TinyConfig
 from forebay.models.devices import empty_cache as empty_cache
 from forebay.models.devices import find_device as find_device
 from forebay.models.devices import precision_on as precision_on
-from forebay.models.devices import spread_devices as spread_devices
 from forebay.models.loading import context_of as context_of
 from forebay.models.loading import load_model as load_model
 from forebay.models.loading import load_tokenizer as load_tokenizer

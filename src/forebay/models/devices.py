@@ -70,24 +70,6 @@ def gpu_use(device: torch.device | None) -> dict[str, float]:
     return use
 
 
-def spread_devices(name: str, count: int, *, taken: int = 1) -> list[str]:
-    """A device for each of `count` processes beside a trainer on `name`, which takes the first `taken` GPUs.
-
-    On a machine with several GPUs they get one each, those that the trainer does not use first; more
-    processes than GPUs share them. A GPU named by its number is meant for all.
-
-    Raises:
-        ConfigError: torch does not see the device.
-    """
-    import torch
-
-    device = find_device(name)
-    if device.type != "cuda" or ":" in name:
-        return [str(device)] * count
-    gpus = torch.cuda.device_count()
-    return [f"cuda:{(number + taken) % gpus}" for number in range(count)]
-
-
 def precision_on(device: torch.device, wanted: PrecisionKey) -> Precision:
     """`wanted`, or for ``auto`` bfloat16 on a CUDA device that computes in it, else float32."""
     import torch

@@ -10,6 +10,7 @@ Trainers and engines do not know each other, so what both must agree on is here.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
@@ -63,6 +64,7 @@ class LiveWeights:
         self._source, self._dtype, self._turn = source, dtype, turn
         self.step = step
         """Their model step, until the next train step changes them."""
+        self._counting, self._num_readers = Lock(), 0
 
     def sizes(self) -> Weights:
         """Tensors of the names, dtypes and shapes that engines have, without content."""
@@ -73,6 +75,21 @@ class LiveWeights:
 
         Waits for a train step that is under way.
         """
-        with self._turn:
+        with self.held():
             self._source.copy_weights(layout, memory)
             return self.step()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """While open, in whatever thread, the next train step waits; several may hold them at once."""
+        with self._counting:
+            if not self._num_readers:
+                self._turn.acquire()
+            self._num_readers += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self._num_readers -= 1
+                if not self._num_readers:
+                    self._turn.release()

@@ -29,7 +29,6 @@ from forebay.plan.traffic import HOST_BYTES_PER_S, Traffic, find_places, num_for
 from forebay.plan.turns import (
     cache_bytes_per_token,
     engine_itemsize,
-    gpus_per_server,
     is_server_beside,
     memory_by_turn,
     num_running,
@@ -37,7 +36,7 @@ from forebay.plan.turns import (
 )
 from forebay.produce.prompts.dataset import num_prompt_tokens
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import base_precision, num_engines
+from forebay.runs.placement import base_precision, gpus_per_server, idle_gpus, layout, num_engines
 from forebay.runs.rollouts import engine_precision, load_data, task_agent, with_alphabet, with_precisions
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
 from forebay.simulation.prediction import SimulationResult, simulate
@@ -74,6 +73,8 @@ class Plan:
     sync_s: float = 0.0
     """Seconds for that, as in `times`."""
     tokens_per_step: int = 0
+    layout: Sequence[str] = ()
+    """Sentences: the GPUs of ranks and engines, and those that are left idle."""
 
     @property
     def parts(self) -> Mapping[str, int]:
@@ -129,9 +130,8 @@ def make_plan(config: RunConfig, device: Device, *, prompt_tokens: int | None = 
 def fit_memory(config: RunConfig, device: Device | None = None) -> tuple[RunConfig, str | None]:
     """`config` as it can be started on `device`, and a warning if it may not fit; both from one plan.
 
-    A server beside the trainer gets the share of the GPU's memory that it may take, if it has none. In a
-    colocated run that is what the trainer leaves free while the server generates; in a separate one, where
-    both work at the same time, what it leaves free at its peak.
+    Servers on the trainer's GPUs get the share of their memory that they may take, if they have none: what the
+    trainer leaves free while they generate.
 
     Without a `device` it is the run's own, on this machine. A plan takes seconds, so none is made for tiny
     models made here. Parts of a run on a cluster lie elsewhere. Where no plan can be made
@@ -225,6 +225,7 @@ def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: i
         sync_bytes=sync_bytes,
         sync_s=sync_s,
         tokens_per_step=config.batch_size * config.group_sizes[1] * longest,
+        layout=[*filter(None, (said(config, device.count) for said in (layout, idle_gpus) if device.is_gpu))],
         **_times(config, device, hugging_face, step, longest),
     )
     if plan.share <= WARN_SHARE:
@@ -272,7 +273,7 @@ def _remedies(config: RunConfig, plan: Plan) -> list[tuple[str, Any]]:
         found.append(("train.parallel.offload", True))
     if train.lora_rank == 0:
         found.append(("train.lora_rank", 32))
-    if is_server_beside(config, plan.device) and config.produce.mode == "colocated":
+    if is_server_beside(config, plan.device) and config.train.ranks == 1:
         found.insert(0, ("engine.arguments.offload", "all"))
     # Fewer requests at once, so that the fullest turn with a cache fits: first, if no train step is in it.
     cached = [parts for parts in plan.turns.values() if "engine: key/value cache" in parts]

@@ -111,6 +111,9 @@ class StepMemory:
     """Gradients of all trained weights, whatever is there at the peak."""
     num_parameters: int
     """Parameters of the policy, adapters included."""
+    num_in_experts: int
+    """Those of them that are in experts."""
+    num_expert_layers: int
     host_bytes: int
     """Of the host's memory, where activations, moments or all of a rank's slices are kept there."""
 
@@ -195,6 +198,8 @@ def step_memory(
         tokens=int(batch.lengths[packs[0]].sum()),
         gradient_bytes=4 * sum(p.numel() for p in parameters if p.requires_grad),
         num_parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
+        num_in_experts=sum(p.numel() for name, p in learner.model.named_parameters() if ".experts." in name),
+        num_expert_layers=sum(_num_bytes(part) > _num_bytes(part, ranks=2) for part in decoder_layers(learner.model)),
         host_bytes=host_bytes,
     )
 

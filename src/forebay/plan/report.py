@@ -33,6 +33,7 @@ def show_plan(plan: Plan, console: Console) -> None:
 def sentences(plan: Plan) -> Iterator[str]:
     """Whether it fits, what to change if not, and the times."""
     yield verdict(plan)
+    yield from plan.layout
     if plan.host_bytes:
         yield f"Beside it, memory of the host: {plan.host_bytes / GIB:.3g} GiB."
     own = next(iter(plan.traffic), 1)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from forebay.config import ConfigError
 from forebay.plan.hardware import Device
 from forebay.plan.memory import StepMemory
-from forebay.plan.turns import engine_itemsize, heads, is_server_beside
+from forebay.plan.turns import engine_itemsize, heads
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import SERVERS, shares_ray_gpu, tries_beside
+from forebay.runs.placement import SERVERS, shared_gpu, shares_ray_gpu, tries_beside
 from forebay.train import TrainConfig
 
 LINK_SHARE = 0.75
@@ -100,21 +100,28 @@ def step_traffic(
     own = (outside + (step.num_parameters - outside) / tensor) / step.num_parameters
     gathered = own * step.num_parameters * itemsize * backward * (2 + forward / train.epochs)
     summed = own * step.gradient_bytes * (train.optimizer_steps if train.lora_rank else backward)
+    # Experts that are shared out stay where they are, and tokens travel to each that they are sent to, and back.
+    staying = step.num_in_experts / step.num_parameters if parallel.tensor == "experts" else 0
+    sent = 2 * sizes.hidden_size * sizes.num_experts_per_tok * step.num_expert_layers / context if staying else 0
     passes = train.epochs * (3 if train.gradient_checkpointing else 2) + forward
     numbers = 4 * sizes.hidden_size * (tensor - 1) / tensor
     numbers += 2 * sum(heads(sizes)) * (context - 1) / context**2
-    within = passes * sizes.num_hidden_layers * dealt * longest * itemsize * numbers
+    one_number = passes * dealt * longest * itemsize
+    within = one_number * sizes.num_hidden_layers * numbers
     within_s = _seconds(device, within, -(-parallel.same_sequences // places.ranks_each), 1)
     found = {}
     for replicas in dict.fromkeys((parallel.replicas, places.ranks if parallel.replicas == 1 else 1)):
         if train.ranks % (replicas * parallel.same_sequences) == 0:
             group = train.ranks // replicas
-            # Of the slices of a machine each is summed up with its copies on others.
+            # Of the slices of a machine each is summed up with its copies on others; so are those of experts.
             copied = summed / (group / tensor) if replicas > 1 else 0
-            weights_s = _seconds(device, gathered + summed, -(-group // places.ranks_each), tensor)
+            moved = (gathered + summed) * (1 - staying)
+            weights_s = _seconds(device, moved, -(-group // places.ranks_each), tensor)
             weights_s += _seconds(device, 2 * copied, places.ranks, min(places.ranks_each, group))
             hidden_s = min(weights_s, computing_s)
-            found[replicas] = Traffic(gathered + summed + copied, weights_s, hidden_s, within, within_s)
+            travel = one_number * sent * (1 - 1 / group)
+            travel_s = _seconds(device, travel, -(-group // places.ranks_each), 1)
+            found[replicas] = Traffic(moved + copied, weights_s, hidden_s, within + travel, within_s + travel_s)
     return found
 
 
@@ -133,7 +140,7 @@ def sync_cost(config: RunConfig, device: Device, step: StepMemory) -> tuple[floa
     """Bytes between machines, and seconds, of a hand-over to the engines of production: of all weights, or of
     adapters alone."""
     name, arguments, host = config.engine.name, config.engine.arguments, HOST_BYTES_PER_S
-    is_server, is_beside = name in SERVERS, is_server_beside(config, device)
+    is_server, is_beside = name in SERVERS, device.is_gpu and shared_gpu(config, device.count) is not None
     # Servers are started for adapters where the run itself does it.
     takes = arguments.get("takes_adapters", "urls" not in arguments) and not (is_server and config.cluster)
     alone, whole = config.train.lora_rank > 0 and takes, step.num_parameters * engine_itemsize(config)

@@ -2,18 +2,17 @@
 
 ::
 
-                 trainer                                          engine here          server on its GPU
+                 trainer                                          engine here          servers on its GPU
     training     all of a step                                    weights              its context
     syncing      weights, moments, reference (not those that      -                    weights, a bucket
     generating   `offload` names, beside a server)                weights, cache       weights, cache
     warm-up      all weights, their gradients and moments         -                    -
 
-In separate mode all work at once, and there is one turn.
+In separate mode all work at once, but for such servers, and without any there is one turn.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,16 @@ from forebay.engines.weights.buckets import BUCKET_BYTES
 from forebay.plan.hardware import MIB, Device
 from forebay.plan.memory import StepMemory, step_memory
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import SERVERS, num_engines, shares_gpu, shares_ray_gpu, tries_beside
+from forebay.runs.placement import (
+    SERVERS,
+    engine_seat,
+    gpus_per_server,
+    num_engines,
+    rank_gpus,
+    shares_ray_gpu,
+    takes_turns,
+    tries_beside,
+)
 from forebay.train.batch import TrainBatch
 
 CONTEXT_BYTES = 600 * MIB
@@ -62,7 +70,7 @@ def memory_by_turn(
         parts = {f"{name}: weights": weights * count, f"{name}: key/value cache": cache * count * with_cache}
         return {part: size for part, size in parts.items() if size}
 
-    if config.produce.mode == "separate" or not here:
+    if not here or (config.produce.mode == "separate" and not beside):
         turns = {"training": trainer | engines(here, with_cache=True)}
     else:
         waiting = _waiting_parts(config, trainer) if beside else _left(trainer, ())
@@ -93,8 +101,6 @@ def _left(trainer: Mapping[str, int], leaves: Sequence[str]) -> dict[str, int]:
 
 def _waiting_parts(config: RunConfig, trainer: Mapping[str, int]) -> dict[str, int]:
     """The parts of the `trainer` that stay on the device beside a server that is awake."""
-    if config.produce.mode == "separate":
-        return dict(trainer)
     offload = config.engine.arguments.get("offload", "moments")
     leaves = {"none": (), "moments": ("moments",), "all": ("moments", "weights", "reference")}[offload]
     return _left(trainer, leaves)
@@ -104,26 +110,17 @@ def engines_by_place(config: RunConfig, device: Device) -> tuple[int, int]:
     """How many engines lie in the trainer's memory, and how many on the fullest GPU without a trainer."""
     if config.cluster is not None:
         return (1, 0) if shares_ray_gpu(config) else (0, 1)
-    if config.engine.name == "transformers" or is_server_beside(config, device):
+    if config.engine.name == "transformers":
         return 1 + tries_beside(config), 0
-    if config.engine.name != "process":
-        return 0, 0
-    # One more, for evaluations beside one that produces, is where that is.
-    numbers = [*range(num_engines(config)), *([0] if num_engines(config) == 1 and tries_beside(config) else [])]
-    if not device.is_gpu or ":" in config.device:
-        return len(numbers), 0
-    # As `forebay.models.spread_devices` gives them out.
-    ranks = config.train.ranks
-    used = [(number + ranks) % device.count for number in numbers]
-    here = max(used.count(gpu) for gpu in range(ranks))
-    return here, max((used.count(gpu) for gpu in range(ranks, device.count)), default=0)
-
-
-def gpus_per_server(config: RunConfig) -> int:
-    """GPUs over which each inference server splits its model, by its own option."""
-    options = " ".join(config.engine.arguments.get("options", ()))
-    found = re.search(r"-(?:tensor-parallel-size|tp(?:-size)?)[ =](\d+)", options)
-    return int(found[1]) if found else 1
+    # One more process, for evaluations beside one that produces, is where that is.
+    more = [0] if config.engine.name == "process" and num_engines(config) == 1 and tries_beside(config) else []
+    numbers = [*range(num_engines(config)), *more]
+    if not device.is_gpu:
+        return len(numbers) * (config.engine.name == "process"), 0
+    used = [gpu for number in numbers for gpu in engine_seat(config, number, device.count).gpus]
+    ranks = rank_gpus(config, device.count)
+    others = [used.count(gpu) for gpu in used if gpu not in ranks]
+    return max(map(used.count, ranks)), max(others, default=0)
 
 
 def _warmup(config: RunConfig, hugging_face: Any) -> Mapping[str, int]:
@@ -137,8 +134,8 @@ def _warmup(config: RunConfig, hugging_face: Any) -> Mapping[str, int]:
 
 
 def is_server_beside(config: RunConfig, device: Device) -> bool:
-    """Whether the run starts its server on the trainer's GPU."""
-    return device.is_gpu and shares_gpu(config, device.count)
+    """Whether the run starts a server on a GPU of the trainer, with which it takes turns."""
+    return device.is_gpu and takes_turns(config, device.count)
 
 
 def server_share(config: RunConfig, device: Device, trainer: Mapping[str, int]) -> float:
@@ -146,8 +143,9 @@ def server_share(config: RunConfig, device: Device, trainer: Mapping[str, int]) 
     if (given := config.engine.arguments.get("memory_share")) is not None:
         return float(given)
     stay = sum(_waiting_parts(config, trainer).values())
-    left = device.memory_bytes - stay - CONTEXT_BYTES - BUCKET_BYTES
-    return max(0.0, SERVER_SHARE * left / device.memory_bytes)
+    num_here = max(1, engines_by_place(config, device)[0])
+    left = device.memory_bytes - stay - CONTEXT_BYTES * num_here - BUCKET_BYTES
+    return max(0.0, SERVER_SHARE * left / device.memory_bytes / num_here)
 
 
 SERVER_SHARE = 0.95

@@ -98,7 +98,7 @@ async def evaluate(run: Run, label: str, eval_sets: Sequence[EvalSet] | None = N
         await sync_weights(run)
     with phase(run, "evaluate", EVALUATE):
         if run.turns is not None:
-            await run.turns.leave()
+            await run.turns.generate()
         groups = await _answers(run.controller, eval_sets, run.manager.stall_watch)
     _note(run, label, eval_sets, groups, run.train_step)
 

@@ -12,6 +12,7 @@ This row knows no cluster: `forebay.cluster` has the implementation, which a run
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,12 +20,14 @@ from typing import Any, Protocol
 import torch
 
 from forebay.config import ConfigError, look_up
+from forebay.engines.base import Seat
 from forebay.engines.pool import EnginePool
-from forebay.models import Precision, attention_choices, find_device, precision_on, spread_devices
+from forebay.models import Precision, attention_choices, find_device, precision_on
 from forebay.models.loading import model_config
 from forebay.produce.strategies.context import GroupGenerator
 from forebay.runs.config import CLUSTERS, RunConfig, check_cluster
 from forebay.train.batch import TrainBatch
+from forebay.train.parallel.place import find_place
 from forebay.types import FloatArray, RolloutState
 from forebay.watching.activity import Activities
 
@@ -157,38 +160,93 @@ SERVERS = ("vllm", "sglang")
 """Engines behind HTTP."""
 
 
-def shares_gpu(config: RunConfig, num_gpus: int | None = None) -> bool:
-    """Whether the run starts its server on the trainer's GPU; left open, where there is one GPU for both.
+def gpus_per_server(config: RunConfig) -> int:
+    """GPUs over which each inference server splits its model: as many as it is given, or by its own option."""
+    if given := config.engine.arguments.get("gpus"):
+        return max(map(len, given))
+    options = " ".join(config.engine.arguments.get("options", ()))
+    found = re.search(r"-(?:tensor-parallel-size|tp(?:-size)?)[ =](\d+)", options)
+    return int(found[1]) if found else 1
 
-    `num_gpus` are those of the machine; None: of this one, if the run's device is one.
+
+def rank_gpus(config: RunConfig, num_gpus: int | None = None) -> list[int]:
+    """The GPU of each rank on this machine, which has `num_gpus`; none where the run computes elsewhere.
+
+    Left out, those count that torch sees. Ranks have them in turn, from the first on, whatever starts them.
+    """
+    if config.cluster is not None or not (_count(config) if num_gpus is None else num_gpus):
+        return []
+    if ":" in config.device:
+        return [int(config.device.partition(":")[2])]
+    place = find_place()
+    return list(range(config.train.ranks if place is None else place.num_here))
+
+
+def engine_seat(config: RunConfig, number: int, num_gpus: int | None = None) -> Seat:
+    """The GPUs of the server, or engine process, with this number: as the run file says, else without a rank.
+
+    More of them than GPUs share these, and those of the ranks; on a GPU that ``device`` names are all. A
+    cluster gives its own.
 
     Raises:
-        ConfigError: it is to, and its trainer is on several ranks or on a cluster, or lets go of weights that
-            it is to verify.
+        ConfigError: the run file names none for this one, or one that is not there.
     """
-    arguments = config.engine.arguments
-    if config.engine.name not in SERVERS or arguments.get("shares_gpu") is False:
+    arguments, ranks = config.engine.arguments, rank_gpus(config, num_gpus)
+    is_server, count = config.engine.name in SERVERS, _count(config) if num_gpus is None else num_gpus
+    if config.cluster is not None or not (arguments.get("servers") if is_server else config.engine.name == "process"):
+        return Seat()
+    if (given := arguments.get("gpus")) is not None:
+        if number >= len(given):
+            raise ConfigError(f"engine.arguments.gpus names GPUs for {len(given)} servers, and none for another")
+        gpus = tuple(given[number])
+        if count and max(gpus) >= count:
+            raise ConfigError(
+                f"engine.arguments.gpus names the GPU {max(gpus)}, and the last of {count} is {count - 1}"
+            )
+    else:
+        each = gpus_per_server(config) if is_server else 1
+        first = ranks[0] if ":" in config.device and ranks else len(ranks) + number * each
+        gpus = tuple((first + n) % count for n in range(each)) if count else ()
+    return Seat(gpus, is_shared=not set(ranks).isdisjoint(gpus))
+
+
+def engine_seats(config: RunConfig, num_gpus: int | None = None) -> list[Seat]:
+    """Those of all engines that the run begins with, by their numbers."""
+    return [engine_seat(config, number, num_gpus) for number in range(num_engines(config))]
+
+
+def shared_gpu(config: RunConfig, num_gpus: int | None = None) -> int | None:
+    """The trainer's one GPU, if it is the only one of every server, too: they read its weights there."""
+    ranks = rank_gpus(config, num_gpus)
+    alone = config.train.ranks == 1 and {seat.gpus for seat in engine_seats(config, num_gpus)} == {tuple(ranks)}
+    return ranks[0] if alone and ranks else None
+
+
+def takes_turns(config: RunConfig, num_gpus: int | None = None) -> bool:
+    """Whether servers and ranks take turns on some GPU: see `forebay.runs.turns`.
+
+    Raises:
+        ConfigError: one that is for evaluations would have to sleep over them, or the trainer is to let go of
+            weights that are on several ranks, or that it is to verify.
+    """
+    shared = [seat.is_shared for seat in engine_seats(config, num_gpus)]
+    if config.engine.name not in SERVERS or not any(shared):
         return False
-    is_alone = config.train.ranks == 1 and config.cluster is None
-    if arguments.get("shares_gpu") is None:
-        # Left open, it is shared only where one server and one trainer have one GPU between them.
-        if not is_alone or arguments.get("servers") != 1 or config.produce.mode != "colocated":
-            return False
-        if num_gpus is None:
-            num_gpus = torch.cuda.device_count() if find_device(config.device).type == "cuda" else 0
-        if num_gpus != 1:
-            return False
-    elif not is_alone:
+    if tries_beside(config) and shared[-1]:
         raise ConfigError(
-            "engine.arguments.shares_gpu is for a trainer on one rank in the run's own process; leave it "
-            "out, or set train.ranks = 1 and leave cluster out"
+            "evaluate.mode = 'beside' is for a server that does not sleep, and the last one is on a GPU of the "
+            "trainer: give it another (engine.arguments.gpus), or set evaluate.mode = 'pause'"
         )
-    if config.verify_weights and arguments.get("offload") == "all":
+    if config.engine.arguments.get("offload") == "all" and (config.train.ranks > 1 or config.verify_weights):
         raise ConfigError(
-            "verify_weights compares with the trainer's weights on the device, and offload = 'all' takes "
-            "them away: set engine.arguments.offload = 'moments', or leave verify_weights out"
+            "engine.arguments.offload = 'all' takes weights off the device, which is for one rank, and not for "
+            "verify_weights, which reads them there: set it to 'moments'"
         )
     return True
+
+
+def _count(config: RunConfig) -> int:
+    return torch.cuda.device_count() if find_device(config.device).type == "cuda" else 0
 
 
 def shares_ray_gpu(config: RunConfig) -> bool:
@@ -199,15 +257,6 @@ def shares_ray_gpu(config: RunConfig) -> bool:
     asked = config.cluster.arguments if config.cluster else {}
     is_alone = config.train.ranks == asked.get("gpus_per_trainer") == asked.get("gpus_per_engine") == 1
     return is_alone and config.produce.mode == "colocated" and config.engine.name not in SERVERS
-
-
-def takes_turns(config: RunConfig) -> bool:
-    """Whether that server sleeps while the trainer trains; else both stay on the GPU.
-
-    Raises:
-        ConfigError: as for `shares_gpu`.
-    """
-    return config.produce.mode == "colocated" and shares_gpu(config)
 
 
 def tries_beside(config: RunConfig) -> bool:
@@ -221,21 +270,15 @@ def yields_memory(config: RunConfig) -> bool:
     An engine or a reward model there cannot use what torch keeps cached here; an engine in this process can.
 
     Raises:
-        ConfigError: as for `shares_gpu`, and torch does not see the device.
+        ConfigError: as for `takes_turns`, and torch does not see the device.
     """
     # However deep in a composed judge.
     is_judged = any("'reward_model'" in str(task.judge) for task in config.tasks)
     if is_judged or config.cluster is not None:
         return True
     if config.engine.name == "process":
-        engines = spread_devices(config.device, num_engines(config), taken=config.train.ranks)
-        return not trainer_gpus(config).isdisjoint(engines)
+        return any(seat.is_shared for seat in engine_seats(config))
     return takes_turns(config) if config.engine.name in SERVERS else config.engine.name != "transformers"
-
-
-def trainer_gpus(config: RunConfig) -> set[str]:
-    """The GPUs of this machine on which a run trains, where its device is one."""
-    return {config.device} if ":" in config.device else {f"cuda:{n}" for n in range(config.train.ranks)}
 
 
 def num_engines(config: RunConfig, *, of_production: bool = False) -> int:
@@ -278,24 +321,41 @@ def device_fact(config: RunConfig) -> str:
     return f"{device}{name}, {precision}, {kernel} attention"
 
 
-def idle_gpus(config: RunConfig) -> str | None:
+def layout(config: RunConfig, num_gpus: int | None = None) -> str | None:
+    """The GPUs of ranks and engines in one sentence; None where the run does not give them out."""
+    ranks, seats = rank_gpus(config, num_gpus), engine_seats(config, num_gpus)
+    if not ranks or not any(seat.gpus for seat in seats):
+        return None
+    kind = "servers" if config.engine.name in SERVERS else "engines"
+    each = ["+".join(map(str, seat.gpus)) for seat in seats]
+    shared = [gpus for gpus, seat in zip(each, seats, strict=True) if seat.is_shared]
+    which = "all of these" if len(shared) == len(each) else f"of these {', '.join(shared)}"
+    rest = f"; {which} give memory back while ranks train" * bool(shared)
+    return f"Ranks are on the GPUs {', '.join(map(str, ranks))}, {kind} on {', '.join(each)}{rest}."
+
+
+def idle_gpus(config: RunConfig, num_gpus: int | None = None) -> str | None:
     """A warning that counts the GPUs which a run leaves idle, with the keys that use them; None without any.
 
-    Servers may use any number of them, and Ray shares them out.
+    Servers of others may use any number of them, and Ray shares them out.
     """
-    count = torch.cuda.device_count()
-    is_known = config.cluster is None and config.engine.name in ("transformers", "process")
-    if count == 0 or not is_known:
+    arguments = config.engine.arguments
+    count = torch.cuda.device_count() if num_gpus is None else num_gpus
+    is_known = config.engine.name in ("transformers", "process") or arguments.get("servers")
+    if count == 0 or config.cluster is not None or not is_known:
         return None
-    if find_device(config.device).type != "cuda":
+    if num_gpus is None and find_device(config.device).type != "cuda":
         return f"{count} GPUs are idle: device = {config.device!r}; leave it out to use one"
-    used = trainer_gpus(config)
-    if config.engine.name == "process":
-        engines = config.engine.arguments.get("engines", 1)
-        used |= set(spread_devices(config.device, engines, taken=config.train.ranks))
-    if len(used) >= count:
+    ranks = rank_gpus(config, count)
+    idle = count - len(set(ranks).union(*(seat.gpus for seat in engine_seats(config, count))))
+    if idle <= 0:
         return None
-    return (
-        f"{count - len(used)} of {count} GPUs are idle: engine.name = 'process' with "
-        f"engine.arguments.engines = N puts an engine on each of N, and train.ranks = N trains on N"
+    keys = (
+        "engine.name = 'process' with engine.arguments.engines = N puts an engine on each of N, and "
+        "train.ranks = N trains on N"
     )
+    if config.engine.name in SERVERS:
+        more = idle // gpus_per_server(config)
+        servers = f"engine.arguments.servers = {arguments['servers'] + more} starts {more} more there, or "
+        keys = f"{servers * (more > 0)}train.ranks = {len(ranks) + idle} trains on them"
+    return f"{idle} of {count} GPUs are idle: {keys}"

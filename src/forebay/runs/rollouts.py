@@ -48,7 +48,7 @@ from forebay.produce.prompts.orders import build_order
 from forebay.produce.strategies.context import GroupGenerator
 from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, StorageBackend, SyncReplayBufferConfig
 from forebay.runs.config import ASYNC_ONLY, FILTERS, RunConfig, TaskConfig
-from forebay.runs.placement import SERVERS, Cluster, shares_gpu, takes_turns, tries_beside
+from forebay.runs.placement import SERVERS, Cluster, engine_seat, shared_gpu, tries_beside
 from forebay.runs.store import keeps_consumed
 from forebay.train import TrainConfig
 from forebay.train.batch import why_untrainable
@@ -259,9 +259,8 @@ def build_run_engines(
         dtype=engine_precision(config),
         attention=config.engine.attention,
         device=config.device,
-        trainer_gpus=config.train.ranks,
-        shares_gpu=shares_gpu(config),
-        takes_turns=takes_turns(config),
+        seat=partial(engine_seat, config),
+        shared_gpu=shared_gpu(config),
         tokenizer=tokenizer,
         scratch=scratch or config.folder / "engines",
         lora_rank=lora_rank,

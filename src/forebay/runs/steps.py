@@ -57,7 +57,7 @@ async def produce(run: Run, train_step: int) -> ProduceBatchResult:
     with phase(run, "generate"):
         run.display.production(0, run.config.batch_size)
         if run.turns is not None:
-            await run.turns.leave()
+            await run.turns.generate()
         return await run.manager.produce_batch(run.config.batch_size, train_step, run.controller.model_step)
 
 
@@ -74,6 +74,8 @@ async def next_batch(run: Run, train_step: int) -> ProduceBatchResult | None:
     # Before the batch is taken: an error after it would lose its groups.
     if run.evaluating is not None and run.evaluating.done():
         await evaluation_ended(run)
+    if run.turns is not None:
+        await run.turns.generate()
     while True:
         # The manager registers its wait itself, for programs without a run too.
         with phase(run, "wait"):
@@ -100,7 +102,7 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
     Raises:
         ConfigError: the trainer refuses the batch.
         FloatingPointError: the training diverged.
-        EngineLost: the server on the trainer's GPU is lost for good.
+        EngineLost: all servers are lost for good.
     """
     if run.saving is not None and run.saving.done():
         await checkpoint_written(run)

@@ -1,22 +1,24 @@
-"""Whose turn it is on a GPU that a trainer and an inference server share, in a colocated run.
+"""Whose turn it is on the GPUs that ranks of a trainer and inference servers share.
 
 ::
 
-                  fit: the server sleeps, the trainer takes the device
-    GENERATING ---------------------------------------------------------> TRAINING
-     ^       ^                                                            |     |
-     |       |  produce, evaluate: the trainer leaves, the server wakes   |     | sync: the trainer leaves
-     |       +------------------------------------------------------------+     v
-     +------------------------------------------------------------------- SYNCING
-         produce, evaluate: the server takes its cache        the server takes its weights, and new ones
+                  train: the servers that share sleep, then the ranks take the devices
+    GENERATING ------------------------------------------------------------> TRAINING (a run begins here)
+     ^                                                                         |
+     | generate: they take their caches, and requests                          | leave: the ranks make room
+     +-------------------------------- SYNCING <-------------------------------+
+                               they take their weights, and new ones
 
-              the device holds
-    TRAINING    trainer: weights, moments, gradients, activations    server: its context
-    SYNCING     trainer: weights (not with offload "all"), a bucket   server: weights, a bucket
-    GENERATING  trainer: weights (not with offload "all")             server: weights, cache
+              a shared GPU holds
+    TRAINING    rank: weights, moments, gradients, activations    server: its context
+    SYNCING     rank: weights (not with offload "all"), a bucket  server: weights, a bucket
+    GENERATING  rank: weights (not with offload "all")            server: weights, cache
 
-The run begins in TRAINING, since the trainer is built first; the server is started by the first SYNCING.
-While it is TRAINING no server is started, one that was lost neither.
+A server with no GPU of a rank never sleeps: in a separate run it goes on generating in TRAINING, and has the
+requests of those that sleep; in a colocated run it rests then. Without it they wait. Which ones share:
+`forebay.runs.placement.engine_seat`. While it is TRAINING none that shares is started, one that was lost neither;
+the first SYNCING starts them. A part that ends ends the wait of the others: a lost server is brought up in the next
+SYNCING, a lost rank is the end of the run.
 """
 
 from __future__ import annotations
@@ -31,14 +33,16 @@ from forebay.train import TrainController
 
 
 class DeviceTurns:
-    """Lets trainer and server take turns; each method does nothing where its turn has come already.
+    """Lets ranks and servers take turns; each method does nothing where its turn has come already.
 
-    Invariants: the trainer trains only while the server has given its memory back, or has been ended; the
-    server is awake only while the trainer's part that `offload` names is in the host's memory.
+    Invariants: the ranks train only while every server that shares has given its memory back, or has been
+    ended; such a server is awake only while the part of the trainer that `offload` names is in the host's
+    memory, and has requests only with the weights given last.
 
     ::
 
         turns = DeviceTurns(controller, trainer, thread, offload="moments")
+        await turns.generate()
         await turns.train(keep_weights=False)
     """
 
@@ -50,27 +54,38 @@ class DeviceTurns:
         *,
         offload: Literal["none", "moments", "all"],
     ) -> None:
-        """`offload` is what the trainer moves to the host's memory, in `thread`, while it is not its turn."""
-        self.is_training = True
+        """`offload` is what the ranks move to the host's memory, told in `thread`, while it is not their turn."""
+        self.turn: Literal["training", "syncing", "generating"] = "training"
         self._controller, self._trainer, self._thread = controller, trainer, thread
         self._offload = offload
 
     async def train(self, *, keep_weights: bool) -> None:
-        """Give the trainer the device; weights that the server need not keep cost no memory of the host.
+        """Give the ranks the devices; weights that the servers need not keep cost no memory of the host.
 
         Raises:
             EngineLost: all servers are lost for good.
         """
-        if not self.is_training:
-            # The server first: what the trainer moves back needs the memory that it gives free.
+        if self.turn != "training":
+            # The servers first: what the ranks move back needs the memory that they give free.
             await self._controller.sleep(keep_weights=keep_weights)
-            self.is_training = True
+            self.turn = "training"
             await asyncio.get_running_loop().run_in_executor(self._thread, self._trainer.onload)
 
     async def leave(self) -> None:
-        """Make room for the server's weights, which a hand-over replaces, and for its cache."""
-        # After a hand-over the trainer has left the device already.
-        if self.is_training and self._offload != "none":
-            offload = partial(self._trainer.offload, weights=self._offload == "all")
-            await asyncio.get_running_loop().run_in_executor(self._thread, offload)
-        self.is_training = False
+        """Make room for the servers' weights, which a hand-over replaces, and for their caches."""
+        if self.turn == "training":
+            if self._offload != "none":
+                offload = partial(self._trainer.offload, weights=self._offload == "all")
+                await asyncio.get_running_loop().run_in_executor(self._thread, offload)
+            self.turn = "syncing"
+
+    async def generate(self) -> None:
+        """Have the servers serve, with the weights that they have; those that rest with the others, do so after it.
+
+        Raises:
+            EngineLost: all servers are lost for good.
+        """
+        await self.leave()
+        if self.turn == "syncing":
+            await self._controller.wake()
+            self.turn = "generating"

@@ -41,7 +41,6 @@ from forebay.train.model.critic import Critic
 from forebay.train.objective.advantages import AdvantageFunction, find_advantage, spread
 from forebay.train.objective.corrections import Corrector
 from forebay.train.objective.losses import batch_token_weights, steered
-from forebay.train.offload import Offload
 from forebay.train.packing import Packer
 from forebay.train.parallel.learner import ModelFolder, RankedLearner
 from forebay.train.parallel.ranks import LocalRanks, Ranks
@@ -111,7 +110,6 @@ class TrainController:
         self.config = config
         self.train_step = 0
         """Completed train steps."""
-        self._offload = Offload()
         self._turn = threading.Lock()
         """Held while weights change or move: an engine that comes back may read them at any time."""
         self._temperature = temperature
@@ -406,14 +404,14 @@ class TrainController:
         return config, [] if config is None else list(self._learner.adapters())
 
     def offload(self, *, weights: bool) -> None:
-        """Move the moments, and the models if asked, to the host's memory; one rank only."""
+        """Move the moments, and on one rank the models if asked, to the host's memory."""
         with self._turn:
-            self._offload.offload(self.learner.places(weights=weights))
+            self._learner.offload(weights=weights)
 
     def onload(self) -> None:
         """Move back to the device what `offload` moved."""
         with self._turn:
-            self._offload.onload()
+            self._learner.onload()
 
     def save(self, path: Path | str) -> None:
         """Write everything that continuing needs into the folder `path`, whole or not at all.

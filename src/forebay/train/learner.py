@@ -44,7 +44,7 @@ from forebay.train.model.layers import checkpoint_activations, compile_layers
 from forebay.train.model.trial import check_layout, settle_attention
 from forebay.train.objective import losses
 from forebay.train.objective.corrections import Corrector
-from forebay.train.offload import Place
+from forebay.train.offload import Offload, Place
 from forebay.train.optimization import Optimizer
 from forebay.train.parallel.context import Context
 from forebay.train.parallel.sharding import is_sharded
@@ -135,6 +135,7 @@ class Learner:
             model=model, critic=self.critic, optimizers=self._optimizers, starting_weights=fixed
         )
         self._writing: Callable[[], None] | None = None
+        self._away = Offload()
         self._set_modes()
 
     def _settle_attention(self, policy: Any, has_content: bool, context: Context | None) -> Any:
@@ -265,8 +266,15 @@ class Learner:
         for optimizer in self._optimizers.values():
             yield from optimizer.moments()
 
-    def places(self, *, weights: bool) -> Iterator[Place]:
-        """The places of the moments, and of the models' weights if asked, for `forebay.train.offload`."""
+    def offload(self, *, weights: bool) -> None:
+        """Move the moments, and the models' weights if asked, to the host's memory, until `onload`."""
+        self._away.offload(self._places(weights=weights))
+
+    def onload(self) -> None:
+        """Move back to the device what `offload` moved."""
+        self._away.onload()
+
+    def _places(self, *, weights: bool) -> Iterator[Place]:
         for kind, optimizer in self._optimizers.items():
             for name, tensor, put in optimizer.places():
                 yield f"{kind}|{name}", tensor, put

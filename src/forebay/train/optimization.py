@@ -182,7 +182,10 @@ class Optimizer:
         """The places of these tensors, for `forebay.train.offload`."""
         for number, state in enumerate(self._adamw.state.values()):
             for key, value in state.items():
-                if isinstance(value, torch.Tensor):
+                if hasattr(value, "full_tensor"):
+                    # A slice: what it is a slice of stays known, and a collective finds it where it lies.
+                    yield f"{number}|{key}", value._local_tensor, partial(setattr, value, "_local_tensor")
+                elif isinstance(value, torch.Tensor):
                     yield f"{number}|{key}", value, partial(state.__setitem__, key)
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+import torch
+
 from forebay.models.config import Precision
 from forebay.models.live_weights import LiveWeights, cast
 from forebay.models.starting_weights import AdaptersRefusedError, BaseDiffersError, Weights
@@ -98,7 +100,7 @@ async def sync_weights(
                 base = partial(source.weights, merged=False)
                 await receiver.update_weights(await gather(base, dtype), 0)
                 await receiver.update_adapters(adapters, model_step, config=config)
-            return _num_bytes(adapters)
+            return _num_bytes(adapters, "float32")
         # Also a `BaseDiffersError`, which is one of these.
         except AdaptersRefusedError as refusal:
             logger.warning("all weights of step %d are handed over, adapters merged: %s", model_step, refusal)
@@ -111,9 +113,10 @@ async def sync_weights(
     else:
         weights = await gather(source.weights, dtype)
     await receiver.update_weights(weights, model_step)
-    return _num_bytes(weights)
+    return _num_bytes(weights.sizes() if isinstance(weights, LiveWeights) else weights, dtype)
 
 
-def _num_bytes(weights: Weights | LiveWeights) -> int:
-    sizes = weights.sizes() if isinstance(weights, LiveWeights) else weights
-    return sum(tensor.nbytes for _, tensor in sizes)
+def _num_bytes(weights: Weights, dtype: Precision) -> int:
+    """As engines hold them, which may cast those of floating point to `dtype` themselves."""
+    itemsize = getattr(torch, dtype).itemsize
+    return sum(t.numel() * (itemsize if t.is_floating_point() else t.itemsize) for _, t in weights)

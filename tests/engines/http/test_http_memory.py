@@ -151,6 +151,43 @@ async def test_a_server_that_comes_back_while_the_trainer_trains_gets_the_newer_
     assert engine.model_step == 2
 
 
+async def test_a_transfer_that_train_steps_interrupt_is_through_at_its_second_try(vllm, connect, ask, monkeypatch):
+    """Each step is shorter than a bucket takes; it cannot be made while the transfer holds it up."""
+    monkeypatch.setattr(bucket_module, "BUCKET_BYTES", 8)
+    engine, weights = connect(vllm, bucket_device="cpu"), Weights(step=1)
+    receive = vllm._receive
+
+    def train(info: dict[str, Any]) -> None:
+        receive(info)
+        if weights.turn.acquire(blocking=False):
+            weights.step += 1
+            weights.turn.release()
+
+    monkeypatch.setattr(vllm, "_receive", train)
+    await engine.bring_up()
+    async with asyncio.timeout(60):
+        await engine.load_weights(weights.live, 1)
+    assert vllm.calls.count("POST /start_weight_update") == 2
+    assert {name: set(tensor.flatten().tolist()) for name, tensor in vllm.received.items()} == dict.fromkeys(
+        ("w", "wide", "last"), {float(weights.step)}
+    )
+    completion = await engine.generate(ask())
+    assert completion.model_steps.tolist() == [weights.step] * 4
+    assert weights.turn.acquire(timeout=60), "the next step goes on"
+
+
+async def test_a_transfer_that_is_given_up_over_its_wait_for_a_train_step_holds_up_no_later_one(vllm):
+    weights = Weights(step=1)
+    buckets = Buckets(weights.live, "cpu")
+    weights.turn.acquire()
+    waiting = asyncio.create_task(buckets.held().__aenter__())
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    weights.turn.release()
+    assert await asyncio.to_thread(weights.turn.acquire, timeout=60)
+
+
 @pytest.mark.parametrize("keep_weights", [True, False])
 async def test_sleeps_wakes_in_parts_and_no_request_reaches_it(server, connect, ask, keep_weights):
     engine = connect(server)
@@ -264,6 +301,7 @@ async def test_whatever_is_done_versions_grow_and_every_path_ends_awake_or_close
     """The scripted server fails its test where a request or weights come while it sleeps."""
     vllm = await start_fake(fake_kinds["FakeVLLM"])
     engine, weights = connect(vllm, bucket_device="cpu"), Weights()
+    engine.sleeps = True
     controller = RolloutController(engine)
     await controller.update_weights(weights.live, 0)
     seen, number = [0], 0
@@ -278,6 +316,8 @@ async def test_whatever_is_done_versions_grow_and_every_path_ends_awake_or_close
 
     for doing in doings:
         if doing in ("sleep", "drop"):
+            # Paused: else what comes would wait until it wakes.
+            await controller.pause_generation()
             await controller.sleep(keep_weights=doing == "sleep")
             assert vllm.asleep
         elif doing == "fault":
@@ -292,8 +332,10 @@ async def test_whatever_is_done_versions_grow_and_every_path_ends_awake_or_close
             await controller.pause_generation()
         else:
             if doing == "resume":
+                await controller.wake()
                 await controller.continue_generation()
             await generate()
+    await controller.wake()
     await controller.continue_generation()
     await generate()
     assert seen == sorted(seen)

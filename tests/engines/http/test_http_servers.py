@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from forebay.config import Component, ConfigError
 from forebay.engines import EngineSurroundings, RolloutController, build_engines
-from forebay.engines.base import EngineLost
-from forebay.engines.servers import build as build_module
+from forebay.engines.base import EngineLost, Seat
 from forebay.engines.servers import guard as server_guard
 from forebay.engines.servers.dialects import RETURN_EXPERTS, Dialect, SGLang
 from forebay.engines.servers.engine import HTTPEngine
@@ -262,19 +261,35 @@ def test_an_option_has_requests_go_where_experts_are_stated(tiny, tmp_path):
     assert {RETURN_EXPERTS, "--enable-scale-out"} <= set(stating._server._command(1))
 
 
-def test_only_a_server_that_takes_turns_is_started_to_sleep(tiny, tmp_path):
-    commands = []
-    for turns in (True, False):
-        (engine,) = build(tiny, tmp_path, servers=1, around={"shares_gpu": True, "takes_turns": turns})
-        commands.append(engine._server._command(8123))
+@pytest.mark.parametrize("visible", [None, "GPU-a,GPU-b,7,6"])
+def test_servers_see_their_own_gpus_and_only_those_that_share_one_are_started_to_sleep(
+    tiny, tmp_path, monkeypatch, visible
+):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    seats = [Seat((0, 1), is_shared=True), Seat((2, 3)), Seat((3,)), Seat((1,), is_shared=True)]
+    engines = build(tiny, tmp_path, servers=2, memory_share=0.4, around={"seat": seats.__getitem__})
+    commands = [engine._server._command(8123) for engine in engines]
     assert ["--enable-sleep-mode" in command for command in commands] == [True, False]
+    # What is planned beside the trainer is no limit elsewhere.
+    assert ["--gpu-memory-utilization" in command for command in commands] == [True, False]
+    assert [engine.sleeps for engine in engines] == [True, False]
+    seen = [engine._server._environment["CUDA_VISIBLE_DEVICES"] for engine in engines]
+    assert seen == (["GPU-a,GPU-b", "7,6"] if visible else ["0,1", "2,3"])
+    joining = engines[0].another("")
+    assert joining._server._environment["CUDA_VISIBLE_DEVICES"] == ("6" if visible else "3")
+    with pytest.raises(ValueError, match="has no GPU for another"):
+        engines[0].another("")
+    (alone,) = build(tiny, tmp_path, servers=1, memory_share=0.4)
+    assert "--gpu-memory-utilization" in alone._server._command(8123)
 
 
-def test_sglang_shares_the_first_gpu_only(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(build_module, "_trainer_gpu", lambda surroundings: 1)
+def test_sglang_shares_the_first_gpu_only(tiny, tmp_path):
+    around = {"shared_gpu": 1, "seat": lambda number: Seat((1,), is_shared=True)}
     with pytest.raises(ConfigError, match=r"device is 'cuda:1': choose it by CUDA_VISIBLE_DEVICES"):
-        build(tiny, tmp_path, "sglang", servers=1, around={"shares_gpu": True})
-    build(tiny, tmp_path, servers=1, around={"shares_gpu": True})
+        build(tiny, tmp_path, "sglang", servers=1, around=around)
+    build(tiny, tmp_path, servers=1, around=around)
 
 
 async def test_engines_for_running_servers_know_what_they_serve(tiny, tmp_path, start_fake, ask):
@@ -317,6 +332,10 @@ async def test_engines_for_running_servers_know_what_they_serve(tiny, tmp_path, 
         ({"urls": ["localhost:8000"]}, "which is no address"),
         ({"urls": ["http://me:pass@127.0.0.1:1"]}, r"user name or password for '127.0.0.1'.*api_key_env"),
         ({"servers": 1, "api_key_env": "FOREBAY_NO_SUCH_KEY"}, "FOREBAY_NO_SUCH_KEY is not set"),
+        ({"servers": 2, "gpus": [[0]]}, r"gpus names GPUs for each of the servers = 2 to start, got \[\[0\]\]"),
+        ({"servers": 1, "gpus": [[]]}, "gpus names GPUs for each"),
+        ({"urls": ["http://127.0.0.1:1"], "gpus": [[0]]}, "gpus names GPUs for each of the servers = 0"),
+        ({"servers": 1, "environment": {"CUDA_VISIBLE_DEVICES": "0"}}, r"name these in gpus, as \[\[0\], \[1\]\]"),
         ({"servers": 1, "start_limit_s": 0}, "'start_limit_s' = 0: .*greater than 0"),
         ({"server": 1}, "did you mean 'servers'"),
     ],
@@ -391,7 +410,7 @@ async def test_options_and_environment_reach_each_server(tiny, tmp_path, monkeyp
     script = tmp_path / "python"
     script.write_text(
         '#!/bin/sh\necho "$VLLM_API_KEY$PYTORCH_ALLOC_CONF$PYTORCH_CUDA_ALLOC_CONF'
-        '$CUDA_VISIBLE_DEVICES $VLLM_SERVER_DEV_MODE $*"\nexit 5\n'
+        '$PLACE $VLLM_SERVER_DEV_MODE $*"\nexit 5\n'
     )
     script.chmod(0o755)
     # Of other servers; it would lock the run out of its own.
@@ -405,7 +424,7 @@ async def test_options_and_environment_reach_each_server(tiny, tmp_path, monkeyp
         servers=2,
         python=str(script),
         options=["--seed", "{server}"],
-        environment={"CUDA_VISIBLE_DEVICES": "{server}"},
+        environment={"PLACE": "{server}"},
     )
     for number, engine in enumerate(engines):
         with pytest.raises(EngineLost, match="exit code 5") as error:

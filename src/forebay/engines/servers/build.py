@@ -10,7 +10,6 @@ The servers of a run share one folder of weights, which all of them must see.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
@@ -32,7 +31,7 @@ from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
 from forebay.engines.weights.files import WeightFiles, shared_weights, write_untied
 from forebay.io.address import is_loopback
-from forebay.models import context_of, find_device
+from forebay.models import context_of
 from forebay.models.images import placeholder_of
 
 DIALECTS: dict[str, type[Dialect]] = {"vllm": Dialect, "sglang": SGLang}
@@ -53,7 +52,7 @@ class HTTPArguments(StrictModel, strict=True):
     options: Sequence[str] = ()
     """Further options of the server's command line; ``{server}`` becomes the server's number."""
     environment: Mapping[str, str] | None = None
-    """Further environment variables of the servers; ``{server}`` likewise (for ``CUDA_VISIBLE_DEVICES``)."""
+    """Further environment variables of the servers; ``{server}`` likewise."""
     weights_folder: str | None = None
     """Where files with weights are handed over, all weights if given; None: in the run's folder. In
     ``/dev/shm``: through memory."""
@@ -62,15 +61,14 @@ class HTTPArguments(StrictModel, strict=True):
     takes_adapters: bool | None = None
     """Whether a run with LoRA hands over adapters alone; None: to servers that it starts. A server that
     others run must have been started for that."""
-    shares_gpu: bool | None = None
-    """Whether the server that is started is on the trainer's GPU: it reads new weights there, and in a
-    colocated run sleeps while the trainer trains. None: if the run is colocated and there is one GPU."""
+    gpus: Sequence[Sequence[int]] | None = None
+    """The GPUs of each server that is started, as ``[[0, 1], [2, 3]]``; one that has a GPU of the trainer sleeps
+    while that trains. None: those that the trainer does not use first, as many each as ``options`` say."""
     offload: Literal["none", "moments", "all"] = "moments"
-    """With it: what the trainer moves to the host's memory while the server generates; ``all``: moments and
-    weights."""
+    """What the trainer moves to the host's memory while such servers generate; ``all``: moments and weights."""
     memory_share: float | None = Field(default=None, gt=0, le=1)
-    """Share of the GPU's memory that the server takes when awake; None: as planned beside the trainer, else
-    the server's own default."""
+    """Share of the GPU's memory that such servers take when awake, or all if there is none; None: as planned
+    beside the trainer, else the server's own default."""
     in_flight: Literal["abort", "keep"] = "abort"
     """With ``produce.in_flight_update``, requests that run while weights change: ``abort`` and ask again, all
     computed anew; ``keep`` with what older weights have cached of them."""
@@ -84,8 +82,13 @@ class HTTPArguments(StrictModel, strict=True):
                 f"give either urls (of running servers) or servers (how many to start), got urls = "
                 f"{list(self.urls)}, servers = {self.servers}"
             )
-        if self.shares_gpu and self.servers != 1:
-            raise ConfigError(f"shares_gpu is for one server that the run starts: servers = 1, got {self.servers}")
+        if self.gpus is not None and not (len(self.gpus) == self.servers and all(map(set, self.gpus))):
+            raise ConfigError(f"gpus names GPUs for each of the servers = {self.servers} to start, got {self.gpus}")
+        if "CUDA_VISIBLE_DEVICES" in (self.environment or ()):
+            raise ConfigError(
+                "environment sets CUDA_VISIBLE_DEVICES, by which the run gives servers their GPUs: name these in "
+                "gpus, as [[0], [1]], or leave them to the run"
+            )
         for url in self.urls:
             parts = urlsplit(url)
             if "@" in parts.netloc:
@@ -122,7 +125,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     lora_rank = surroundings.lora_rank if takes_adapters else 0
     if dialect.keeps and lora_rank:
         raise ConfigError("in_flight = 'keep' is for whole weights; set takes_adapters = false, or leave it out")
-    device = _trainer_gpu(surroundings) if surroundings.shares_gpu else None
+    device = surroundings.shared_gpu
     transfer_options = dialect.transfer_options.get("cpu" if device is None else "cuda")
     # Adapters are small, and servers read them from files only. Those of others may be on other machines.
     by_files = not settings.servers or transfer_options is None or lora_rank or settings.weights_folder
@@ -160,40 +163,45 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     if not context:
         raise ConfigError(f"the model in {str(model_folder)!r} states no context; set model.max_context")
 
-    def command(options: list[str], port: int) -> list[str]:
+    seats = [surroundings.seat(number) for number in range(settings.servers)]
+    are_shared = any(seat.is_shared for seat in seats)
+
+    def command(options: list[str], sleeps: bool, port: int) -> list[str]:
         own = dialect.command(str(served.resolve()), port, context, surroundings.dtype, lora_rank)
         own += dialect.tokens_options.split() if dialect.by_token or dialect.placeholder is not None else []
-        own += dialect.sleep_options.split() if surroundings.takes_turns else []
+        own += dialect.sleep_options.split() if sleeps else []
         own += (transfer_options or ()) if bucket_device else ()
-        if settings.memory_share is not None:
+        if settings.memory_share is not None and sleeps is are_shared:
             own += [dialect.memory_option, f"{settings.memory_share:.3f}"]
         return [settings.python, *own, *options]
 
     # A server that cannot be started is an error now.
-    command([], 0)
-    environment = _environment(dialect, device, has_plugin=bucket_device == "cpu")
-    numbers = map(str, itertools.count())
+    command([], False, 0)
+    environment: dict[str, str | None] = {**_OF_THE_TRAINER, **dialect.environment}
+    if bucket_device == "cpu":
+        environment["PYTHONPATH"] = str(Path(__file__).with_name("vllm_plugin"))
+    made: list[HTTPEngine] = []
 
     def another(url: str = "") -> HTTPEngine:
-        number = next(numbers)
-        if url or (surroundings.shares_gpu and number != "0"):
-            raise ValueError(f"engine {kind!r} of this run has no room for another, and starts its servers itself")
-        server = _numbered(number, settings, command, scratch / f"server_{number}.log", environment)
-        return engine(server, model=MODEL_NAME, max_context_tokens=context)
+        number, seat = str(len(made)), surroundings.seat(len(made))
+        if url or (seat.is_shared and len(made) >= settings.servers):
+            raise ValueError(f"engine {kind!r} of this run has no GPU for another, and starts its servers itself")
+        started_with = partial(command, [option.replace("{server}", number) for option in settings.options])
+        log, its_own = scratch / f"server_{number}.log", environment | visible_gpus(seat.gpus)
+        server = _numbered(number, settings, partial(started_with, seat.is_shared), log, its_own)
+        made.append(engine(server, model=MODEL_NAME, max_context_tokens=context, sleeps=seat.is_shared))
+        return made[-1]
 
     return scalable([another() for _ in range(settings.servers)], another)
 
 
-def _environment(dialect: Dialect, device: int | None, *, has_plugin: bool) -> dict[str, str | None]:
-    """The variables of all servers that are started; `device` is the trainer's, if it is shared."""
-    environment = {**_OF_THE_TRAINER, **dialect.environment}
-    if has_plugin:
-        environment["PYTHONPATH"] = str(Path(__file__).with_name("vllm_plugin"))
-    if device is not None:
-        # As the trainer's own process counts them.
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device] if visible else str(device)
-    return environment
+def visible_gpus(numbers: Sequence[int]) -> dict[str, str]:
+    """The variable by which a process sees these GPUs alone, given by their numbers in this process."""
+    if not numbers:
+        return {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else {number: str(number) for number in numbers}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in numbers)}
 
 
 def _at_address(
@@ -219,26 +227,19 @@ def _at_address(
 def _numbered(
     number: str,
     settings: HTTPArguments,
-    command: Callable[[list[str], int], list[str]],
+    command: Callable[[int], list[str]],
     log: Path,
     environment: Mapping[str, str | None],
 ) -> LocalServer:
-    """A server of this machine, with its number where options and environment name it."""
-    options = [option.replace("{server}", number) for option in settings.options]
+    """A server of this machine, with its number where the run file's environment names it."""
     own = {name: value.replace("{server}", number) for name, value in (settings.environment or {}).items()}
     paths = [environment.get("PYTHONPATH"), own.get("PYTHONPATH", os.environ.get("PYTHONPATH"))]
     return LocalServer(
-        partial(command, options),
+        command,
         log=log,
         environment={**environment, **own, "PYTHONPATH": os.pathsep.join(filter(None, paths)) or None},
         start_limit_s=settings.start_limit_s,
     )
-
-
-def _trainer_gpu(surroundings: EngineSurroundings) -> int | None:
-    """Its number; None on a CPU."""
-    device = find_device(surroundings.device)
-    return (device.index or 0) if device.type == "cuda" else None
 
 
 def _check_is_first(gpu: int | None) -> None:

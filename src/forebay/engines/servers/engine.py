@@ -79,16 +79,19 @@ class HTTPEngine:
         start_limit_s: float = START_LIMIT_S,
         api_key: str | None = None,
         lora_rank: int = 0,
+        sleeps: bool = False,
     ) -> None:
         """`server` is an address or a server to start; `model` is what it calls the model.
 
         `files` is shared by all engines of a run. `start_limit_s` is how long a server that others start
         may be away, and how long one may take to be ready for use. `api_key` goes with every request.
-        `lora_rank` is the highest rank of adapters that the server was started for; 0: none.
+        `lora_rank` is the highest rank of adapters that the server was started for; 0: none. One that `sleeps`
+        has a GPU of the trainer, which its controller gives to one of them at a time.
         """
         self.max_context_tokens = max_context_tokens
         """The most tokens, prompt and response together, one request may reach."""
         self.max_running, self.cache_tokens = NO_LIMITS
+        self.sleeps = sleeps
         self._server = server if isinstance(server, LocalServer) else None
         self._dialect = dialect or Dialect()
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}

@@ -133,15 +133,13 @@ class ServerWeights:
         Raises:
             EngineLost: it went away, does not do it, or calls its weights otherwise afterwards.
         """
-        dialect, step = self._dialect, None
+        dialect = self._dialect
         self.is_half_loaded = True
+        step = await self._send_buckets(live)
         while step is None:
-            if self._is_updating:
-                with contextlib.suppress(Refused):
-                    await self._link.do(dialect.abandon, takes_long=True)
-            self._is_updating = True
-            await self._link.do(dialect.begin)
-            step = await self._send_buckets(live)
+            # Train steps that are shorter than a transfer would interrupt each: the next one waits.
+            async with live.held():
+                step = await self._send_buckets(live)
         # A server that comes back while the trainer trains gets newer weights than it was offered.
         version = written.version if step == written.model_step else f"{written.version}-at_{step:06d}"
         await self._link.do(dialect.end(version), takes_long=True)
@@ -155,6 +153,11 @@ class ServerWeights:
 
     async def _send_buckets(self, live: Buckets) -> int | None:
         """The step of the weights that all went; None if a train step changed them on the way."""
+        if self._is_updating:
+            with contextlib.suppress(Refused):
+                await self._link.do(self._dialect.abandon, takes_long=True)
+        self._is_updating = True
+        await self._link.do(self._dialect.begin)
         first = None
         for number in range(len(live)):
             async with live.reading(number) as bucket:

@@ -18,6 +18,7 @@ import base64
 import contextlib
 import io
 import pickle
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -100,6 +101,25 @@ class Buckets:
         yield bucket
         # Not after an error: the server may still read.
         filling.num_readers -= 1
+
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """While open, the trainer's next step waits."""
+        loop, is_held, ends = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+        def hold() -> None:
+            with self.weights.held():
+                loop.call_soon_threadsafe(is_held.set)
+                ends.wait()
+
+        holding = asyncio.ensure_future(asyncio.to_thread(hold))
+        try:
+            await is_held.wait()
+            yield
+        finally:
+            # Also where it is cancelled over its own wait for a train step: the thread then leaves after that.
+            ends.set()
+        await holding
 
     async def release(self) -> None:
         """Give back what no server reads, once one has all it needs."""

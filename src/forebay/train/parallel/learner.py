@@ -126,6 +126,20 @@ class RankedLearner:
         """Every adapter weight by name: a copy on the CPU."""
         return iter(self._call("adapters")[0].items())
 
+    def offload(self, *, weights: bool) -> None:
+        """Move every rank's moments to the host's memory.
+
+        Raises:
+            ValueError: with `weights`, which are slices that FSDP holds.
+        """
+        if weights:
+            raise ValueError("weights on several ranks stay on their devices: offload = 'moments'")
+        self._call("offload")
+
+    def onload(self) -> None:
+        """Move back to the devices what `offload` moved."""
+        self._call("onload")
+
     def begin_save(self, folder: Path, train_step: int) -> None:
         """As `Learner.begin_save`; every rank writes its own files, and must see the folder."""
         self._call("begin_save", str(folder.absolute()), train_step)

@@ -10,6 +10,7 @@ anything else that can construct it and call its methods (an actor) can host it 
       .token_values, .update       -> results for the rank's own sequences, of the whole batch
       .copy_weights                -> the rank's blocks of the weights, in memory that engines map
       .blocks                      -> the same as arrays, where there is no such memory
+      .offload, .onload            moments to the host's memory, and back
       .begin_save, .finish_save, .resume
 
 Every method but the constructor is called on all ranks, with the same name and in the same order, because
@@ -136,6 +137,14 @@ class RankWorker:
     def update(self, batch: Mapping[str, Any], train_step: int, images: Sequence[Any] = ()) -> dict[str, Any]:
         """`Learner.update`; an `Update` as a dict, with the columns of the rank's own sequences."""
         return self.learner.update(TrainBatch.from_plain(batch, images), train_step)._asdict()
+
+    def offload(self) -> None:
+        """Move this rank's moments to the host's memory."""
+        self.learner.offload(weights=False)
+
+    def onload(self) -> None:
+        """Move them back to its device."""
+        self.learner.onload()
 
     def copy_weights(self, layout: Layout, merged: bool, path: str, inode: int, num_bytes: int) -> None:
         """Write this rank's blocks of these weights into memory that the caller has on this machine."""

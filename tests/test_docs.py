@@ -6,27 +6,34 @@ in `given_on_pages`, which makes what the page takes as given. ``print(...)  # t
 
 from __future__ import annotations
 
-import contextlib
+import os
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from forebay.config import load_config
 from forebay.runs.config import RunConfig
-from warm_python import RAY_WORKER, warm_workers
+from ray_cluster import local_cluster
+from warm_python import ADDRESS, SERVER
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 GIVEN = Path(__file__).parent / "given_on_pages"
 
-RUN_PROGRAM = """
-import ast, asyncio, inspect, sys
-scope = {"__name__": "__main__"}
+# Programs that a page starts are forked as well, and what it leaves in a temporary folder is in the test's.
+RUN_PROGRAM = f"""
+import ast, asyncio, inspect, os, sys, tempfile
+sys.path.append({str(Path(__file__).parent)!r})
+from warm_python import warm_python
+tempfile.tempdir = os.getcwd()
+scope = {{"__name__": "__main__"}}
 async def main():
     for text in sys.argv[1:]:
         code = compile(text, "page", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
@@ -34,13 +41,8 @@ async def main():
             await eval(code, scope)
         else:  # it may start event loops of its own
             await asyncio.to_thread(exec, code, scope)
-asyncio.run(main())
-"""
-# See `warm_python`: of a program that starts a cluster of its own.
-FORK_RAY_WORKERS = f"""
-from ray._private import ray_constants as of_ray
-of_ray.SETUP_WORKER_FILENAME = {RAY_WORKER!r}
-del of_ray
+with warm_python():
+    asyncio.run(main())
 """
 
 
@@ -49,7 +51,11 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def programs() -> list[Any]:
-    return [pytest.param(page, id=page.name) for page in PAGES if blocks(page, "python")]
+    return [
+        pytest.param(page, id=f"ray {page.name}" if _uses_ray(page) else page.name)
+        for page in PAGES
+        if blocks(page, "python")
+    ]
 
 
 def _uses_ray(page: Path) -> bool:
@@ -60,23 +66,32 @@ def test_there_are_programs() -> None:
     assert len(programs()) >= 10
 
 
+@pytest.fixture(scope="session")
+def ray() -> Iterator[ModuleType]:
+    with local_cluster() as ray:
+        yield ray
+
+
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("page", programs())
-def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    SERVER.begin()
+    environment = {**os.environ, ADDRESS: SERVER.address}
     if _uses_ray(page):
-        pytest.importorskip("ray")
+        # It would start a cluster of its own.
+        ray = request.getfixturevalue("ray")
+        environment |= {"RAY_ADDRESS": ray.get_runtime_context().gcs_address, "RAY_AUTH_MODE": "token"}
     given = GIVEN / f"{page.stem}.py"
     texts = ([given.read_text(encoding="utf-8")] if given.exists() else []) + blocks(page, "python")
-    with warm_workers() if _uses_ray(page) else contextlib.nullcontext():
-        before = [FORK_RAY_WORKERS] if _uses_ray(page) else []
-        done = subprocess.run(
-            [sys.executable, "-c", RUN_PROGRAM, *before, *texts],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=500,
-            check=False,
-        )
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_PROGRAM, *texts],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     for block in texts:
         for promised in re.findall(r"^ *print\(.*\)  # (.*)$", block, re.MULTILINE):

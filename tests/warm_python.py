@@ -32,6 +32,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -282,6 +283,8 @@ def become(told: dict[str, Any], descriptors: list[int]) -> list[str]:
     os.chdir(told["cwd"])
     os.environ.clear()
     os.environ.update(told["env"])
+    # Remembered from the server's environment.
+    tempfile.tempdir = None
     own = [path for path in told["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*own, *(path for path in sys.path[1:] if path not in own)]
     return told["args"]

@@ -203,4 +203,5 @@ def test_a_rank_gets_the_images_of_its_own_passes_each_once():
         num_files += sum(len(each) for row in own for each in (batch.images[row], batch.reply_images[row]))
     assert num_files > 6
     text = Packer(60, 3).pack_pad_dispatch(TrainBatch.from_groups(rollouts("qwen2_5_vl", [""])))
-    assert text.images_for(0) == []
+    assert text.images_for(0) == [[], [], []]
+    assert TrainBatch.from_plain(text.to_plain(), text.images_for(0)).images == []

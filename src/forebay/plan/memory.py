@@ -179,11 +179,14 @@ def step_memory(
         # The first step makes the moments. Counting operations keeps activations alive, so it is done apart.
         with FlopCounterMode(display=False) as flop:
             learner.rehearse(batch, packs[:1])
-        # The passes are over text alone; a tower for images gets gradients, and so moments, from other ones.
+        # Passes over text alone leave out a tower for images. Its first gradients here become moments, and the
+        # second are there when the passes below begin, as those of images would be.
         tower = [parameter for parameter in parameters if parameter.requires_grad and parameter not in reached]
-        _give_gradients(tower)
-        learner.rehearse(batch, [])
-        memory.assign(_give_gradients(tower), "gradients", times=times)
+        for _ in range(2):
+            learner.rehearse(batch, [])
+            for parameter in tower:
+                parameter.grad = torch.zeros_like(parameter)
+                memory.assign([parameter.grad], "gradients", times=times)
         kept = 1 if config.moments == "8bit" else times
         memory.assign(learner.moments(), HOST if config.moments == "cpu" else "moments", times=kept)
         memory.reset()
@@ -215,7 +218,8 @@ def _assign_parts(
 
     def reach(parameter: nn.Parameter) -> None:
         reached.add(parameter)
-        memory.assign([parameter.grad] if parameter.grad is not None else [], "gradients", times=times)
+        assert parameter.grad is not None
+        memory.assign([parameter.grad], "gradients", times=times)
 
     weights = (tensor for part in trained for tensor in part.state_dict().values())
     memory.assign(weights, "weights", times=times)
@@ -226,14 +230,6 @@ def _assign_parts(
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(reach)  # type: ignore[no-untyped-call]
     return reached
-
-
-def _give_gradients(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """Set their gradients, which are the result."""
-    gradients = [torch.zeros_like(parameter) for parameter in parameters]
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    return gradients
 
 
 def _largest_packs(batch: TrainBatch, config: TrainConfig) -> list[Pack]:

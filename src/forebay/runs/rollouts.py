@@ -52,7 +52,6 @@ from forebay.runs.placement import SERVERS, Cluster, engine_seat, shared_gpu, tr
 from forebay.runs.store import keeps_consumed
 from forebay.train import TrainConfig
 from forebay.train.batch import why_untrainable
-from forebay.train.parallel.config import IMAGES_WHOLE
 from forebay.types import RolloutState
 from forebay.watching.activity import Activities
 from forebay.watching.stalls import StallWatch
@@ -150,8 +149,8 @@ def check_lengths(config: RunConfig, model_folder: Path, data: Sequence[TaskData
         ConfigError: a prompt is too long, or has characters that the model does not know.
     """
     prompts = (prompt for part in data for prompts in part[:2] for prompt in prompts)
-    if config.train.parallel.context > 1 and any(prompt.mm_info for prompt in prompts):
-        raise ConfigError(f"the data has images: {IMAGES_WHOLE}")
+    if any(prompt.mm_info for prompt in prompts):
+        config.train.parallel.check_images()
     context = config.model.max_context or context_of(model_folder)
     if context is None:
         return list(data)

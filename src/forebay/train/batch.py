@@ -203,9 +203,7 @@ class TrainBatch:
         return plain | {"images": [], "reply_images": []}
 
     def images_for(self, rank: int) -> list[Any]:
-        """The images in the packs of `rank`, each file once, as arrays and plain values; none is an empty list."""
-        if not self.images:
-            return []
+        """The images in the packs of `rank`, for another process: arrays, each file once, and where they belong."""
         own = {number for ranks in self.packs for pack in ranks[rank] for number in passed(pack).tolist()}
         numbers: dict[bytes, int] = {}
         tables = [
@@ -217,13 +215,10 @@ class TrainBatch:
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], images: Sequence[Any] = ()) -> TrainBatch:
         """The batch of what `to_plain` and `images_for` gave."""
-        batch = cls(**plain)
-        if images:
-            files = [file.tobytes() for file in images[0]]
-            batch.images, batch.reply_images = (
-                [tuple(files[number] for number in row) for row in table] for table in images[1:]
-            )
-        return batch
+        arrays, *tables = images or ([], [], [])
+        files = [array.tobytes() for array in arrays]
+        shown, replied = ([tuple(files[number] for number in row) for row in table] for table in tables)
+        return cls(**{**plain, "images": shown, "reply_images": replied})
 
     @property
     def num_sequences(self) -> int:

@@ -117,18 +117,16 @@ def collate(
 ) -> MicroBatch:
     """The tensors of the sequences in `pack`, laid out as ``batch.layout`` says.
 
-    An empty pack gives one pad token by pass and nothing to train, and one of ``~n`` sequence n and nothing to
-    train: a rank that has no work left makes as many passes as the others. With a `context` it is this rank's
-    share of them. Images need the model's `sight`.
+    An empty pack gives one pad token by pass and nothing to train: a rank that has no work left makes as many
+    passes as the others. With a `context` it is this rank's share of them. Images need the model's `sight`.
     """
 
     def place(value: Any) -> Any:
         return to_device(value, device) if isinstance(value, np.ndarray) else value
 
-    is_trained, pack = pack >= 0, passed(pack)
+    (tokens, rows, offsets), pack = _trained(batch, pack), passed(pack)
     numbers = _positions(batch, pack, sight if context is None else None)
     counts = numbers.ndim == 1
-    tokens, rows, offsets = _trained(batch, pack, is_trained)
     starts, widths = batch.token_starts[pack], np.maximum(batch.lengths[pack] - 1, 0)
     prompts = share = attention_mask = None
     borders: dict[str, Any] = {}
@@ -195,9 +193,10 @@ def _pixels(sight: Sight | None, device: torch.device, pack: Pack, *kinds: list[
     return {} if sight is None else sight.inputs(shown, device)
 
 
-def _trained(batch: TrainBatch, pack: Pack, is_trained: NDArray[np.bool_]) -> tuple[Ints, Ints, Ints]:
+def _trained(batch: TrainBatch, pack: Pack) -> tuple[Ints, Ints, Ints]:
     """Of each trained token: its place in the batch, its row in the pack, and its distance from the first
     token of its sequence, which is at least 1."""
+    is_trained, pack = pack >= 0, passed(pack)
     lengths = batch.response_lengths[pack]
     tokens = ranges(batch.response_starts[pack], lengths)
     rows = np.repeat(np.arange(len(pack)), lengths)

@@ -8,9 +8,6 @@ from pydantic import Field
 
 from forebay.config import ConfigError, StrictModel
 
-IMAGES_WHOLE = "set train.parallel.context to 1: a rank would need a part of the placeholders of an image"
-"""For data with images, whose tokens ranks do not share out."""
-
 
 class ParallelConfig(StrictModel):
     """How a model and its batches are shared out over the ranks of a trainer (FSDP2 and tensor parallelism).
@@ -55,4 +52,15 @@ class ParallelConfig(StrictModel):
                 f"{num_ranks} ranks cannot be {self.replicas} replicas of ranks in groups of "
                 f"{self.same_sequences}; make train.ranks a multiple of parallel.tensor x parallel.context x "
                 f"parallel.replicas"
+            )
+
+    def check_images(self) -> None:
+        """Refuse data with images where ranks share out the tokens of a sequence.
+
+        Raises:
+            ConfigError: they do.
+        """
+        if self.context > 1:
+            raise ConfigError(
+                "the data has images, whose placeholders ranks cannot share out: set train.parallel.context to 1"
             )

@@ -29,7 +29,6 @@ from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Update
 from forebay.train.model.critic import Critic
-from forebay.train.parallel.config import IMAGES_WHOLE
 from forebay.train.parallel.ranks import Ranks
 from forebay.train.parallel.sharding import no_progress_bars
 from forebay.types import FloatArray
@@ -81,10 +80,10 @@ class RankedLearner:
         """Each rank gets the images that it passes besides; one result of those that see the same sequences.
 
         Raises:
-            ValueError: the ranks share out the tokens of sequences with images.
+            ConfigError: the ranks share out the tokens of sequences with images.
         """
-        if batch.images and self._config.parallel.context > 1:
-            raise ValueError(IMAGES_WHOLE)
+        if batch.images:
+            self._config.parallel.check_images()
         same = self._config.parallel.same_sequences
         images = [batch.images_for(number // same) for number in range(self._ranks.num_ranks)]
         return self._ranks.call(method, [(*arguments, own) for own in images])[::same]
@@ -160,14 +159,9 @@ def source_of(model: nn.Module | ModelFolder, scratch: Path) -> dict[str, Any]:
         ValueError: it is not a model of transformers, or has quantized weights.
     """
     if isinstance(model, ModelFolder):
-        return {
-            "folder": str(model.folder.absolute()),
-            "class": None,
-            "attention": None,
-            "dtype": model.dtype,
-            "name": str(model.folder.absolute()),
-            "frozen": [],
-        }
+        folder = str(model.folder.absolute())
+        own = {"class": None, "attention": None, "dtype": model.dtype, "frozen": []}
+        return {"folder": folder, "name": folder, **own}
     if isinstance(model, Critic):
         return source_of(model.body, scratch) | {"head": dict(model.head.state_dict())}
     transformers_model: Any = model

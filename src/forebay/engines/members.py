@@ -78,6 +78,11 @@ class Members:
         self.note_load(member)
         return member
 
+    @property
+    def left(self) -> list[Member]:
+        """Those that are up, or may come back."""
+        return [member for member in self if not member.gone]
+
     def __contains__(self, member: Member) -> bool:
         return member.number in self._by_number
 
@@ -344,3 +349,8 @@ class Member:
 
     def __str__(self) -> str:
         return f"engine {self.number} ({type(self.engine).__name__})"
+
+
+def said_by_all(name: str) -> Any:
+    """The property of a pool whose engines all have this one."""
+    return property(lambda pool: all(getattr(engine, name, False) for engine in pool.engines))

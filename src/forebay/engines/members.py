@@ -298,6 +298,7 @@ class Member:
     is_asleep: bool = False
     """Whether it gave its memory to a trainer, and has not been woken since; it may be up all the same."""
     num_sleeps: int = 0
+    """How often it fell asleep, by which a request knows that it was interrupted for that."""
     paused: bool = False
     in_flight: list[Begun] = field(default_factory=list)
     most: float = math.inf

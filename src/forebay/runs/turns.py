@@ -77,7 +77,7 @@ class DeviceTurns:
             self.turn = "syncing"
 
     async def generate(self) -> None:
-        """Have the servers serve, with the weights that they have; those that rest with the others, do so after it.
+        """Have the servers serve with the weights that they have: now, or once a pause ends.
 
         Raises:
             EngineLost: all servers are lost for good.

@@ -85,10 +85,7 @@ class HTTPArguments(StrictModel, strict=True):
         if self.gpus is not None and not (len(self.gpus) == self.servers and all(map(set, self.gpus))):
             raise ConfigError(f"gpus names GPUs for each of the servers = {self.servers} to start, got {self.gpus}")
         if "CUDA_VISIBLE_DEVICES" in (self.environment or ()):
-            raise ConfigError(
-                "environment sets CUDA_VISIBLE_DEVICES, by which the run gives servers their GPUs: name these in "
-                "gpus, as [[0], [1]], or leave them to the run"
-            )
+            raise ConfigError("environment sets CUDA_VISIBLE_DEVICES, which the run does: use gpus, as [[0], [1]]")
         for url in self.urls:
             parts = urlsplit(url)
             if "@" in parts.netloc:

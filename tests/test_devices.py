@@ -157,7 +157,7 @@ def test_ranks_that_torchrun_started_on_several_machines_have_gpus_here_by_their
 
 @pytest.mark.parametrize("gpus", [2], indirect=True)
 def test_layouts_that_cannot_be_are_refused_in_a_sentence(gpus: int) -> None:
-    with pytest.raises(ConfigError, match=r"gpus names the GPU 2, and the last of 2 is 1"):
+    with pytest.raises(ConfigError, match=r"gpus names GPU 2, and there are 2, from 0 on"):
         engine_seats(servers(1, gpus=[[1, 2]]))
     with pytest.raises(ConfigError, match="names GPUs for 1 servers, and none for another"):
         engine_seat(servers(1, gpus=[[1]]), 1)

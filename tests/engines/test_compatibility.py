@@ -98,7 +98,7 @@ def test_one_token_that_is_off_shows_where_numbers_are_exact(llama, monkeypatch,
         return ended
 
     monkeypatch.setattr(DecodeBatch, "step", off)
-    with contextlib.nullcontext() if dtype == torch.bfloat16 else pytest.raises(ValueError, match="by 0.002"):
+    with contextlib.nullcontext() if dtype == torch.bfloat16 else pytest.raises(ValueError, match=r"by 0\.002"):
         TransformersEngine(llama.to(dtype))
     assert num_off == 3
 

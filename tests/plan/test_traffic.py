@@ -140,6 +140,11 @@ def test_experts_that_are_shared_out_stay_and_tokens_travel_as_counted_on_two_ra
     # Two micro-batches, each of which gathers twice and sums up once.
     assert gathered.weights_bytes - found.weights_bytes == in_experts * (2 * 2 + 4) * 2
     assert gathered.layers_bytes == 0
+    # Two copies of two ranks each, of which each has half of the experts, and slices these with its copy.
+    hybrid = plan(tmp_path / "model", "4xH100-80GB", ranks=4, parallel={"tensor": "experts", "replicas": 2})
+    others = hybrid.num_parameters - in_experts
+    assert hybrid.traffic[2].weights_bytes == others * (2 * 2 + 4) + others * 4 / 2 + in_experts * (2 * 2 + 4) / 2
+    assert hybrid.traffic[2].layers_bytes == found.layers_bytes / 2
 
 
 def rollout(group: int, member: int) -> RolloutState:

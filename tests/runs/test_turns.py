@@ -302,6 +302,13 @@ def test_where_all_servers_share_their_requests_wait_for_the_trainer() -> None:
     virtual_time.run(main())
 
 
+async def two_steps(world: World) -> None:
+    for _ in range(2):
+        await world.sync()
+        await world.turns.generate()
+        await world.fit(keep_weights=True)
+
+
 @pytest.mark.parametrize("turn", ["training", "syncing", "generating"])
 @pytest.mark.parametrize("part", ["server", "rank"])
 def test_a_part_that_ends_for_good_is_named_in_whatever_turn_and_nothing_hangs(turn: str, part: str) -> None:
@@ -323,10 +330,7 @@ def test_a_part_that_ends_for_good_is_named_in_whatever_turn_and_nothing_hangs(t
         what = {"rank": "rank 1 died", "server": "no engine is left: engine 0 .*: it does not start any more"}[part]
         async with asyncio.timeout(100.0):
             with pytest.raises(RankError if part == "rank" else EngineLost, match=what):
-                for _ in range(2):
-                    await world.sync()
-                    await world.turns.generate()
-                    await world.fit(keep_weights=True)
+                await two_steps(world)
             await world.pool.close()
             await asyncio.wait([rollout])
             # It was told of the loss, or interrupted by the end of the run.

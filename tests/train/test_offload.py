@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forebay.train import TrainConfig, TrainController
 from forebay.train import learner as learner_module
 from forebay.train import offload as offload_module
 from forebay.train.collate import collate
+from forebay.train.optimization import Optimizer
 
 
 @pytest.fixture
@@ -60,6 +66,38 @@ def test_what_is_moved_is_on_the_host_and_is_brought_back_by_its_name() -> None:
     stays = offload_module.Offload()
     stays.offload([("moment", torch.ones(1), lambda tensor: pytest.fail("it was on the host already"))])
     stays.onload()
+
+
+@pytest.fixture
+def half() -> Iterator[DeviceMesh]:
+    """The first of two ranks, of which the other is not there."""
+    distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (2,))
+    finally:
+        distributed.destroy_process_group()
+
+
+def test_of_moments_in_slices_a_rank_moves_its_own(half: DeviceMesh) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(torch.arange(12.0).view(4, 3), half, [Shard(0)]))
+    optimizer = Optimizer(model, TrainConfig(lr=1e-2))
+    model.weight.grad = distribute_tensor(torch.ones(4, 3), half, [Shard(0)])
+    optimizer.apply(1e-2)
+    moments = {name: value for name, value in optimizer.state_tensors() if "exp" in name}
+    before = {name: value.to_local().clone() for name, value in moments.items()}
+    assert {tuple(value.shape) for value in before.values()} == {(2, 3)}
+    offload = offload_module.Offload("meta")
+    offload.offload(optimizer.places())
+    assert {value.to_local().device.type for value in moments.values()} == {"meta"}
+    assert {tuple(value.shape) for value in moments.values()} == {(4, 3)}, "it is a slice of the same"
+    for name, kept in offload._kept.items():
+        if "exp" in name:
+            offload._kept[name] = before[f"weight|{name.partition('|')[2]}"].clone()
+        else:
+            offload._kept[name] = torch.zeros_like(kept, device="cpu")
+    offload.onload()
+    assert all(torch.equal(value.to_local(), before[name]) for name, value in moments.items())
 
 
 @pytest.mark.parametrize("yields_memory", [False, True])

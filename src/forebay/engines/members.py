@@ -78,6 +78,11 @@ class Members:
         self.note_load(member)
         return member
 
+    @property
+    def left(self) -> list[Member]:
+        """Those that are up, or may come back."""
+        return [member for member in self if not member.gone]
+
     def __contains__(self, member: Member) -> bool:
         return member.number in self._by_number
 
@@ -293,6 +298,7 @@ class Member:
     is_asleep: bool = False
     """Whether it gave its memory to a trainer, and has not been woken since; it may be up all the same."""
     num_sleeps: int = 0
+    """How often it fell asleep, by which a request knows that it was interrupted for that."""
     paused: bool = False
     in_flight: list[Begun] = field(default_factory=list)
     most: float = math.inf
@@ -344,3 +350,8 @@ class Member:
 
     def __str__(self) -> str:
         return f"engine {self.number} ({type(self.engine).__name__})"
+
+
+def said_by_all(name: str) -> Any:
+    """The property of a pool whose engines all have this one."""
+    return property(lambda pool: all(getattr(engine, name, False) for engine in pool.engines))

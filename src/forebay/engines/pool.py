@@ -14,11 +14,7 @@
                woken by: the loss; its first use      produces: an engine that is up, or is given up
 
 An engine that comes back gets the weights of now, and is paused if the others are, before it gets a request.
-
-    `sleep` --> those that share a trainer's device: their requests go on at others, or wait
-                `update_weights`: they take the weights; `wake`: they serve again
-
-While they sleep none of them is brought up, since the trainer has the device; the others go on.
+While those sleep that share a trainer's device, none of them is brought up; their requests go on at others, or wait.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ from typing import Any, TypeVar, cast
 from forebay.aio.changed import Changes
 from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.call import UNSEEN, Call, Within
-from forebay.engines.members import Member, Members
+from forebay.engines.members import Member, Members, said_by_all
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdapterConfig, Weights
 from forebay.watching.activity import Activity, Span, loop_time
@@ -51,11 +47,6 @@ MAX_RETRIES = 3
 
 _BRING_UP_TRIES = 3
 """Tries with an engine that comes up and then does not follow the others: each try limits itself."""
-
-
-def _said_by_all(name: str) -> Any:
-    """The property of a pool whose engines all have this one."""
-    return property(lambda pool: all(getattr(engine, name, False) for engine in pool.engines))
 
 
 class EnginePool:
@@ -244,13 +235,10 @@ class EnginePool:
         await self._ask_all("resume", self._follow_pause)
 
     async def sleep(self, *, keep_weights: bool) -> None:
-        """Have the engines that share a trainer's device give its memory back; the others go on.
+        """Have the engines that share a trainer's device give its memory back, in any case; the others go on.
 
-        `update_weights` takes that of the weights again, `wake` all; weights that are not kept are gone, so
-        `update_weights` comes before `wake`.
-
-        An engine with a ``sleep`` of its own gives the memory back in any case, one that is lost, too. One
-        that cannot do it is lost, and is not brought up again before the others wake up.
+        `update_weights` takes that of the weights again, before `wake` where weights are not kept. One that
+        cannot do it is lost, and is not brought up again before the others wake up.
 
         Raises:
             EngineLost: no engine is left.
@@ -260,7 +248,7 @@ class EnginePool:
         # One that is just starting takes memory whatever it is told meanwhile.
         while any(member.is_starting for member in self._members if member.sleeps):
             await self._change()
-        sleeping = [member for member in self._left if member.sleeps]
+        sleeping = [member for member in self._members.left if member.sleeps]
         for member in sleeping:
             member.is_asleep, member.num_sleeps = True, member.num_sleeps + 1
         await self._ask_all(
@@ -272,18 +260,10 @@ class EnginePool:
 
     async def wake(self) -> None:
         """Have those that sleep serve again, now or when a pause ends: the trainer has left their device."""
-        self._wake()
-        sleeping = [member for member in self._members if member.is_up and member.is_asleep]
-        await self._ask_all("wake up", self._follow_pause, among=sleeping)
-
-    @property
-    def _left(self) -> list[Member]:
-        """The members that are up, or may come back."""
-        return [member for member in self._members if not member.gone]
-
-    def _wake(self) -> None:
         self._asleep = False
         self._note()
+        sleeping = [member for member in self._members if member.is_up and member.is_asleep]
+        await self._ask_all("wake up", self._follow_pause, among=sleeping)
 
     async def update_weights(self, weights: Weights, model_step: int) -> None:
         """Give every engine the weights after train step `model_step`; return once one at least has them.
@@ -299,11 +279,11 @@ class EnginePool:
         shared = weights if isinstance(weights, LiveWeights) else list(weights)
         await self._load(model_step, lambda member: member.engine.load_weights(shared, model_step))
 
-    takes_live_weights = _said_by_all("takes_live_weights")
+    takes_live_weights = said_by_all("takes_live_weights")
     """Whether `update_weights` takes `LiveWeights`, which engines read from the trainer's memory."""
-    casts_weights = _said_by_all("casts_weights")
+    casts_weights = said_by_all("casts_weights")
     """Whether `update_weights` takes weights of any dtype: all engines cast them into their own."""
-    takes_adapters = _said_by_all("takes_adapters")
+    takes_adapters = said_by_all("takes_adapters")
     """Whether `update_adapters` may be called: all engines keep their starting weights."""
 
     async def update_adapters(self, adapters: Weights, model_step: int, *, config: AdapterConfig) -> None:
@@ -323,10 +303,10 @@ class EnginePool:
         )
 
     async def _load(self, model_step: int, load: Load) -> None:
-        self._given_step = model_step
-        self._wake()
+        self._given_step, self._asleep = model_step, False
+        self._note()
         what = f"load the weights of step {model_step}"
-        left = self._left
+        left = self._members.left
         if any(member.is_up for member in left):
             for member in left:
                 if not member.is_up:

@@ -113,15 +113,18 @@ def step_traffic(
     for replicas in dict.fromkeys((parallel.replicas, places.ranks if parallel.replicas == 1 else 1)):
         if train.ranks % (replicas * parallel.same_sequences) == 0:
             group = train.ranks // replicas
-            # Of the slices of a machine each is summed up with its copies on others; so are those of experts.
-            copied = summed / (group / tensor) if replicas > 1 else 0
             moved = (gathered + summed) * (1 - staying)
             weights_s = _seconds(device, moved, -(-group // places.ranks_each), tensor)
-            weights_s += _seconds(device, 2 * copied, places.ranks, min(places.ranks_each, group))
+            # Of the slices of a machine each is summed up with its copies on others, which slice experts.
+            copied = summed * (1 - staying) / (group / tensor) if replicas > 1 else 0
+            sliced = (gathered + summed) * staying / group if replicas > 1 else 0
+            weights_s += _seconds(device, 2 * copied + sliced, places.ranks, min(places.ranks_each, group))
             hidden_s = min(weights_s, computing_s)
             travel = one_number * sent * (1 - 1 / group)
             travel_s = _seconds(device, travel, -(-group // places.ranks_each), 1)
-            found[replicas] = Traffic(moved + copied, weights_s, hidden_s, within + travel, within_s + travel_s)
+            found[replicas] = Traffic(
+                moved + copied + sliced, weights_s, hidden_s, within + travel, within_s + travel_s
+            )
     return found
 
 

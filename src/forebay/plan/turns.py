@@ -13,7 +13,7 @@ In separate mode all work at once, but for such servers, and without any there i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from forebay.engines.base import DEFAULT_MAX_BATCH
@@ -73,7 +73,7 @@ def memory_by_turn(
     if not here or (config.produce.mode == "separate" and not beside):
         turns = {"training": trainer | engines(here, with_cache=True)}
     else:
-        waiting = _waiting_parts(config, trainer) if beside else _left(trainer, ())
+        waiting = _left(config, trainer, beside=beside)
         bucket = {"hand-over: a bucket": BUCKET_BYTES}
         turns = {"training": trainer | engines(0 if beside else here, with_cache=False)}
         if beside:
@@ -93,17 +93,11 @@ def memory_by_turn(
     return turns
 
 
-def _left(trainer: Mapping[str, int], leaves: Sequence[str]) -> dict[str, int]:
-    """The parts of the `trainer` that lie on its device between two train steps, without those that leave."""
-    stay = {f"trainer: {name}" for name in ("weights", "reference", "moments") if name not in leaves}
-    return {name: size for name, size in trainer.items() if name in stay}
-
-
-def _waiting_parts(config: RunConfig, trainer: Mapping[str, int]) -> dict[str, int]:
-    """The parts of the `trainer` that stay on the device beside a server that is awake."""
-    offload = config.engine.arguments.get("offload", "moments")
-    leaves = {"none": (), "moments": ("moments",), "all": ("moments", "weights", "reference")}[offload]
-    return _left(trainer, leaves)
+def _left(config: RunConfig, trainer: Mapping[str, int], *, beside: bool) -> dict[str, int]:
+    """The parts of the `trainer` on its device between two train steps: beside a server those that stay there."""
+    offload = config.engine.arguments.get("offload", "moments") if beside else "none"
+    stay = {"none": ("weights", "reference", "moments"), "moments": ("weights", "reference"), "all": ()}[offload]
+    return {name: size for name, size in trainer.items() if name.removeprefix("trainer: ") in stay}
 
 
 def engines_by_place(config: RunConfig, device: Device) -> tuple[int, int]:
@@ -142,7 +136,7 @@ def server_share(config: RunConfig, device: Device, trainer: Mapping[str, int]) 
     """The server's share of the device's memory: that of the run file, or what the `trainer` leaves."""
     if (given := config.engine.arguments.get("memory_share")) is not None:
         return float(given)
-    stay = sum(_waiting_parts(config, trainer).values())
+    stay = sum(_left(config, trainer, beside=True).values())
     num_here = max(1, engines_by_place(config, device)[0])
     left = device.memory_bytes - stay - CONTEXT_BYTES * num_here - BUCKET_BYTES
     return max(0.0, SERVER_SHARE * left / device.memory_bytes / num_here)

@@ -200,9 +200,7 @@ def engine_seat(config: RunConfig, number: int, num_gpus: int | None = None) -> 
             raise ConfigError(f"engine.arguments.gpus names GPUs for {len(given)} servers, and none for another")
         gpus = tuple(given[number])
         if count and max(gpus) >= count:
-            raise ConfigError(
-                f"engine.arguments.gpus names the GPU {max(gpus)}, and the last of {count} is {count - 1}"
-            )
+            raise ConfigError(f"engine.arguments.gpus names GPU {max(gpus)}, and there are {count}, from 0 on")
     else:
         each = gpus_per_server(config) if is_server else 1
         first = ranks[0] if ":" in config.device and ranks else len(ranks) + number * each

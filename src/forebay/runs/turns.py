@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -32,6 +33,7 @@ from forebay.engines.pool import EnginePool
 from forebay.train import TrainController
 
 
+@dataclass
 class DeviceTurns:
     """Lets ranks and servers take turns; each method does nothing where its turn has come already.
 
@@ -46,18 +48,13 @@ class DeviceTurns:
         await turns.train(keep_weights=False)
     """
 
-    def __init__(
-        self,
-        controller: EnginePool,
-        trainer: TrainController,
-        thread: Executor,
-        *,
-        offload: Literal["none", "moments", "all"],
-    ) -> None:
-        """`offload` is what the ranks move to the host's memory, told in `thread`, while it is not their turn."""
-        self.turn: Literal["training", "syncing", "generating"] = "training"
-        self._controller, self._trainer, self._thread = controller, trainer, thread
-        self._offload = offload
+    controller: EnginePool
+    trainer: TrainController
+    thread: Executor
+    """Where the trainer is told to move its memory."""
+    offload: Literal["none", "moments", "all"]
+    """What the ranks move to the host's memory while it is not their turn."""
+    turn: Literal["training", "syncing", "generating"] = "training"
 
     async def train(self, *, keep_weights: bool) -> None:
         """Give the ranks the devices; weights that the servers need not keep cost no memory of the host.
@@ -67,25 +64,25 @@ class DeviceTurns:
         """
         if self.turn != "training":
             # The servers first: what the ranks move back needs the memory that they give free.
-            await self._controller.sleep(keep_weights=keep_weights)
+            await self.controller.sleep(keep_weights=keep_weights)
             self.turn = "training"
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._trainer.onload)
+            await asyncio.get_running_loop().run_in_executor(self.thread, self.trainer.onload)
 
     async def leave(self) -> None:
         """Make room for the servers' weights, which a hand-over replaces, and for their caches."""
         if self.turn == "training":
-            if self._offload != "none":
-                offload = partial(self._trainer.offload, weights=self._offload == "all")
-                await asyncio.get_running_loop().run_in_executor(self._thread, offload)
+            if self.offload != "none":
+                offload = partial(self.trainer.offload, weights=self.offload == "all")
+                await asyncio.get_running_loop().run_in_executor(self.thread, offload)
             self.turn = "syncing"
 
     async def generate(self) -> None:
-        """Have the servers serve, with the weights that they have; those that rest with the others, do so after it.
+        """Have the servers serve with the weights that they have: now, or once a pause ends.
 
         Raises:
             EngineLost: all servers are lost for good.
         """
         await self.leave()
         if self.turn == "syncing":
-            await self._controller.wake()
+            await self.controller.wake()
             self.turn = "generating"

@@ -168,9 +168,8 @@ async def test_a_transfer_that_train_steps_interrupt_is_through_at_its_second_tr
     async with asyncio.timeout(60):
         await engine.load_weights(weights.live, 1)
     assert vllm.calls.count("POST /start_weight_update") == 2
-    assert {name: set(tensor.flatten().tolist()) for name, tensor in vllm.received.items()} == dict.fromkeys(
-        ("w", "wide", "last"), {float(weights.step)}
-    )
+    received = {name: set(tensor.flatten().tolist()) for name, tensor in vllm.received.items()}
+    assert received == {name: {float(weights.step)} for name in ("w", "wide", "last")}
     completion = await engine.generate(ask())
     assert completion.model_steps.tolist() == [weights.step] * 4
     assert weights.turn.acquire(timeout=60), "the next step goes on"

@@ -85,10 +85,7 @@ class HTTPArguments(StrictModel, strict=True):
         if self.gpus is not None and not (len(self.gpus) == self.servers and all(map(set, self.gpus))):
             raise ConfigError(f"gpus names GPUs for each of the servers = {self.servers} to start, got {self.gpus}")
         if "CUDA_VISIBLE_DEVICES" in (self.environment or ()):
-            raise ConfigError(
-                "environment sets CUDA_VISIBLE_DEVICES, by which the run gives servers their GPUs: name these in "
-                "gpus, as [[0], [1]], or leave them to the run"
-            )
+            raise ConfigError("environment sets CUDA_VISIBLE_DEVICES, which the run does: use gpus, as [[0], [1]]")
         for url in self.urls:
             parts = urlsplit(url)
             if "@" in parts.netloc:
@@ -132,13 +129,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     bucket_device = None if by_files else "cpu" if device is None else f"cuda:{device}"
     if bucket_device and kind == "sglang":
         _check_is_first(device)
-    served, shared = model_folder, dict[str, str]()
-    if settings.servers and kind == "vllm":
-        import torch
-
-        # On a CPU vLLM does not reload an output layer that is shared: see `shared_weights`.
-        if not torch.cuda.is_available() and (shared := shared_weights(model_folder)):
-            served = write_untied(model_folder, scratch / "model", shared)
+    served, shared = _served(model_folder, scratch, is_vllm=settings.servers > 0 and kind == "vllm")
     key = os.environ.get(settings.api_key_env or "", "").strip() or None
     if settings.api_key_env is not None and key is None:
         raise ConfigError(f"api_key_env: the environment variable {settings.api_key_env} is not set")
@@ -183,25 +174,42 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     made: list[HTTPEngine] = []
 
     def another(url: str = "") -> HTTPEngine:
-        number, seat = str(len(made)), surroundings.seat(len(made))
+        seat, number = surroundings.seat(len(made)), str(len(made))
         if url or (seat.is_shared and len(made) >= settings.servers):
             raise ValueError(f"engine {kind!r} of this run has no GPU for another, and starts its servers itself")
-        started_with = partial(command, [option.replace("{server}", number) for option in settings.options])
-        log, its_own = scratch / f"server_{number}.log", environment | visible_gpus(seat.gpus)
-        server = _numbered(number, settings, partial(started_with, seat.is_shared), log, its_own)
+        server = LocalServer(
+            partial(command, [option.replace("{server}", number) for option in settings.options], seat.is_shared),
+            log=scratch / f"server_{number}.log",
+            environment=_environment(environment, settings, seat.gpus, number),
+            start_limit_s=settings.start_limit_s,
+        )
         made.append(engine(server, model=MODEL_NAME, max_context_tokens=context, sleeps=seat.is_shared))
         return made[-1]
 
     return scalable([another() for _ in range(settings.servers)], another)
 
 
-def visible_gpus(numbers: Sequence[int]) -> dict[str, str]:
-    """The variable by which a process sees these GPUs alone, given by their numbers in this process."""
-    if not numbers:
-        return {}
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else {number: str(number) for number in numbers}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in numbers)}
+def _served(model_folder: Path, scratch: Path, *, is_vllm: bool) -> tuple[Path, dict[str, str]]:
+    """The folder that servers begin with, and the weights that it has besides."""
+    import torch
+
+    # On a CPU vLLM does not reload an output layer that is shared: see `shared_weights`.
+    if is_vllm and not torch.cuda.is_available() and (shared := shared_weights(model_folder)):
+        return write_untied(model_folder, scratch / "model", shared), shared
+    return model_folder, {}
+
+
+def _environment(
+    common: Mapping[str, str | None], settings: HTTPArguments, gpus: Sequence[int], number: str
+) -> dict[str, str | None]:
+    """The variables of one server, which sees these GPUs alone; their numbers are those of this process."""
+    own = {name: value.replace("{server}", number) for name, value in (settings.environment or {}).items()}
+    if gpus:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = visible.split(",") if visible else {gpu: str(gpu) for gpu in gpus}
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in gpus)
+    paths = [common.get("PYTHONPATH"), own.get("PYTHONPATH", os.environ.get("PYTHONPATH"))]
+    return {**common, **own, "PYTHONPATH": os.pathsep.join(filter(None, paths)) or None}
 
 
 def _at_address(
@@ -222,24 +230,6 @@ def _at_address(
     check_arguments("engine", kind, HTTPArguments, {**arguments, "urls": [url]})
     model, context = _ask(url.rstrip("/"), wanted, key)
     return engine(url.rstrip("/"), model=model, max_context_tokens=context)
-
-
-def _numbered(
-    number: str,
-    settings: HTTPArguments,
-    command: Callable[[int], list[str]],
-    log: Path,
-    environment: Mapping[str, str | None],
-) -> LocalServer:
-    """A server of this machine, with its number where the run file's environment names it."""
-    own = {name: value.replace("{server}", number) for name, value in (settings.environment or {}).items()}
-    paths = [environment.get("PYTHONPATH"), own.get("PYTHONPATH", os.environ.get("PYTHONPATH"))]
-    return LocalServer(
-        command,
-        log=log,
-        environment={**environment, **own, "PYTHONPATH": os.pathsep.join(filter(None, paths)) or None},
-        start_limit_s=settings.start_limit_s,
-    )
 
 
 def _check_is_first(gpu: int | None) -> None:

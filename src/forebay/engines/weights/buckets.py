@@ -6,9 +6,8 @@
     number --> `LiveWeights.copy_to`: ranks put their blocks there --> Bucket --handle--> servers copy it out
                   | on a CPU the next is filled meanwhile; memory that no server reads is used again
 
-The disk is never touched, and beyond the trainer's weights and the server's there are a few buckets, whatever
-the number of servers. The layout is that of vLLM's packed transfer (0.32): sizes in bytes, without gaps.
-Nothing is unpickled here; handles of GPU memory are pickled because the servers ask for them so.
+The disk is never touched, and there are a few buckets, whatever the number of servers. Their layout is that of
+vLLM's packed transfer (0.32). Nothing is unpickled here; handles of GPU memory are pickled, as servers ask for them.
 """
 
 from __future__ import annotations

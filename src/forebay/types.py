@@ -142,13 +142,16 @@ class RolloutState:
             rule = FIELDS[name]
             if value is None:
                 value = rule.fill
-            if np.isscalar(value) or getattr(value, "ndim", 1) == 0:
+            if isinstance(value, int | float) or getattr(value, "ndim", 1) == 0:
                 value = _constant(len(new_ids), value, rule.dtype)
             arrays[name] = _as_array(name, value, rule.dtype)
             if len(arrays[name]) != len(new_ids):
                 raise ValueError(f"{name} has {len(arrays[name])} entries for {len(new_ids)} appended tokens")
         for name, array in arrays.items():
-            setattr(self, name, np.concatenate([getattr(self, name), array]))
+            slot = ROLLOUT_SLOTS[name]
+            # Nearly always the first tokens of a response.
+            earlier = slot.__get__(self)
+            slot.__set__(self, np.concatenate([earlier, array]) if len(earlier) else array)
 
 
 FAILED_AT_KEY = "failed_at"
@@ -298,7 +301,9 @@ def fill_token_fields(state: RolloutState) -> None:
     Raises:
         ValueError: a field is neither empty nor as long as ``response_ids``.
     """
-    length = len(state.response_ids)
+    ids, logprobs, mask, steps = _read_token_fields(state)
+    if (length := len(ids)) == len(logprobs) == len(mask) == len(steps):
+        return
     for name in _FILLED:
         have = len(getattr(state, name))
         if have == length:
@@ -413,7 +418,7 @@ def made_by(state: RolloutState) -> IntArray:
 
 def count_generated(state: RolloutState) -> int:
     """Response tokens that the policy generated; without a mask, as before a put, all of them."""
-    return int(state.response_mask.sum()) if len(state.response_mask) else len(state.response_ids)
+    return int(np.count_nonzero(state.response_mask)) if len(state.response_mask) else len(state.response_ids)
 
 
 def label_and_fill(state: RolloutState, model_step: int | None) -> int | None:
@@ -452,13 +457,17 @@ def refresh_seq_staleness(group: Sequence[RolloutState], current_train_step: int
 
 def reset_rollout_response(state: RolloutState) -> None:
     """Wipe everything generated and judged; the prompt, `mm_info` and `extra_fields` stay."""
-    for name, default in _WIPED.items():
-        setattr(state, name, default)
+    for wipe, default in _WIPED:
+        wipe(state, default)
     state.tokens = state.prompt_ids.copy()
 
 
-# An array that is assigned None becomes empty.
-_WIPED = {f.name: None if FIELDS[f.name].dtype else f.default for f in fields(RolloutState) if FIELDS[f.name].wiped}
+_WIPED = [
+    (ROLLOUT_SLOTS[f.name].__set__, f.default if (dtype := FIELDS[f.name].dtype) is None else _EMPTY[dtype])
+    for f in fields(RolloutState)
+    if FIELDS[f.name].wiped
+]
+"""How each field that is wiped is written, and its default."""
 
 
 def note_place(state: RolloutState, place: str | None) -> None:

@@ -58,8 +58,7 @@ class Channel:
     ...     here, there = map(Channel, socket.socketpair())
     ...     await here.send(Part(1, sizes=[3]), [b"xyz"])
     ...     message, [buffer] = await there.receive()
-    ...     here.close()
-    ...     there.close()
+    ...     _ = here.close(), there.close()
     ...     return message, bytes(buffer)
     >>> asyncio.run(example())
     (Part(number=1, sizes=[3]), b'xyz')
@@ -194,11 +193,13 @@ class Channel:
             FrameError: what comes is no message, is too large, or breaks off.
             OSError: the connection is broken.
         """
-        # Data may always be there; without this, a fast peer would keep other tasks from running.
+        # Data may always be there: a fast peer would keep other tasks from running.
         self._turn_messages += 1
         if self._turn_messages > _TURN_MESSAGES or self._turn_bytes > _TURN_BYTES:
             self._turn_messages = self._turn_bytes = 0
             await asyncio.sleep(0)
+        if (message := self._read_ahead()) is not None:
+            return message, []
         incoming = Incoming(self.max_header_bytes, self.max_frame_bytes, reserve)
         for targets in incoming:
             if not await self._fill(targets):
@@ -206,6 +207,18 @@ class Channel:
                     raise FrameError(_BROKE_OFF)
                 return None
         return incoming.message, incoming.buffers
+
+    def _read_ahead(self) -> Message | None:
+        """The next message, if all of it was read with the one before and it has no buffers; else None."""
+        if (start := self._start + _PRELUDE.size) <= self._end:
+            magic, length = _PRELUDE.unpack_from(self._inbox, self._start)
+            if magic == _MAGIC and length <= min(self._end - start, self.max_header_bytes):
+                # A copy: parts of the message are views, and the inbox is written again.
+                message = decode(bytes(self._inbox[start : start + length]))
+                if not getattr(message, "sizes", None):
+                    self._start = start + length
+                    return message
+        return None
 
     async def _fill(self, targets: list[memoryview]) -> bool:
         """Read until these buffers are full; False at the end, FrameError if some of them are."""
@@ -216,13 +229,11 @@ class Channel:
                 number = min(len(left[0]), self._end - self._start)
                 left[0][:number] = self._inbox[self._start : self._start + number]
                 self._start += number
-            else:
-                # Behind the buffers the next message begins, which so takes no call of its own.
-                number = await self._read([*islice(left, _BUFFERS_AT_ONCE), self._inbox], len(left))
-                if not number:
-                    if is_begun:
-                        raise FrameError(_BROKE_OFF)
-                    return False
+            # Behind the buffers the next message begins, which so takes no call of its own.
+            elif not (number := await self._read([*islice(left, _BUFFERS_AT_ONCE), self._inbox], len(left))):
+                if is_begun:
+                    raise FrameError(_BROKE_OFF)
+                return False
             is_begun = True
             if rest := _drop(left, number):
                 self._start, self._end = 0, rest
@@ -295,8 +306,7 @@ class BlockingChannel:
     >>> ours.send(Part(1, sizes=[3]), [b"xyz"])
     >>> theirs.receive()[0]
     Part(number=1, sizes=[3])
-    >>> ours.close(), theirs.close()
-    (None, None)
+    >>> _ = ours.close(), theirs.close()
     """
 
     def __init__(
@@ -377,7 +387,7 @@ class BlockingChannel:
 
 _MAGIC = b"FBC1"
 _PRELUDE = struct.Struct("<4sI")
-_INBOX_BYTES = 4 << 10
+_INBOX_BYTES = 16 << 10
 """Read beyond a message, so that small messages that came together take one system call."""
 _BUFFERS_AT_ONCE = 64
 """In one system call, which looks at all of them and takes some 200 kB, the arrays of 20 to 40 rollouts."""
@@ -411,8 +421,7 @@ class Incoming:
             raise FrameError(f"a message starts with {_MAGIC!r}, got {bytes(magic)!r}")
         if length > max_header_bytes:
             raise FrameError(f"a header has at most {max_header_bytes} bytes, got {length}")
-        # Memory of an empty array is the system's until it is written: a peer that announces much and sends
-        # little occupies little. That of a bytearray would be cleared, and so occupied, at once.
+        # An array takes no memory before bytes come; a bytearray would be cleared, and so take it, at once.
         header = np.empty(length, np.uint8)
         yield [header.data]
         self.message = decode(header)

@@ -41,6 +41,8 @@ class ExactMatchJudge(Judge):
         """Score the share of places at which answer and truth have the same character; the verdict then also
         says whether it is ``exact`` (1.0 or 0.0)."""
 
+    waits = False
+
     def __init__(self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, **arguments: Any) -> None:
         super().__init__(timeout_s=timeout_s)
         self._arguments = parse_config(self.Arguments, arguments, source="judge 'exact_match'")

@@ -56,7 +56,16 @@ class Judge(ABC):
 
     needs_whole_group: bool = False
     """Whether verdicts depend on the other rollouts of the group, so that all must be finished first."""
+    waits: bool = True
+    """Whether `score` may wait for anything. Where it does not, rollouts are judged one after the other, without a
+    task and a clock for each: no time limit could end what does not wait."""
     _name = ""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        # A subclass with a score of its own has to promise it anew.
+        if "score" in vars(cls) and "waits" not in vars(cls):
+            cls.waits = True
 
     def __init__(self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, max_retries: int = DEFAULT_MAX_RETRIES) -> None:
         if timeout_s is not None and timeout_s <= 0:
@@ -102,7 +111,10 @@ class Judge(ABC):
         """The reward of each rollout, or why it has none; nothing is written to the rollouts."""
         # A group of one each: then a rollout's time-out, retries and failure are its own.
         parts = [states] if self.needs_whole_group else [[state] for state in states]
-        found = await asyncio.gather(*map(self._verdicts_together, parts))
+        if self.waits:
+            found = await asyncio.gather(*map(self._verdicts_together, parts))
+        else:
+            found = [await self._verdicts_together(part) for part in parts]
         return [verdict for part in found for verdict in part]
 
     async def _verdicts_together(self, states: Sequence[RolloutState]) -> Sequence[dict[str, Any] | JudgeError]:
@@ -110,7 +122,7 @@ class Judge(ABC):
         late = JudgeError(f"no verdict within {self.timeout_s} s")
         try:
             # Around all tries: a judge that asks for another one until its time is over is late.
-            async with timeout(self.timeout_s, lambda: late):
+            async with timeout(self.timeout_s, lambda: late) if self.waits else contextlib.nullcontext():
                 verdicts = await self._with_retries(states)
             if len(verdicts) != len(states):
                 raise JudgeError(f"{len(verdicts)} verdicts for the {len(states)} rollouts of the group")

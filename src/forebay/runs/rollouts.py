@@ -456,11 +456,10 @@ def _why_untrainable(train: TrainConfig, context: int, state: RolloutState) -> s
     if (reason := why_untrainable(state, temperature)) is not None:
         return reason
     length = len(state.prompt_ids) + len(state.response_ids)
-    for key, limit in {"train.token_budget": train.token_budget, "model.max_context": context}.items():
+    for key, limit in (("train.token_budget", train.token_budget), ("model.max_context", context)):
         if length > limit:
             return f"its {length} tokens are more than {key} = {limit}; raise that, or limit the agent"
-    unknown = np.isnan(state.logprobs) & (state.response_mask != 0)
-    if train.correction == "ratio" and unknown.any():
+    if train.correction == "ratio" and (unknown := np.isnan(state.logprobs) & (state.response_mask != 0)).any():
         return f"{unknown.sum()} generated tokens have no logprobs, which train.correction = 'ratio' needs"
     return None
 

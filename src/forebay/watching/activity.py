@@ -164,9 +164,8 @@ class Activity:
 
     def span(self) -> Span:
         """The ended activity as a `Span`."""
-        named = (self.stage, self.name, self.task, self.group, self.note)
-        texts = ("" if text is None else str(text) for text in named)
-        return Span(self.start_s, self.end_s, *texts)
+        name, task, group = ("" if text is None else str(text) for text in (self.name, self.task, self.group))
+        return Span(self.start_s, self.end_s, self.stage, name, task, group, self.note)
 
     def __enter__(self) -> Activity:
         register = self._register
@@ -260,9 +259,12 @@ class BusyShare:
 
     def _count(self, change: int, activity: Activity) -> None:
         if activity.stage in STAGES and (side := STAGES[activity.stage].side):
-            # The moment of the event; an activity that was in flight already counts from now.
-            self._advance(self._clock() if change > 0 else activity.end_s)
-            self._counts[side] += change
+            before = self._counts[side]
+            # Only the first to begin and the last to end change whether the side is busy.
+            if before == 0 or before + change == 0:
+                # The moment of the event; an activity that was in flight already counts from now.
+                self._advance(self._clock() if change > 0 else activity.end_s)
+            self._counts[side] = before + change
 
     def _advance(self, now_s: float) -> None:
         """Count what has been busy since the last event."""

@@ -35,7 +35,7 @@ from forebay.engines.process.host import MAX_HEADER_BYTES, PARENT_LIMIT_S, Engin
 from forebay.engines.weights.between_processes import SharedMemoryHandOver
 from forebay.io.channel import BlockingChannel, Channel
 from forebay.io.link import Link
-from forebay.io.messages import Answer, Message, Note
+from forebay.io.messages import Message, Note
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError, BaseDiffersError, Weights
 
@@ -232,7 +232,7 @@ class ProcessEngine:
         self._child.end()
 
     async def _ask(self, method: str, argument: Any = None) -> Any:
-        return (await self._call(method, argument))[0]
+        return msgspec.msgpack.decode((await self._call(method, argument))[0])
 
     async def _call(self, method: str, argument: Any, buffers: Sequence[bytes] = ()) -> tuple[Any, list[Any]]:
         child = self._child
@@ -255,9 +255,6 @@ class _Link(Link):
 
     made: Mapping[str, int] = {}
     """Tokens of running requests, by id."""
-
-    def read(self, answer: Answer) -> Any:
-        return msgspec.msgpack.decode(answer.value)
 
     def note(self, message: Message, buffers: list[Any]) -> None:
         assert isinstance(message, Note)

@@ -32,6 +32,9 @@ T = TypeVar("T")
 PROGRESS_EVERY_S = 0.5
 """Reports are for people and for noticing stalls, which take minutes."""
 
+INLINE_BYTES = 4 << 10
+"""Arrays up to so many bytes are copied into the message: a thousand tokens."""
+
 MAX_HEADER_BYTES = 64 << 20
 """The places of weights take some 100 bytes for each parameter, and a model may have many thousands."""
 
@@ -58,10 +61,10 @@ class HostSession(Session):
 
     async def handle(self, call: Call, buffers: list[Any] | None) -> Result:
         """The result of a call of `ProcessEngine`."""
+        if call.method == "generate":
+            return await self._generate(call.arguments, buffers or [])
         argument = msgspec.msgpack.decode(call.arguments)
         match call.method:
-            case "generate":
-                return await self._generate(argument, buffers or [])
             case "load_weights":
                 await self._inbox.handle(argument)
                 return None, ()
@@ -71,7 +74,7 @@ class HostSession(Session):
         assert call.method in ("pause_generation", "continue_generation", "health", "close"), call.method
         return await getattr(self._pool, call.method)(), ()
 
-    async def _generate(self, asked: Any, buffers: list[Any]) -> Result:
+    async def _generate(self, asked: msgspec.Raw, buffers: list[Any]) -> Result:
         # Reports end with the last request, and begin again here.
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(PROGRESS_EVERY_S, self._report)
@@ -86,27 +89,37 @@ class HostSession(Session):
         self._timer = later(PROGRESS_EVERY_S, self._report) if made else None
 
 
-def as_plain(value: GenerateRequest | Completion) -> tuple[Any, list[bytes]]:
-    """A value for a message, in which an array is its dtype and shape, and the bytes of its arrays.
+def as_plain(value: GenerateRequest | Completion) -> tuple[msgspec.Raw, list[bytes]]:
+    """A value for a message, and the bytes of its large arrays, each of which is its dtype and shape there.
 
-    Images are files of some kilobytes to megabytes and stay in the message.
+    Small arrays stay in the message, where they cost a tenth of a buffer of their own, and so do images, which
+    are files of some kilobytes to megabytes.
     """
     buffers: list[bytes] = []
 
     def plain(part: Any) -> Any:
         if isinstance(part, np.generic):
             return part.item()
+        if part.nbytes <= INLINE_BYTES:
+            return [part.dtype.str, part.shape, part.tobytes()]
         buffers.append(part.tobytes())
         return [part.dtype.str, part.shape]
 
-    return msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=plain), buffers
+    return msgspec.Raw(msgspec.msgpack.encode(value, enc_hook=plain)), buffers
 
 
-def from_plain(value: Any, buffers: Iterable[NDArray[Any]], kind: type[T]) -> T:
+def from_plain(value: msgspec.Raw, buffers: Iterable[NDArray[Any]], kind: type[T]) -> T:
     """The request or completion that `as_plain` made these of."""
     # Fields are read in the order in which they were written, so each array finds its own bytes.
     left = iter(buffers)
-    return msgspec.convert(value, kind, dec_hook=lambda _, part: next(left).view(part[0]).reshape(part[1]))
+
+    def array(_: type, part: Any) -> Any:
+        dtype, shape, *inline = part
+        # Writable, as an array of a buffer is.
+        data = np.frombuffer(bytearray(inline[0]), np.uint8) if inline else next(left)
+        return data.view(dtype).reshape(shape)
+
+    return msgspec.msgpack.decode(value, type=kind, dec_hook=array)
 
 
 class EngineRecipe(StrictModel):

@@ -77,6 +77,8 @@ class GroupRules:
         that has grown is not asked again: an interruption, before or after, changes nothing.
         """
         fewest, most = self.sizes
+        if fewest == most:
+            return []
         firsts = [attempt[0] for attempt in split_attempts(group)]
         if len(firsts) != fewest or any(self.why_untrainable(state) is not None for state in firsts):
             return []

@@ -194,12 +194,13 @@ def _writable(value: object) -> str:
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
-def spans_table(spans: Sequence[Span]) -> Any:
-    """The lines of these activities as a table."""
+def spans_table(spans: Sequence[Span], to_unix_s: float = 0.0) -> Any:
+    """The lines of these activities as a table, their times `to_unix_s` later."""
     import pyarrow as pa
 
     start_s, end_s, *texts = zip(*spans, strict=True)
-    return pa.table([start_s, end_s, *(list(map(_writable, text)) for text in texts)], Span._fields)
+    times = (np.array(column) + to_unix_s for column in (start_s, end_s))
+    return pa.table([*times, *(list(map(_writable, text)) for text in texts)], Span._fields)
 
 
 _NO_TOKENS = np.empty(0, np.float32)

@@ -76,9 +76,8 @@ class History:
     def __init__(self, folder: Path, *, limit_bytes: int, resumed_from: int | None = None) -> None:
         loop = asyncio.get_running_loop()
         self._loop = loop
-        self._to_unix_s = time.time() - loop.time()
         self._has_warned = False
-        self._files = _Files(folder / FOLDER, limit_bytes)
+        self._files = _Files(folder / FOLDER, limit_bytes, time.time() - loop.time())
         self._rollouts: list[Left] = []
         self._num_pending = 0
         self._spans: list[Span] = []
@@ -110,8 +109,7 @@ class History:
 
     def ended(self, span: Span) -> None:
         """Note an activity, with its times on the event loop's clock."""
-        start_s, end_s = span.start_s + self._to_unix_s, span.end_s + self._to_unix_s
-        self._spans.append(span._replace(start_s=start_s, end_s=end_s))
+        self._spans.append(span)
         self._schedule(at_once=False)
 
     def close(self) -> None:
@@ -172,8 +170,9 @@ _MOST_QUEUED = 64
 class _Files:
     """The files of the history, in the writer's thread."""
 
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
-        self._folder, self._limit = folder, limit_bytes
+    def __init__(self, folder: Path, limit_bytes: int, to_unix_s: float = 0.0) -> None:
+        """`to_unix_s` is what times on the event loop's clock lack to those of the system's."""
+        self._folder, self._limit, self._to_unix_s = folder, limit_bytes, to_unix_s
         self._segment: Path | None = None
         self._number = 0
 
@@ -192,7 +191,10 @@ class _Files:
             return
         # Also where this fails: what was written before the failure keeps its name.
         number, self._number = self._number, self._number + 1
-        tables = {ROLLOUTS: rollouts_table(left) if left else None, SPANS: spans_table(spans) if spans else None}
+        tables = {
+            ROLLOUTS: rollouts_table(left) if left else None,
+            SPANS: spans_table(spans, self._to_unix_s) if spans else None,
+        }
         for kind, table in tables.items():
             if table is not None:
                 _write(self._segment, kind, number, number, [table])

@@ -7,16 +7,105 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from forebay.replay.query import ARCHIVED, plain_value
-from forebay.replay.stores.contract import StorageBackend, revive_row
-from forebay.testing.store_rows import EVERYTHING, fill, make_row, put_all, uids
+from forebay.replay.query import ARCHIVED, StorageIndices, parse_query, plain_value
+from forebay.replay.stores.contract import StorageBackend, TagValue, revive_row
+from forebay.replay.stores.naive import NaiveStorage
+from forebay.testing.store_rows import EVERYTHING, make_row, put_all, uids
 from forebay.types import Status
+
+
+async def fill(storage: StorageBackend) -> None:
+    """Six rows named by their uids, of all kinds; the last is archived."""
+    await storage.set_train_step("math", 5)
+    await put_all(
+        storage,
+        make_row(0, "math", step=1, tags={"level": 3, "kind": "add"}),
+        make_row(1, "math", step=4, tags={"level": 1.5, "ok": True}),
+        make_row(2, "math", "aborted", staleness=2, tags={"level": True}),
+        make_row(3, "code", staleness=0, priority=0.5, tags={"level": "3"}),
+        make_row(4, "code", "failed", staleness=4),
+        make_row(5, "code", staleness=1, step=9),
+    )
+    await storage.take([5], train_step=7)
 
 
 class StorageExamples:
     """A subclass has the fixture `storage`."""
+
+    async def test_put_gives_growing_ids_and_get_returns_arrival_order(self, storage: StorageBackend) -> None:
+        ids = await put_all(storage, make_row("a"), make_row("b", task="code"), make_row("c"))
+        assert ids == sorted(set(ids))
+        rows = await storage.get({})
+        assert uids(rows) == ids
+        assert [row.item for row in rows] == ["a", "b", "c"]
+        assert [row.timestamp_id for row in rows] == sorted(row.timestamp_id for row in rows)
+        assert len(storage) == 3
+
+    async def test_an_id_that_is_brought_along_is_kept_if_it_is_new(self, storage: StorageBackend) -> None:
+        row = make_row("a")
+        row.uid, row.timestamp_id = 7, 9
+        assert await storage.put(row) == 7
+        assert await storage.put(row) == 8
+        assert await storage.put(make_row("b")) == 9
+        assert [stored.timestamp_id for stored in await storage.get({})] == [9, 10, 11]
+
+    async def test_ids_do_not_rewind_when_drained_or_loaded(self, storage: StorageBackend) -> None:
+        older = storage.state_dict()
+        ids = await put_all(storage, make_row(), make_row())
+        await storage.take(ids)
+        assert len(storage) == 0
+        other = NaiveStorage()
+        other.load_state_dict(storage.state_dict())
+        assert await other.put(make_row()) > max(ids)
+        storage.load_state_dict(older)
+        assert len(storage) == 0
+        newer = await put_all(other, make_row(), make_row())
+        storage.load_state_dict(other.state_dict())
+        assert await storage.put(make_row()) > max(newer)
+
+    async def test_rows_come_back_with_every_field(self, storage: StorageBackend) -> None:
+        tags: dict[str, TagValue] = {
+            "int": 2**63 - 1,
+            "float": 0.1,
+            "zero": 0.0,
+            "true": True,
+            "text\0\ud800": "'\0\ud800\U0010ffff",
+        }
+        row = make_row("a", "code '", "aborted", staleness=-3, step=0, tags=tags, priority=1e-300)
+        await storage.put(row)
+        (stored,) = await storage.get({"tags.int": 2**63 - 1, "tags.text\0\ud800": {"$gte": "'\0\ud800"}})
+        assert (stored.task_name, stored.staleness, stored.oldest_model_step) == ("code '", -3, 0)
+        assert (stored.priority, stored.train_step, stored.status_before) == (1e-300, None, None)
+        assert stored.tags == tags
+        assert list(map(type, stored.tags.values())) == list(map(type, tags.values()))
+        assert await storage.count({"tags.int": {"$gte": 2.0**63}}) == 0
+
+    async def test_a_state_moves_to_another_store_and_back(self, storage: StorageBackend) -> None:
+        await storage.set_train_step("math", 6)
+        ids = await put_all(
+            storage, make_row("a", step=1), make_row("b", staleness=2, tags={"x": True}), make_row("c", priority=0.0)
+        )
+        await storage.take(ids[:1], train_step=6)
+        other = NaiveStorage()
+        other.load_state_dict(storage.state_dict())
+        assert await other.get(EVERYTHING) == await storage.get(EVERYTHING)
+        assert len(other) == len(storage) == 2
+        assert await other.get_train_step("math") == 6
+        (row,) = await other.get({"uid": ids[1]})
+        row.priority = 5.0
+        await other.update([row])
+        assert (await storage.get({"uid": ids[1]}))[0].priority == 1.0
+        storage.load_state_dict(other.state_dict())
+        assert await other.get(EVERYTHING) == await storage.get(EVERYTHING)
+
+    async def test_what_queries_match(self, storage: StorageBackend) -> None:
+        await fill(storage)
+        for query, expected in QUERIES:
+            assert [row.item for row in await storage.get(query)] == expected, query
+            assert await storage.count(query) == len(expected), query
 
     @pytest.mark.parametrize(
         ("order", "expected"),
@@ -223,3 +312,69 @@ class StorageExamples:
         assert [row.item for row in await storage.evict(1)] == ["b", "c"]
         assert storage.num_evicted == {"code": 1, "math": 1}
         assert [row.item for row in await storage.get(EVERYTHING)] == ["a", "d"]
+
+
+QUERIES: list[tuple[Any, list[int]]] = [
+    ({}, [0, 1, 2, 3, 4]),
+    ({"$and": []}, [0, 1, 2, 3, 4]),
+    ({"$or": []}, []),
+    ({"task_name": "math"}, [0, 1, 2]),
+    ({"task_name": "math", "status": "completed"}, [0, 1]),
+    ({"status": Status.FAILED}, [4]),
+    ({"status": {"$in": [Status.FAILED, "aborted"]}}, [2, 4]),
+    ({"status": {"$not_in": ["completed"]}}, [2, 4]),
+    ({"status": {"$ne": "completed"}}, [2, 4]),
+    ({"staleness": {"$gte": 2}}, [0, 2, 4]),
+    ({"staleness": {"$gt": 2, "$lte": 4}}, [0, 4]),
+    ({"staleness": {"$between": [2, 3]}}, [0, 2]),
+    ({"staleness": 0}, [1, 3]),
+    ({"staleness": 0.0}, [1, 3]),
+    ({"staleness": False}, []),
+    ({"staleness": {"$lt": "5"}}, []),
+    ({"staleness": {"$lt": 2.5}}, [1, 2, 3]),
+    ({"staleness": {"$lt": float("inf")}}, [0, 1, 2, 3, 4]),
+    ({"staleness": {"$gt": -(10**30)}}, [0, 1, 2, 3, 4]),
+    ({"staleness": {"$ne": "5"}}, [0, 1, 2, 3, 4]),
+    ({"staleness": {}}, [0, 1, 2, 3, 4]),
+    ({"priority": {"$lt": 1}}, [3]),
+    ({"oldest_model_step": None}, [2, 3, 4]),
+    ({"oldest_model_step": {"$lte": 4}}, [0, 1]),
+    ({"oldest_model_step": {"$ne": 1}}, [1, 2, 3, 4]),
+    ({"uid": {"$in": [4, 1, 77, 10**30]}}, [1, 4]),
+    ({"uid": {"$in": [True, 1.0]}}, [1]),
+    ({"uid": True}, []),
+    ({"timestamp_id": {"$between": (1, 2)}}, [1, 2]),
+    ({"staleness": {"$gte": np.int64(4)}}, [4]),
+    ({"task_name": {"$in": ["code", "none"]}, "$or": [{"status": "failed"}]}, [4]),
+    # More values, and more conditions, than the SQL stores put into one statement.
+    ({"uid": {"$in": list(range(0, 40_000, 2))}}, [0, 2, 4]),
+    ({"$or": [{"uid": 3, "priority": n} for n in range(1500)] + [{"uid": 1}]}, [1]),
+    ({"tags.level": 3}, [0]),
+    ({"tags.level": {"$gte": 1}}, [0, 1]),
+    ({"tags.level": "3"}, [3]),
+    ({"tags.level": True}, [2]),
+    ({"tags.level": {"$ne": 3}}, [1, 2, 3, 4]),
+    ({"tags.level": {"$not_in": [3, "3"]}}, [1, 2, 4]),
+    ({"tags.level": {"$not_in": [3, True]}}, [1, 3, 4]),
+    ({"tags.level": {"$lt": "a"}}, [3]),
+    ({"tags.level": None}, []),
+    ({"tags.nobody": {"$lte": 3}}, []),
+    ({"tags.kind": {"$gt": "aaa"}}, [0]),
+    ({"task_name": "x' OR '1'='1"}, []),
+    ({"tags.x' OR '1'='1": {"$ne": 1}}, [0, 1, 2, 3, 4]),
+    ({"task_name": {"$lt": "d\0\ud800"}}, [3, 4]),
+    ({"$or": [{"task_name": "code", "staleness": {"$lt": 4}}, {"uid": 0}]}, [0, 3]),
+    ({"$and": [{"task_name": "math"}, {"$or": [{"staleness": 2}, {"tags.ok": True}]}]}, [1, 2]),
+    ({"train_step": {"$gte": 0}}, []),
+    ({"uid": 5}, []),
+    ({"status": "archived"}, [5]),
+    ({"status": {"$in": ["archived", "failed"]}}, [4, 5]),
+    ({"status": Status.ARCHIVED, "train_step": {"$lte": 7}}, [5]),
+    ({"status": Status.ARCHIVED, "train_step": {"$gt": 7}}, []),
+    ({"status": {"$gte": "archived"}}, [0, 1, 3, 4]),
+    ({"status": {"$ne": "archived"}}, [0, 1, 2, 3, 4]),
+    ({"status_before": "completed", "status": "archived"}, [5]),
+    (StorageIndices("math", Status.COMPLETED), [0, 1]),
+    (parse_query(StorageIndices("math", tags={"ok": True})), [1]),
+]
+"""Queries on what `fill` puts, and the payloads they find."""

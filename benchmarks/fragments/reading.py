@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/fragments/reading.py [--quick]
 
-    store.stack(ids)   16 payloads --one copy--> a new batch       store.get_fragments: views, then read
+    store.stack(ids)   16 payloads --one copy--> a new batch       store.get_fragments: copies, then read
     memcpy             16 arrays   --one copy--> memory that is there, or a new batch (np.stack)
 
 Both copy 6.4 MB from memory that 200 MB of other items have pushed out of the cache. The ways take turns.
@@ -31,7 +31,7 @@ SIZE = 400_000
 COUNT, QUICK_COUNT = 500, 40
 SECONDS, QUICK_SECONDS = 6.0, 0.2
 FRESH, REUSED, ARRAYS = "memcpy to a new batch (np.stack)", "memcpy to memory in use", "reading arrays (sum)"
-STACK, VIEWS = "store.stack: one batch", "store.get_fragments, reading views (sum)"
+STACK, FRAGMENTS = "store.stack: one batch", "store.get_fragments, reading them (sum)"
 
 
 class Source:
@@ -101,7 +101,7 @@ def main() -> None:
             STACK: source.stack,
             FRESH: source.copy_to_new,
             REUSED: source.copy_to_used,
-            VIEWS: source.read_views,
+            FRAGMENTS: source.read_views,
             ARRAYS: source.read_arrays,
         }
         ways = {name: way(source, call) for name, call in calls.items()}
@@ -112,7 +112,7 @@ def main() -> None:
         for name, found in times.items()
     ]
     record.tables.append(Table("A batch of 16 items", ["", "wall", "CPU", "bandwidth"], rows))
-    for ours, theirs, target in ((STACK, REUSED, 50.0), (STACK, FRESH, None), (VIEWS, ARRAYS, None)):
+    for ours, theirs, target in ((STACK, REUSED, 50.0), (STACK, FRESH, None), (FRAGMENTS, ARRAYS, None)):
         record.find(
             f"{ours}, share of {theirs}",
             100 * times[theirs].wall / times[ours].wall,

@@ -8,7 +8,7 @@
 
     payload:  schema id | lengths | plain values | body (the arrays)
 
-Reading gives arrays that look into the payload's own memory (`unpack`), or one batch for many payloads of the
+Reading gives arrays that look into the payload's memory (`unpack`), or one batch for many payloads of the
 same schema (`stack`): a leading axis on every array, with one copy in all. Nothing is pickled.
 """
 
@@ -283,7 +283,7 @@ def _parts(payload: Bytes, schema: Schema) -> tuple[list[Any], Bytes]:
 
 
 def unpack(payload: Bytes, schema: Schema) -> SampleFragment:
-    """The fragment; its arrays look into `payload`, and cannot be written to."""
+    """The fragment; its arrays look into `payload`."""
     values, body = _parts(payload, schema)
     arrays = [_view(leaf, body) for leaf in schema.leaves]
     return SampleFragment(**_build(schema.skeleton, iter(arrays), iter(values)))

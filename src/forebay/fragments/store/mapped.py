@@ -1,13 +1,11 @@
-"""A memory-mapped database (LMDB) that processes of one machine share, and memory in it that stays what it
-is.
+"""A memory-mapped database (LMDB) that processes of one machine share.
 
 It knows keys and values, not fragments.
 
 ::
 
     writer (any process): write() --one at a time--> commit: pages go to the map, never onto pages in use
-    reader (any process): Snapshot --> value() --> uint8 array that looks into the map
-                              ^------------------ holds: its pages stay while an array looks at them
+    reader (any process): Snapshot --> get() --> memory in the map, for as long as the snapshot is held
 
 Why LMDB: it is the only embedded store measured that reads without a copy, and the fastest writer (docs).
 
@@ -25,9 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
-from weakref import WeakSet, WeakValueDictionary
-
-import numpy as np
+from weakref import WeakValueDictionary
 
 from forebay.extras import needed_by
 from forebay.io import safe_files
@@ -35,22 +31,17 @@ from forebay.io import safe_files
 if TYPE_CHECKING:
     import lmdb
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
 PAGE_BYTES = 4096
-INLINE_BYTES = PAGE_BYTES // 2
-"""Smaller values share a page with others and are not aligned: a copy is cheaper than holding the page."""
 RESERVE_STEP_BYTES = (1 << 20, 64 << 20)
 """Reserved beyond the need: half of it again, within these bounds."""
-MAX_PROCESSES = 256
-MAX_SNAPSHOTS = 15
-"""Held by the arrays of one process at a time; beyond that arrays are copies. One more is for reading."""
+MAX_READERS = 4096
+"""Snapshots of all processes at a time."""
 
 
 class Environment:
     """One database folder, opened once in a process however many use it (LMDB asks for that).
 
-    It closes when no user and no array refers to it.
+    It closes when no user refers to it.
 
     >>> import tempfile
     >>> environment = Environment.open(Path(tempfile.mkdtemp()), max_bytes=1 << 20)
@@ -72,7 +63,7 @@ class Environment:
         key = (os.getpid(), stat.st_dev, stat.st_ino)
         with cls._opening:
             environment = cls._opened.get(key)
-            # A deleted folder's number may be given to a new one while arrays still look into the old file.
+            # A deleted folder's number may be given to a new one while the old file is still open here.
             if environment is None or not environment._is_at(path):
                 environment = cls._opened[key] = cls(path, max_bytes)
         return environment
@@ -87,7 +78,7 @@ class Environment:
             str(path),
             map_size=max_bytes,
             max_dbs=4,
-            max_readers=MAX_PROCESSES * (MAX_SNAPSHOTS + 1),
+            max_readers=MAX_READERS,
             sync=False,
             writemap=True,
             map_async=True,
@@ -97,7 +88,6 @@ class Environment:
         # interpreter.
         self._writing = threading.Lock()
         self._tables: dict[str, Any] = {}
-        self._pinned: WeakSet[Snapshot] = WeakSet()
         self._file = path / "data.mdb"
         self._file_number = self._file.stat().st_ino
         self._reserved_bytes = 0
@@ -118,13 +108,6 @@ class Environment:
         """A snapshot of now."""
         return Snapshot(self._lmdb.begin(buffers=True))
 
-    def pin(self, snapshot: Snapshot) -> bool:
-        """Whether arrays may hold `snapshot`; not if too many snapshots are held already."""
-        if len(self._pinned) >= MAX_SNAPSHOTS:
-            return False
-        self._pinned.add(snapshot)
-        return True
-
     @contextmanager
     def write(self, num_bytes: int = 0) -> Iterator[lmdb.Transaction[memoryview]]:
         """All that is put and deleted inside, or nothing; `num_bytes` of values are to be put.
@@ -141,9 +124,7 @@ class Environment:
                 # Readers that were killed hold pages until a look at the table of readers.
                 self._lmdb.reader_check()
                 raise StoreFullError(
-                    f"{str(self._file)!r} has reached {self._lmdb.info()['map_size']} bytes, and arrays of "
-                    f"this process hold {len(self._pinned)} snapshots, whose freed pages cannot be used: "
-                    f"drop arrays, or raise max_bytes"
+                    f"{str(self._file)!r} has reached {self._lmdb.info()['map_size']} bytes: raise max_bytes"
                 ) from None
 
     def _reserve(self, num_bytes: int) -> None:
@@ -176,12 +157,12 @@ class StoreFullError(RuntimeError):
 
 
 class Snapshot:
-    """The database as it was at one moment, for as long as this or an array from it lives.
+    """The database as it was at one moment, for as long as this lives.
 
     Pages that were freed since cannot be used again before, so a snapshot kept for long makes the file grow.
     """
 
-    __slots__ = ("__weakref__", "_transaction")
+    __slots__ = ("_transaction",)
 
     def __init__(self, transaction: lmdb.Transaction[memoryview]) -> None:
         self._transaction = transaction
@@ -199,19 +180,3 @@ class Snapshot:
         """All keys and values in order."""
         for key, value in self._transaction.cursor(table):
             yield bytes(key), bytes(value)
-
-    def value(self, raw: memoryview, *, copy: bool) -> Bytes:
-        """`raw` as an array that may outlive this: a copy of a small one, else it holds the snapshot."""
-        if copy or len(raw) < INLINE_BYTES:
-            return np.frombuffer(bytes(raw), np.uint8)
-        return np.asarray(_Mapped(np.frombuffer(raw, np.uint8), self))
-
-
-class _Mapped:
-    """The memory as numpy asks for it; it is the base of every array that looks into it."""
-
-    __slots__ = ("__array_interface__", "snapshot")
-
-    def __init__(self, memory: Bytes, snapshot: Snapshot) -> None:
-        self.__array_interface__ = memory.__array_interface__
-        self.snapshot = snapshot

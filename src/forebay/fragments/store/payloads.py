@@ -5,7 +5,7 @@ know; see `forebay.fragments.store.collector`.
 
 ::
 
-    SampleFragment --pack--> payload --> mapped database --+--> get: views, no copy
+    SampleFragment --pack--> payload --> mapped database --+--> get: fragments
                                                            '--> stack: one batch
 
     folder/shard-0/   tables: payloads (id -> payload), schemas, totals (count, bytes)
@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from forebay.fragments.records import SampleFragment
 from forebay.fragments.store.codec import Packed, Schema, pack, schema_id_of, stack, unpack, unstack
 from forebay.fragments.store.mapped import Environment, Snapshot, StoreFullError
@@ -28,7 +30,7 @@ from forebay.fragments.store.mapped import Environment, Snapshot, StoreFullError
 _TOTALS = struct.Struct("<QQ")
 _TOTALS_KEY = b"totals"
 _ROOM_BYTES = 64 << 20
-"""The file may grow to twice its payloads plus this: freed pages that arrays still look into stay."""
+"""The file may grow to twice its payloads plus this: pages that a snapshot holds are not used again before."""
 _STAGED_BYTES = 16 << 10
 """A smaller payload is put together in memory of its own: that is there at once."""
 
@@ -136,26 +138,21 @@ class FragmentStore:
             yield fragment_id.encode(), one.write(self._stage)
 
     def get_fragment(self, fragment_id: str) -> SampleFragment:
-        """The fragment; see `get_fragments`."""
+        """The fragment, with arrays of its own; KeyError if it is not there."""
         return self.get_fragments([fragment_id])[0]
 
     def get_fragments(self, fragment_ids: Sequence[str]) -> list[SampleFragment]:
-        """The fragments, in order; their arrays look into the store without a copy, where that is cheaper.
-
-        Such arrays cannot be written to. They stay as they are for as long as they live, even when the
-        fragment is deleted; but what is freed in the meantime is not used again, so copy what is kept for
-        long.
+        """The fragments, in order; their arrays are copies, and may be written to.
 
         Raises:
             KeyError: an id is not there: never added, or already deleted.
         """
-        snapshot = self._environment.read()
-        copy = not self._environment.pin(snapshot)
-        fragments = []
+        snapshot, fragments = self._environment.read(), []
         for fragment_id in fragment_ids:
             raw = self._raw(snapshot, fragment_id)
-            schema = self._schema(snapshot, schema_id_of(raw))
-            fragments.append(unpack(snapshot.value(raw, copy=copy), schema))
+            fragments.append(
+                unpack(np.frombuffer(bytearray(raw), np.uint8), self._schema(snapshot, schema_id_of(raw)))
+            )
         return fragments
 
     def stack(self, fragment_ids: Sequence[str]) -> SampleFragment:

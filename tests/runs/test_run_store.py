@@ -200,9 +200,10 @@ def test_a_run_without_the_url_of_its_database_says_which_variable_has_it(tmp_pa
 def test_an_sqlite_file_on_a_network_file_system_is_refused(tmp_path, monkeypatch, kind):
     share, local = tmp_path / "a share", tmp_path / "local"
     share.mkdir()
-    mounts = f"/dev/sda1 / ext4 rw 0 0\nserver:/x {str(share).replace(' ', chr(92) + '040')} {kind} rw 0 0\n"
-    (tmp_path / "mounts").write_text(mounts)
-    monkeypatch.setattr(store, "MOUNTS", tmp_path / "mounts")
+    mounts = [
+        SimpleNamespace(mountpoint=str(at), fstype=of) for at, of in (("/", "ext4"), (share, "ext4"), (share, kind))
+    ]
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
     run = config(tmp_path, f"output={share}", "replay.store=sqlite")
     with pytest.raises(ConfigError, match=rf"run/buffer\.db' is on {kind} at .*set replay\.path"):
         store.open_storage(run, run.folder, is_new=True)

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 STORE_FILE = "buffer.db"
 URL_VARIABLE = "FOREBAY_REPLAY_URL"
 REACH_LIMIT_S, REACH_EVERY_S = 60.0, 0.3
-MOUNTS = Path("/proc/mounts")
 _NETWORK = re.compile(
     r"nfs\d?|cifs|smb.*|lustre|ceph|glusterfs|gpfs|beegfs.*|9p|afs|wekafs|panfs|orangefs|virtiofs|davfs"
     r"|fuse\.(?!fuse-overlayfs|overlayfs).*"
@@ -158,18 +157,14 @@ def _local_file(config: RunConfig, folder: Path) -> Path:
 
 def network_mount(path: Path) -> str | None:
     """The network file system that `path` is on, as ``nfs4 at /mnt``; None: a local one, or unknown."""
-    try:
-        lines = MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
-    found, kind, path = Path("/"), "", path.resolve()
-    for line in lines:
-        _, escaped, type_, *_ = line.split(" ")
-        point = Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), escaped))
-        # Of two mounts at one place the later one counts.
-        if path.is_relative_to(point) and len(point.parts) >= len(found.parts):
-            found, kind = point, type_
-    return f"{kind} at {found}" if _NETWORK.fullmatch(kind) else None
+    import psutil
+
+    path = path.resolve()
+    holding = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
+    # Of two mounts at one place the later one counts.
+    inner = max(reversed(holding), key=lambda mount: len(Path(mount.mountpoint).parts), default=None)
+    is_network = inner is not None and _NETWORK.fullmatch(inner.fstype)
+    return f"{inner.fstype} at {inner.mountpoint}" if inner and is_network else None
 
 
 def wait_for_database(config: RunConfig) -> None:

@@ -428,8 +428,6 @@ def test_passwords_are_not_shown():
         (["tcp://nowhere"], "an address is a path"),
         (["socket", "--policy", "best"], "fifo, staleness"),
         (["socket", "--limit", "5", "--max-live", "5"], "leave one out"),
-        (["socket", "--store", "b.db", "--snapshot", "s"], "for a store in memory"),
-        (["socket", "--snapshot", "file"], "file"),
         (["socket", "--token-file", "missing"], "missing"),
         (["socket", "--token-file", "file"], "at least 16 characters"),
         (["socket", "--token-file", "empty"], "is empty"),

@@ -187,9 +187,6 @@ async def serve(
     max_clients: Annotated[
         int | None, typer.Option(min=1, help="Connections at a time (900); a further client is refused.")
     ] = None,
-    snapshot: Annotated[
-        Path | None, typer.Option(help="Resumed at the start, if there, and saved at the end (memory only).")
-    ] = None,
     token_file: Annotated[
         Path | None, typer.Option(help="Holds the token; else the variable FOREBAY_BUFFER_TOKEN. Needed off loopback.")
     ] = None,

@@ -211,7 +211,6 @@ class ServeOptions:
     max_live: int | None = None
     max_clients: int | None = None
     """Connections at a time; None: `MAX_CLIENTS` of the server."""
-    snapshot: Path | None = None
     token_file: Path | None = None
 
     def __post_init__(self) -> None:
@@ -225,10 +224,10 @@ class ServeOptions:
 async def serve_buffer(options: ServeOptions, say: Callable[[str], None]) -> None:
     """``forebay buffer serve``: build a buffer, serve it until SIGTERM or Ctrl-C, leave nothing behind.
 
-    `say` is told where it is served, and what was saved.
+    `say` is told where it is served.
 
     Raises:
-        ValueError: the options contradict each other, or a snapshot is of another policy or damaged.
+        ValueError: the options contradict each other.
         OSError: a file cannot be read or written, or the address is taken.
     """
     stop = asyncio.Event()
@@ -259,9 +258,6 @@ async def serve_buffer(options: ServeOptions, say: Callable[[str], None]) -> Non
             say(f"{held} live groups, store {_plain_store(options.store)}, policy {options.policy}")
             await stop.wait()
             say("closing")
-        if options.snapshot is not None:
-            await buffer.save(options.snapshot)
-            say(f"saved {await buffer.storage.count({})} live groups to {options.snapshot}")
     finally:
         await buffer.close()
 
@@ -281,30 +277,14 @@ def read_token(file: Path | None) -> str | None:
 
 
 async def open_buffer(options: ServeOptions) -> ReplayBuffer:
-    """The buffer of these options, with what its store or its snapshot holds.
-
-    Raises:
-        ValueError: the options contradict each other, or a snapshot is of another policy or damaged.
-        OSError: a file cannot be read.
-    """
-    if options.snapshot is not None and options.store != IN_MEMORY:
-        raise ValueError(f"a snapshot is for a store in memory; {_plain_store(options.store)} keeps its groups itself")
+    """The buffer of these options, with what its store holds."""
     storage: StorageBackend = IndexedStorage()
     if options.store != IN_MEMORY:
         with needed_by("a database"):
             from forebay.replay.stores.sql.store import SQLStorage
 
         storage = SQLStorage(options.store)
-    policy = POLICIES[options.policy]()
-    buffer = ReplayBuffer(policy, storage, limit=options.limit)
-
-    def holds_something(snapshot: Path) -> bool:
-        """False for a missing or empty folder, where the first snapshot will be."""
-        return snapshot.exists() and not (snapshot.is_dir() and not any(snapshot.iterdir()))
-
-    if options.snapshot is not None and await asyncio.to_thread(holds_something, options.snapshot):
-        await buffer.resume(options.snapshot)
-    return buffer
+    return ReplayBuffer(POLICIES[options.policy](), storage, limit=options.limit)
 
 
 def _plain_store(store: str) -> str:

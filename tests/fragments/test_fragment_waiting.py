@@ -190,11 +190,13 @@ async def test_nobody_in_line_is_woken_out_of_turn():
 def test_a_lease_ends_with_its_term(simulate):
     async def scenario(buffer, store):
         await send(buffer, store, "w", [0, 1])
-        long = await buffer.fetch_fragments(1, lease_s=100.0)
-        short = await buffer.fetch_fragments(1)
+        long, short = [await buffer.fetch_fragments(1) for _ in range(2)]
         await asyncio.sleep(9.0)
         assert await buffer.renew(short.lease)
-        await asyncio.sleep(9.0)
+        assert await buffer.renew(long.lease)
+        await asyncio.sleep(5.0)
+        assert await buffer.renew(long.lease)
+        await asyncio.sleep(4.0)
         assert len(store) == 2
         await asyncio.sleep(2.0)
         assert short[0][1] not in store

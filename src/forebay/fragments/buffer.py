@@ -181,12 +181,10 @@ class ReplayBufferActor:
 
     # For the trainer.
 
-    async def fetch_fragments(
-        self, num_fragments: int, *, timeout_s: float | None = None, lease_s: float | None = None
-    ) -> FragmentBatch:
+    async def fetch_fragments(self, num_fragments: int, *, timeout_s: float | None = None) -> FragmentBatch:
         """A batch of `num_fragments` in distinct chunks, under a lease; waits in line until there are enough.
 
-        `lease_s` is the term of its lease, if not the buffer's. Release the lease when the payloads are read.
+        Release the lease when the payloads are read.
 
         Raises:
             ValueError: there can be no such batch.
@@ -194,14 +192,12 @@ class ReplayBufferActor:
             BufferClosed: the buffer was closed.
         """
         num_chunks = self._rules.num_chunks(num_fragments)
-        if lease_s is not None and lease_s <= 0:
-            raise ValueError(f"lease_s must be above 0, got {lease_s}")
         self._refresh()
         async with timeout(timeout_s):
             await self._readers.wait(lambda: self._state.can_serve(num_chunks))
         # Nothing is awaited from here on: a cancelled fetch has taken nothing.
         with self._change():
-            return self._state.serve(num_chunks, self._now_s(), lease_s)
+            return self._state.serve(num_chunks, self._now_s())
 
     async def prepared_fragments(self) -> FragmentBatch:
         """The batch of the last fetch, whether its lease is in force or not; empty before the first."""

@@ -137,11 +137,11 @@ class ReplayState:
             limit is None or (held >= limit.min_chunks and self.meta.difference - num_chunks >= limit.min_difference)
         )
 
-    def serve(self, num_chunks: int, now_s: float, lease_s: float | None = None) -> FragmentBatch:
-        """A batch of that many distinct chunks, under a lease of `lease_s` seconds (None: the rules')."""
+    def serve(self, num_chunks: int, now_s: float) -> FragmentBatch:
+        """A batch of that many distinct chunks, under a lease."""
         seed = (self.rules.seed, self.meta.num_draws)
         chunks = self.chunks.sample(num_chunks, seed)
-        return self._serve(chunks, now_s, lease_s or self.rules.lease_s)
+        return self._serve(chunks, now_s, self.rules.lease_s)
 
     def _serve(self, chunks: list[Chunk], now_s: float, lease_s: float) -> FragmentBatch:
         meta, length = self.meta, self.rules.fragments_per_chunk

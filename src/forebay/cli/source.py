@@ -11,7 +11,6 @@ groups asked for. Nothing here changes what it reads.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
@@ -28,6 +27,7 @@ from forebay.replay.format.packed import GroupCodec
 from forebay.replay.format.snapshot import MANIFEST, SnapshotTables, open_snapshot
 from forebay.replay.format.tables import GROUPS_SCHEMA, group_batches, join, read_groups, read_rows, rollout_batches
 from forebay.replay.stores.contract import copy_row
+from forebay.replay.stores.sql import hide_password
 from forebay.runs.folder import list_checkpoints
 from forebay.runs.store import STORE_FILE
 from forebay.types import RolloutState, Status
@@ -189,17 +189,6 @@ def open_sql(url: str, *, create: bool = False) -> StorageBackend:
     except (SQLAlchemyError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"cannot open the database {hide_password(url)!r}: {reason}") from None
-
-
-def hide_password(url: str) -> str:
-    """`url` as it may be shown."""
-    scheme, found, rest = url.partition("://")
-    if not found:
-        return url
-    rest = re.sub(r"(?<=[?&]password=)[^&]*", "***", rest)
-    # At the last @: a password may have one in it.
-    user, at, host = rest.rpartition("@")
-    return f"{scheme}://{user.partition(':')[0]}@{host}" if at else f"{scheme}://{rest}"
 
 
 def find_snapshot(path: Path) -> Path:

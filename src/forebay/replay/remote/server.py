@@ -49,6 +49,7 @@ from forebay.replay.remote.connection import ClientConnection
 from forebay.replay.remote.messages import MAX_FRAME_BYTES
 from forebay.replay.stores.contract import StorageBackend
 from forebay.replay.stores.indexed import IndexedStorage
+from forebay.replay.stores.sql import hide_password
 
 
 class BufferServer:
@@ -255,7 +256,7 @@ async def serve_buffer(options: ServeOptions, say: Callable[[str], None]) -> Non
         async with serving as server:
             held = await buffer.storage.count({})
             say(f"listening on {server.address}")
-            say(f"{held} live groups, store {_plain_store(options.store)}, policy {options.policy}")
+            say(f"{held} live groups, store {hide_password(options.store)}, policy {options.policy}")
             await stop.wait()
             say("closing")
     finally:
@@ -285,13 +286,6 @@ async def open_buffer(options: ServeOptions) -> ReplayBuffer:
 
         storage = SQLStorage(options.store)
     return ReplayBuffer(POLICIES[options.policy](), storage, limit=options.limit)
-
-
-def _plain_store(store: str) -> str:
-    """The address of a store without user and password."""
-    scheme, found, rest = store.partition("://")
-    # The last @: a password may contain others.
-    return f"{scheme}://{rest.rpartition('@')[2]}" if found else store
 
 
 def keep_freed_memory() -> bool:

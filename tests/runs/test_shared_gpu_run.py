@@ -135,8 +135,17 @@ def test_the_server_sleeps_while_the_trainer_trains_and_is_not_started_then(tmp_
         os.kill(last, 0)
 
 
-@pytest.mark.parametrize("mode", ["colocated", "separate"])
-def test_of_two_servers_the_one_on_a_rank_s_gpu_sleeps_while_two_ranks_train(tmp_path, monkeypatch, mode):
+@pytest.mark.parametrize(
+    "produce",
+    [
+        {"mode": "colocated"},
+        {"mode": "separate"},
+        # The second step's rollouts are made, or go on, with weights that were kept.
+        {"mode": "separate", "in_flight_update": True, "sync_weights_interval": 2},
+    ],
+    ids=str,
+)
+def test_of_two_servers_the_one_on_a_rank_s_gpu_sleeps_while_two_ranks_train(tmp_path, monkeypatch, produce):
     states = [tmp_path / f"state_{number}.json" for number in range(2)]
     seen: list[str] = []
     train, offload, onload = TrainController._train, TrainController.offload, TrainController.onload
@@ -158,7 +167,7 @@ def test_of_two_servers_the_one_on_a_rank_s_gpu_sleeps_while_two_ranks_train(tmp
     monkeypatch.setattr(TrainController, "_train", watched_train)
     monkeypatch.setattr(TrainController, "offload", watched_offload)
     monkeypatch.setattr(TrainController, "onload", watched_onload)
-    steps = {"train": {"lr": 1e-3, "token_budget": 256, "ranks": 2}, "steps": 3, "produce": {"mode": mode}}
+    steps = {"train": {"lr": 1e-3, "token_budget": 256, "ranks": 2}, "steps": 3, "produce": produce}
     asyncio.run(launch(config(tmp_path, gpus=[[0], [2]], **steps)))
     assert seen == ["offload", *["onload", "train", "offload"] * 3][: len(seen)]
     assert seen.count("train") == 3

@@ -179,14 +179,7 @@ def step_memory(
         # The first step makes the moments. Counting operations keeps activations alive, so it is done apart.
         with FlopCounterMode(display=False) as flop:
             learner.rehearse(batch, packs[:1])
-        # Passes over text alone leave out a tower for images. Its first gradients here become moments, and the
-        # second are there when the passes below begin, as those of images would be.
-        tower = [parameter for parameter in parameters if parameter.requires_grad and parameter not in reached]
-        for _ in range(2):
-            learner.rehearse(batch, [])
-            for parameter in tower:
-                parameter.grad = torch.zeros_like(parameter)
-                memory.assign([parameter.grad], "gradients", times=times)
+        _train_tower(memory, learner, batch, [p for p in parameters if p.requires_grad and p not in reached], times)
         kept = 1 if config.moments == "8bit" else times
         memory.assign(learner.moments(), HOST if config.moments == "cpu" else "moments", times=kept)
         memory.reset()
@@ -230,6 +223,18 @@ def _assign_parts(
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(reach)  # type: ignore[no-untyped-call]
     return reached
+
+
+def _train_tower(
+    memory: MemoryPeak, learner: Learner, batch: TrainBatch, tower: Sequence[nn.Parameter], times: int
+) -> None:
+    """Give moments, and gradients for the next passes, to a tower for images, which text leaves out."""
+    # The first gradients become moments.
+    for _ in range(2):
+        learner.rehearse(batch, [])
+        for parameter in tower:
+            parameter.grad = torch.zeros_like(parameter)
+            memory.assign([parameter.grad], "gradients", times=times)
 
 
 def _largest_packs(batch: TrainBatch, config: TrainConfig) -> list[Pack]:

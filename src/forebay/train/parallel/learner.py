@@ -155,7 +155,7 @@ def source_of(model: nn.Module | ModelFolder, scratch: Path) -> dict[str, Any]:
     """
     if isinstance(model, ModelFolder):
         folder = str(model.folder.absolute())
-        own = {"class": None, "attention": None, "dtype": model.dtype, "frozen": []}
+        own: dict[str, Any] = {"class": None, "attention": None, "dtype": model.dtype, "frozen": []}
         return {"folder": folder, "name": folder, **own}
     if isinstance(model, Critic):
         return source_of(model.body, scratch) | {"head": dict(model.head.state_dict())}

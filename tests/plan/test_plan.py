@@ -67,6 +67,14 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(name="thin_model", scope="module")
+def thin_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of one layer, for tests that ask for many plans."""
+    folder = tmp_path_factory.mktemp("thin")
+    LlamaConfig(**SIZES | {"num_hidden_layers": 1}).save_pretrained(folder)
+    return folder
+
+
 def run_config(model: Path, **changes: Any) -> RunConfig:
     table = {
         "name": "planned",
@@ -133,8 +141,8 @@ def test_a_run_that_does_not_fit_is_told_the_first_changes_that_help(model: Path
     assert " ".join(plan.advice) in said
 
 
-def test_a_device_that_is_far_too_small_is_told_so(model: Path) -> None:
-    plan = make_plan(run_config(model), device(4 * 2**20, is_gpu=False), prompt_tokens=32)
+def test_a_device_that_is_far_too_small_is_told_so(thin_model: Path) -> None:
+    plan = make_plan(run_config(thin_model), device(4 * 2**20, is_gpu=False), prompt_tokens=32)
     assert plan.advised_bytes is None
     assert "Take a smaller model or a larger device" in verdict(plan)
 
@@ -347,7 +355,7 @@ def test_planning_leaves_other_models_of_the_process_alone(model: Path) -> None:
     assert nn.Linear(2, 2).double().weight.dtype == torch.float64
 
 
-def test_a_server_beside_the_trainer_gets_what_that_leaves(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_beside_the_trainer_gets_what_that_leaves(thin_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The folder has no tokenizer.
     monkeypatch.setattr("forebay.plan.estimate._longest_prompt", lambda *_: 32)
     server = {"name": "vllm", "arguments": {"servers": 1, "python": "python"}}
@@ -355,14 +363,14 @@ def test_a_server_beside_the_trainer_gets_what_that_leaves(model: Path, monkeypa
 
     def share(device: Device = device, mode: str = "colocated", **arguments: Any) -> float | None:
         engine = {"name": "vllm", "arguments": {**server["arguments"], **arguments}}
-        config = run_config(model, engine=engine, produce={"mode": mode})
+        config = run_config(thin_model, engine=engine, produce={"mode": mode})
         found: float | None = fit_memory(config, device)[0].engine.arguments.get("memory_share")
         return found
 
     shares = [share(offload=offload) for offload in ("none", "moments", "all")]
     assert shares == sorted(shares)
     assert 0.85 < shares[0] <= shares[-1] < 0.95
-    parts = make_plan(run_config(model), device).parts
+    parts = make_plan(run_config(thin_model), device).parts
     stay = parts["trainer: weights"] + 600 * 2**20 + 512 * 2**20
     assert shares[1] == pytest.approx(0.95 * (1 - stay / device.memory_bytes), abs=2e-3)
     # In a separate run they take turns just so.

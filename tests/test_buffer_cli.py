@@ -13,11 +13,11 @@ from forebay.cli import app
 from forebay.cli.buffer import still_there
 from forebay.cli.source import open_database
 from forebay.cli.views import group_view, histogram, plain, version_spans
+from forebay.io.address import hide_password
 from forebay.ledger import Ledger
 from forebay.replay import AsyncReplayBufferConfig, PrioritizedReplayPolicy, ReplayBuffer, SyncReplayBufferConfig
 from forebay.replay.stores.contract import StorageItem
 from forebay.replay.stores.indexed import IndexedStorage
-from forebay.replay.stores.sql import hide_password
 from forebay.types import RolloutState, Status
 
 HOSTILE = "[bold red]model text[/] :smile: \x1b[31mred\x07 \ud800"

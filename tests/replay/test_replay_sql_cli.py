@@ -10,8 +10,8 @@ from replay_factory import make_group
 from typer.testing import CliRunner
 
 from forebay.cli import app
+from forebay.io.address import hide_password
 from forebay.replay import FIFOReplayPolicy, ReplayBuffer, SQLStorage
-from forebay.replay.stores.sql import hide_password
 
 
 def run(*arguments, exit_code=0):

@@ -31,13 +31,13 @@ from forebay.cli import views
 from forebay.cli.errors import MARKUP, console, in_one_message
 from forebay.cli.ledger import ledger_section
 from forebay.cli.source import ALL_STATUSES, Digest, find_snapshot, is_sql, open_sql, opened
+from forebay.io.address import hide_password
 from forebay.replay.format.snapshot import Snapshot, read_snapshot, write_snapshot
 from forebay.replay.format.tables import JOINED_SCHEMA
 from forebay.replay.format.values import damage_named
 from forebay.replay.policies import FIFOReplayPolicy, ReplayPolicy
 from forebay.replay.query import show_value
 from forebay.replay.stores.contract import StorageItem
-from forebay.replay.stores.sql import hide_password
 
 app = typer.Typer(
     help="Look into a replay buffer on disk, move it, or serve it.", no_args_is_help=True, rich_markup_mode=MARKUP

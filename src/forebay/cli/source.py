@@ -22,12 +22,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from forebay.extras import needed_by
+from forebay.io.address import hide_password
 from forebay.replay import IndexedStorage, StorageBackend, StorageItem
 from forebay.replay.format.packed import GroupCodec
 from forebay.replay.format.snapshot import MANIFEST, SnapshotTables, open_snapshot
 from forebay.replay.format.tables import GROUPS_SCHEMA, group_batches, join, read_groups, read_rows, rollout_batches
 from forebay.replay.stores.contract import copy_row
-from forebay.replay.stores.sql import hide_password
 from forebay.runs.folder import list_checkpoints
 from forebay.runs.store import STORE_FILE
 from forebay.types import RolloutState, Status

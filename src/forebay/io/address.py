@@ -81,6 +81,17 @@ class Address:
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
 
+def hide_password(url: str) -> str:
+    """`url` as it may be shown."""
+    scheme, found, rest = url.partition("://")
+    if not found:
+        return url
+    rest = re.sub(r"(?<=[?&]password=)[^&]*", "***", rest)
+    # At the last @: a password may have one in it.
+    user, at, host = rest.rpartition("@")
+    return f"{scheme}://{user.partition(':')[0]}@{host}" if at else f"{scheme}://{rest}"
+
+
 def is_loopback(host: str) -> bool:
     """Whether `host`, an IP address or a name, is this machine's own, which no other can reach."""
     try:

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.extras import needed_by
-from forebay.io.address import Address, listen, tune
+from forebay.io.address import Address, hide_password, listen, tune
 from forebay.io.channel import Channel
 from forebay.io.link import Acceptor
 from forebay.io.messages import Goodbye
@@ -49,7 +49,6 @@ from forebay.replay.remote.connection import ClientConnection
 from forebay.replay.remote.messages import MAX_FRAME_BYTES
 from forebay.replay.stores.contract import StorageBackend
 from forebay.replay.stores.indexed import IndexedStorage
-from forebay.replay.stores.sql import hide_password
 
 
 class BufferServer:

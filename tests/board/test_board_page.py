@@ -656,7 +656,8 @@ def test_what_was_removed_is_said_where_it_is_missed(tmp_path, open_page):
 
 def test_the_trainer_waited_for_what_went_on_meanwhile(tmp_path, open_page):
     run = write_run(tmp_path / "waits")
-    whole = apart(lambda: Board([tmp_path]).answer("timeline", {"run": "waits"}))["whole"]
+    with contextlib.closing(Board([tmp_path])) as board:
+        whole = apart(lambda: board.answer("timeline", {"run": "waits"}))["whole"]
     begun = whole["end_s"] + 10
     spans = [
         (begun, begun + 10, "wait_batch", "batch 1", "", "", ""),

@@ -462,11 +462,8 @@ def reset_rollout_response(state: RolloutState) -> None:
     state.tokens = state.prompt_ids.copy()
 
 
-_WIPED = [
-    (ROLLOUT_SLOTS[f.name].__set__, f.default if (dtype := FIELDS[f.name].dtype) is None else _EMPTY[dtype])
-    for f in fields(RolloutState)
-    if FIELDS[f.name].wiped
-]
+_BLANK = RolloutState([])
+_WIPED = [(ROLLOUT_SLOTS[name].__set__, getattr(_BLANK, name)) for name, rule in FIELDS.items() if rule.wiped]
 """How each field that is wiped is written, and its default."""
 
 

@@ -215,10 +215,9 @@ class Members:
         for member in up:
             time_s = member.ended_s + sum(now_s - begun_s for _, begun_s in member.in_flight)
             if time_s > 0 and (member.num_ended >= _ENOUGH or time_s > _ENOUGH * usual_s):
-                # Those in flight count with their tokens as with their time: one of them may be very long. An
-                # engine alone is no straggler, and looks through all its requests for each.
-                others = member.in_flight if len(up) > 1 else ()
-                made = sum(member.engine.num_made(request_id) for request_id, _ in others)
+                # Those in flight count with their tokens as with their time: one of them may be very long. Not of an
+                # engine alone, which is no straggler: some engines look through all requests for each.
+                made = sum(member.engine.num_made(request_id) for request_id, _ in member.in_flight if len(up) > 1)
                 member.speed = (member.num_tokens + made) / time_s
                 member.num_ended, member.num_tokens, member.ended_s = 0, 0, 0.0
             elif not member.in_flight:

@@ -139,9 +139,7 @@ class Members:
         own = self._by_number.get(self._engine_of_session.pop(session_id or "", -1))
         if own is not None and own.is_up and own.slowness == 1 and session_id is not None:
             self._engine_of_session[session_id] = own.number
-            # Nearly always there is room, and none waits for it.
-            has_room = not len(own.line) and len(own.in_flight) < own.most and not ends()
-            if has_room or await self._enter_own(own, call, ends):
+            if await self._enter_own(own, call, ends):
                 return own, self.begin(own, request_id)
         # Those that have begun go first: what is half done grows stale, and holds up its group.
         line = self._continued if call.parts or call.request.num_earlier else self._new

@@ -422,30 +422,15 @@ def count_generated(state: RolloutState) -> int:
 
 
 def label_and_fill(state: RolloutState, model_step: int | None) -> int | None:
-    """`update_sample_version`, `fill_token_fields` and `oldest_step_of` at once, looking at each array once.
+    """`update_sample_version`, `fill_token_fields` and `oldest_step_of` in turn.
 
     Raises:
         ValueError: token fields have different lengths.
     """
-    ids, logprobs, mask, steps = _read_token_fields(state)
-    length, at = len(ids), 0
-    if not len(steps):
-        if not length or model_step is None or model_step <= UNLABELED:
-            fill_token_fields(state)
-            return None
-        # All tokens get this one label.
-        _write_steps(state, _constant(length, model_step, np.int32))
-        smallest = model_step
-    elif (smallest := int(steps[at := int(steps.argmin())])) <= UNLABELED or len(steps) < length:
-        if model_step is not None:
-            update_sample_version(state, model_step)
-        fill_token_fields(state)
-        return oldest_step_of(state)
-    if not (length == len(logprobs) == len(mask) and len(steps) in (0, length)):
-        fill_token_fields(state)
-        mask = state.response_mask
-    # No weights made the tokens of a tool; nearly always the oldest label is not on one of those.
-    return smallest if mask[at] else oldest_step_of(state)
+    if model_step is not None:
+        update_sample_version(state, model_step)
+    fill_token_fields(state)
+    return oldest_step_of(state)
 
 
 def refresh_seq_staleness(group: Sequence[RolloutState], current_train_step: int) -> None:
@@ -462,11 +447,8 @@ def reset_rollout_response(state: RolloutState) -> None:
     state.tokens = state.prompt_ids.copy()
 
 
-_WIPED = [
-    (ROLLOUT_SLOTS[f.name].__set__, f.default if (dtype := FIELDS[f.name].dtype) is None else _EMPTY[dtype])
-    for f in fields(RolloutState)
-    if FIELDS[f.name].wiped
-]
+_BLANK = RolloutState([])
+_WIPED = [(ROLLOUT_SLOTS[name].__set__, getattr(_BLANK, name)) for name, rule in FIELDS.items() if rule.wiped]
 """How each field that is wiped is written, and its default."""
 
 

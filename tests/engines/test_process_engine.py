@@ -23,10 +23,10 @@ from test_engine_adapters import Source
 
 from forebay.config import Component, ConfigError
 from forebay.engines import EngineSurroundings, GenerateRequest, TransformersEngine, build_engines
-from forebay.engines.base import EngineLost
+from forebay.engines.base import Completion, EngineLost
 from forebay.engines.process import engine as process
 from forebay.engines.process.engine import ProcessEngine
-from forebay.engines.process.host import EngineRecipe
+from forebay.engines.process.host import INLINE_BYTES, EngineRecipe, as_plain, from_plain
 from forebay.engines.weights.between_processes import SharedMemoryHandOver
 from forebay.models import ModelConfig, TinyConfig, load_model, load_tokenizer, resolve_model
 from forebay.models.starting_weights import BASE_FINGERPRINT, AdaptersRefusedError, BaseDiffersError
@@ -314,3 +314,22 @@ def test_the_child_ends_with_its_parent(folder: Path, tmp_path: Path) -> None:
         return
     assert select.select([handle], [], [], 20)[0], "the child outlived its parent"
     os.close(handle)
+
+
+async def test_arrays_of_any_size_come_back_as_they_were_and_can_be_written() -> None:
+    large = np.arange(INLINE_BYTES, dtype=np.int32)
+    experts = np.arange(24, dtype=np.int8).reshape(4, 3, 2)
+    completion = Completion(
+        response_ids=large,
+        logprobs=np.array([-0.5, -1.5], np.float32),
+        model_steps=np.empty(0, np.int32),
+        routed_experts=experts,
+        finish_reason="stop",
+    )
+    value, buffers = as_plain(completion)
+    assert [len(buffer) for buffer in buffers] == [large.nbytes]
+    again = from_plain(value, [np.frombuffer(bytearray(buffer), np.uint8) for buffer in buffers], Completion)
+    for name in ("response_ids", "logprobs", "model_steps", "routed_experts"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(completion, name), strict=True)
+        assert getattr(again, name).flags.writeable
+    assert again.finish_reason == "stop"

@@ -1,3 +1,5 @@
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,3 +77,30 @@ async def test_a_prompt_without_an_answer_fails_the_rollout() -> None:
 def test_a_bad_pattern_is_refused_at_once(extract) -> None:
     with pytest.raises(ValueError, match="extract = "):
         ExactMatchJudge(extract=extract)
+
+
+async def test_a_group_is_judged_without_tasks_and_a_judge_made_of_it_may_wait_again() -> None:
+    class Waiting(ExactMatchJudge):
+        async def score(self, state):
+            await asyncio.sleep(0)
+            tasks.append(asyncio.current_task())
+            return await super().score(state)
+
+    class Noting(ExactMatchJudge):
+        waits = False
+
+        async def score(self, state):
+            tasks.append(asyncio.current_task())
+            return await super().score(state)
+
+    for judge, num_tasks in ((Noting(), 1), (Waiting(), 4)):
+        tasks: list[asyncio.Task[None] | None] = []
+        group = [
+            RolloutState([], response=text, reward_model={"ground_truth": "1"}, status=Status.COMPLETED)
+            for text in "1213"
+        ]
+        await judge.judge(group)
+        assert [state.reward for state in group] == [{"score": float(text == "1")} for text in "1213"]
+        assert len({id(task) for task in tasks}) == num_tasks
+    assert not ExactMatchJudge.waits
+    assert Waiting.waits

@@ -69,7 +69,7 @@ def strategy_of(rule, over_sample):
 def test_rules_that_drop_starve_long_rollouts(rule, monkeypatch):
     num_long, wasted, bias = trained_long(strategy_of(rule, 1.0), monkeypatch)
     assert num_long < FAIR_SHARE / 5
-    assert wasted > 0.5
+    assert wasted > 0.4
     assert bias > 2
 
 

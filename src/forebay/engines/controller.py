@@ -15,13 +15,11 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-import numpy as np
-
 from forebay.engines.base import Completion, Engine, EngineLost, GenerateRequest, joined_experts, request_seed
 from forebay.engines.members import scale
 from forebay.engines.pool import LOAD_LIMIT_S, EnginePool
 from forebay.models.images import images_of, reply_images_of
-from forebay.types import RolloutState, SampleParams, fill_token_fields, status_from_finish_reason
+from forebay.types import RolloutState, SampleParams, count_generated, fill_token_fields, status_from_finish_reason
 from forebay.watching.activity import QUEUED, Activities, Activity
 from forebay.watching.stalls import StallError, answered
 
@@ -112,7 +110,7 @@ class RolloutController(EnginePool):
     async def _continue(self, state: RolloutState, time_limit_s: float | None) -> Completion:
         """The answer to one request for what is left of the budget."""
         # Only the model's own tokens count: those of an environment have mask 0.
-        budget = (state.sample_params or SampleParams()).max_tokens - int(np.count_nonzero(state.response_mask))
+        budget = (state.sample_params or SampleParams()).max_tokens - count_generated(state)
         # Without a response it is the prompt that is too long, which the engine's own check refuses.
         context_used_up = len(state.response_ids) and len(state.tokens) >= self.max_context_tokens
         if budget <= 0 or context_used_up:

@@ -144,9 +144,7 @@ class Members:
         own = self._by_number.get(self._engine_of_session.pop(session_id or "", -1))
         if own is not None and own.serves and own.slowness == 1 and session_id is not None:
             self._engine_of_session[session_id] = own.number
-            # Nearly always there is room, and none waits for it.
-            has_room = not len(own.line) and len(own.in_flight) < own.most and not ends()
-            if has_room or await self._enter_own(own, call, ends):
+            if await self._enter_own(own, call, ends):
                 return own, self.begin(own, request_id)
         # Those that have begun go first: what is half done grows stale, and holds up its group.
         line = self._continued if call.parts or call.request.num_earlier else self._new
@@ -220,10 +218,9 @@ class Members:
         for member in up:
             time_s = member.ended_s + sum(now_s - begun_s for _, begun_s in member.in_flight)
             if time_s > 0 and (member.num_ended >= _ENOUGH or time_s > _ENOUGH * usual_s):
-                # Those in flight count with their tokens as with their time: one of them may be very long. An
-                # engine alone is no straggler, and looks through all its requests for each.
-                others = member.in_flight if len(up) > 1 else ()
-                made = sum(member.engine.num_made(request_id) for request_id, _ in others)
+                # Those in flight count with their tokens as with their time: one of them may be very long. Not of an
+                # engine alone, which is no straggler: some engines look through all requests for each.
+                made = sum(member.engine.num_made(request_id) for request_id, _ in member.in_flight if len(up) > 1)
                 member.speed = (member.num_tokens + made) / time_s
                 member.num_ended, member.num_tokens, member.ended_s = 0, 0, 0.0
             elif not member.in_flight:

@@ -111,10 +111,8 @@ class Judge(ABC):
         """The reward of each rollout, or why it has none; nothing is written to the rollouts."""
         # A group of one each: then a rollout's time-out, retries and failure are its own.
         parts = [states] if self.needs_whole_group else [[state] for state in states]
-        if self.waits:
-            found = await asyncio.gather(*map(self._verdicts_together, parts))
-        else:
-            found = [await self._verdicts_together(part) for part in parts]
+        calls = map(self._verdicts_together, parts)
+        found = await asyncio.gather(*calls) if self.waits else [await call for call in calls]
         return [verdict for part in found for verdict in part]
 
     async def _verdicts_together(self, states: Sequence[RolloutState]) -> Sequence[dict[str, Any] | JudgeError]:

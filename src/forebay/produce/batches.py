@@ -72,6 +72,8 @@ class Batches:
     def __post_init__(self) -> None:
         self.num_untrainable = 0
         """Groups that were found in the buffer and dropped, because they cannot be trained."""
+        self._aged: tuple[int, dict[str, int]] | None = None
+        """The train step and the thresholds of the last aging."""
         self._num_hungry = dict.fromkeys(self.runners, 0)
         self._consumed: dict[int, dict[str, int]] = {}
         """Groups of each task in the latest batch of the separate run, by its train step."""
@@ -82,11 +84,16 @@ class Batches:
         """Told of every group that is dropped, its task and the reason; for displays, never for decisions."""
         self._on_evict, self.buffer.on_evict = self.buffer.on_evict, self._enter_eviction
 
-    async def age(self, train_step: int) -> None:
-        """Give every group its staleness at `train_step`; what is too stale for its task expires."""
-        expired = await self.buffer.refresh_staleness(
-            task_stale_thresholds={name: self._threshold(name) for name in self.runners}, current_train_step=train_step
-        )
+    async def age(self, train_step: int, *, anew: bool = True) -> None:
+        """Give every group its staleness at `train_step`; what is too stale for its task expires.
+
+        Not `anew`, nothing is done where the last aging was the same: each put since then has looked by itself.
+        """
+        thresholds = {name: self._threshold(name) for name in self.runners}
+        if not anew and self._aged == (train_step, thresholds):
+            return
+        expired = await self.buffer.refresh_staleness(task_stale_thresholds=thresholds, current_train_step=train_step)
+        self._aged = train_step, thresholds
         for name, count in expired.items():
             self.runners[name].produce_strategy.num_expired += count
 
@@ -282,12 +289,10 @@ class Batches:
         if not await self.buffer.is_ready(sizes):
             return None
         groups_by_task, counts = await self.buffer.take_batch(dict(sizes), train_step=train_step)
-        if any(counts[name] < size for name, size in sizes.items()):
-            # Something expired or was evicted after the look.
-            await self.buffer.restore(train_step - 1)
-            return None
-        if not self._are_fresh(groups_by_task, train_step):
-            # A put that began in an earlier step came after the aging: a store may take its time.
+        is_short = any(counts[name] < size for name, size in sizes.items())
+        if is_short or not self._are_fresh(groups_by_task, train_step):
+            # Something expired or was evicted after the look, or a put that began in an earlier step, or had no
+            # threshold, came after the aging: a store may take its time.
             await self.buffer.restore(train_step - 1)
             await self.age(train_step)
             return None

@@ -240,13 +240,15 @@ class AgentLoopManager:
         sizes = self._split(batch_size, train_step)
         # From here on, groups are stored for this step, and too old ones are not counted as ready.
         self.progress.begin_consume(train_step)
-        await self.batches.age(train_step)
+        await self.batches.age(train_step, anew=False)
         with self.activities.span(WAIT_BATCH, f"the batch of train step {train_step}"):
             while True:
                 async with self._watched():
                     new = await self.batches.fresh_sizes(sizes, train_step)
                     is_ready = await self.batches.wait_for(new, train_step)
                 if not is_ready:
+                    # So that what was put without a threshold is told of as expired.
+                    await self.batches.age(train_step)
                     return await self.batches.report_expired(sizes)
                 result = await self.batches.take(sizes, train_step)
                 if result is not None:

@@ -61,15 +61,14 @@ class HostSession(Session):
 
     async def handle(self, call: Call, buffers: list[Any] | None) -> Result:
         """The result of a call of `ProcessEngine`."""
-        if call.method == "generate":
-            return await self._generate(call.arguments, buffers or [])
-        argument = msgspec.msgpack.decode(call.arguments)
         match call.method:
+            case "generate":
+                return await self._generate(call.arguments, buffers or [])
             case "load_weights":
-                await self._inbox.handle(argument)
+                await self._inbox.handle(msgspec.msgpack.decode(call.arguments))
                 return None, ()
             case "abort":
-                await self._pool.abort(argument)
+                await self._pool.abort(msgspec.msgpack.decode(call.arguments))
                 return None, ()
         assert call.method in ("pause_generation", "continue_generation", "health", "close"), call.method
         return await getattr(self._pool, call.method)(), ()

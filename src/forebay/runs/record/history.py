@@ -191,13 +191,10 @@ class _Files:
             return
         # Also where this fails: what was written before the failure keeps its name.
         number, self._number = self._number, self._number + 1
-        tables = {
-            ROLLOUTS: rollouts_table(left) if left else None,
-            SPANS: spans_table(spans, self._to_unix_s) if spans else None,
-        }
-        for kind, table in tables.items():
-            if table is not None:
-                _write(self._segment, kind, number, number, [table])
+        if left:
+            _write(self._segment, ROLLOUTS, number, number, [rollouts_table(left)])
+        if spans:
+            _write(self._segment, SPANS, number, number, [spans_table(spans, self._to_unix_s)])
         for kind in (ROLLOUTS, SPANS):
             self._merge(kind, self._segment)
         self._remove_oldest()

@@ -25,7 +25,6 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from forebay.aio.tasks import others_first
 from forebay.aio.time_limits import timeout_at
 from forebay.produce.strategies import base
 from forebay.produce.strategies.context import COUNTED_TOKENS_KEY, Generation, Group, ProduceContext
@@ -136,8 +135,6 @@ class AsyncProduceStrategy(base.ProduceStrategy):
         return super()._must_stop(ctx)
 
     async def _generate(self, ctx: ProduceContext, model_step: int, group: Group) -> Group:
-        # A trainer that has just got its batch begins with it before this takes the interpreter.
-        await others_first()
         group = await ctx.generate_group(group, enable_partial_rollout=self.config.enable_partial_rollout)
         if model_step != self._ctx.model_step:
             # The put would label with the weights of now, but these tokens began with older ones.

@@ -41,12 +41,17 @@ class GatedLoop:
 
     def __init__(self):
         self.gates = deque()
+        self.num_owed = 0
+        """Groups that were told to finish before they had begun."""
         self.model_step = 0
         """The label of the tokens."""
 
     async def generate_group(self, states, *, enable_partial_rollout=False):
         gate = asyncio.get_running_loop().create_future()
         self.gates.append(gate)
+        if self.num_owed:
+            self.num_owed -= 1
+            self.finish_one()
         await gate
         for state in states:
             state.append(RESPONSE, logprobs=[-1.0] * len(RESPONSE), model_step=self.model_step)
@@ -60,6 +65,8 @@ class GatedLoop:
     def finish_one(self, *_):
         if self.gates:
             self.gates.popleft().set_result(None)
+        else:
+            self.num_owed += 1
 
 
 def make_sampler(buffer, members):

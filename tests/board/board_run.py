@@ -78,6 +78,13 @@ def make_group(number, *, score=1.0, text=None, size=2, task="math"):
     ]
 
 
+def open_history(folder, **arguments):
+    """A history that is told of activities by the system's clock."""
+    history = History(folder, limit_bytes=10**9, **arguments)
+    history._files._to_unix_s = 0.0
+    return history
+
+
 def write_run(folder, *, steps=6, state="finished", text=None, engines=()):
     """`steps` steps of two groups; at every third one more is dropped; evaluated at both ends."""
     folder.mkdir(parents=True)
@@ -89,7 +96,7 @@ def write_run(folder, *, steps=6, state="finished", text=None, engines=()):
     now = time.time()
 
     async def write():
-        history = History(folder, limit_bytes=10**9)
+        history = open_history(folder)
         with (folder / "metrics.jsonl").open("w") as metrics:
             for step in range(1, steps + 1):
                 groups = [make_group(2 * step + place, score=step / steps, text=text) for place in range(2)]

@@ -6,12 +6,11 @@ import tomllib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from board_run import CheckedBoard, make_group, write_run
+from board_run import CheckedBoard, make_group, open_history, write_run
 
 from forebay.board.export import write_report
 from forebay.board.folder import hide_in_text, hide_secrets
 from forebay.board.server import ANSWERS
-from forebay.runs.record.history import History
 
 HUSH = "hu5h-hu5h"
 """Planted in a different way in each place, and nowhere else."""
@@ -47,7 +46,7 @@ def board(tmp_path_factory):
         file.write(json.dumps({**failed, "reason": PLACES["books"]}) + "\n")
 
     async def write():
-        history = History(folder, limit_bytes=10**9)
+        history = open_history(folder)
         group = make_group(8)
         for state in group:
             state.error_msg = PLACES["error"]

@@ -19,14 +19,14 @@ from urllib.parse import parse_qs, urlencode
 
 import pytest
 import uvicorn
-from board_run import HOSTILE, CheckedBoard, make_group, write_run
+from board_run import HOSTILE, CheckedBoard, make_group, open_history, write_run
 from PIL import Image
 
 from forebay.board.export import write_report
 from forebay.board.server import Board, make_app
 from forebay.environments.config import FragmentRunConfig
 from forebay.environments.run import launch
-from forebay.runs.record.history import History, list_parts
+from forebay.runs.record.history import list_parts
 from forebay.types import reset_rollout_response
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
@@ -73,7 +73,7 @@ def leave(run, groups, outcome="trained", *, train_step=1, spans=()):
     """More groups in the history of a run, and more activities."""
 
     async def write():
-        history = History(run, limit_bytes=10**9, resumed_from=1000)
+        history = open_history(run, resumed_from=1000)
         history.left(groups, outcome, train_step=train_step)
         history._spans.extend(spans)
         history.close()

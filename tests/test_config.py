@@ -245,6 +245,12 @@ def test_the_order_of_overrides_of_different_keys_does_not_matter(overrides: lis
     assert apply_overrides(given, overrides) == {"engine": {"name": "vllm", "arguments": {"servers": 2}}}
 
 
+def test_an_override_adds_to_a_component_that_the_file_only_names() -> None:
+    given = {"tasks": [{"judge": "reasoning_gym"}]}
+    expected = {"tasks": [{"judge": {"name": "reasoning_gym", "shuffle_seed": 0}}]}
+    assert apply_overrides(given, ["tasks.0.judge.shuffle_seed=0"]) == expected
+
+
 def test_keys_of_an_earlier_version_are_refused_with_what_to_write_now() -> None:
     table = {
         "name": "a",

@@ -207,8 +207,8 @@ def _set_path(node: Any, path: list[str], value: Any, override: str) -> None:
         node = node[key]
 
 
-# An override may add these to a component, or to the engine, that the file only names.
-_COMPONENT_KEYS = ("arguments", "attention", "dtype")
+# An override may add these to a component (an engine, a judge) that the file only names.
+_COMPONENT_KEYS = ("arguments", "attention", "dtype", "shuffle_seed", "timeout_s")
 
 
 def parse_config(

@@ -215,6 +215,29 @@ class Shows(Environment):
         return Reply([{"role": "user", "content": content}])
 
 
+def test_pixels_are_made_once_for_all_passes_and_kept_within_a_bound(monkeypatch):
+    make, asked = Qwen2VLImageProcessor(patch_size=7, merge_size=2, min_pixels=14 * 14, max_pixels=56 * 56), []
+
+    def made(images: list[Image.Image], **options: Any) -> Any:
+        asked.append(images[0].getpixel((0, 0))[0])
+        return make(images, **options)
+
+    monkeypatch.setattr("forebay.models.images.load_processor", lambda _: SimpleNamespace(image_processor=made))
+    monkeypatch.setattr("forebay.models.images._made", {})
+    sight = Sight(SimpleNamespace(name_or_path="here"))
+    shown = [(picture(28, 28, (red, 0, 0)),) for red in range(12)]
+    passes = [sight.inputs(shown[first:], torch.device("cpu"))["pixel_values"] for first in (0, 0, 6)]
+    assert asked == list(range(12))
+    assert torch.equal(passes[1][6 * 16 :], passes[2])
+    size = sum(value.nbytes for value in make([Image.new("RGB", (28, 28))], return_tensors="pt").values())
+    # Room for four: the two that were there last stay beside two others.
+    monkeypatch.setattr("forebay.models.images.MADE_BYTES", 4 * size)
+    asked.clear()
+    for red in (100, 10, 11, 100, 101, 10, 11, 102, 103, 10, 100):
+        sight.inputs([(picture(28, 28, (red, 0, 0)),)], torch.device("cpu"))
+    assert asked == [100, 101, 102, 103, 100]
+
+
 def played(model: Any, tokenizer: Any, kind: type[AgentLoop], settings: Any, *prompts: Any) -> Any:
     """Groups of two turns, with a seed by which no untrained model writes a placeholder: these end it."""
 

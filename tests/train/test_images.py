@@ -238,6 +238,33 @@ def test_pixels_are_made_once_for_all_passes_and_kept_within_a_bound(monkeypatch
     assert asked == [100, 101, 102, 103, 100]
 
 
+def seen_shape(cell: Any, color: tuple[int, int, int]) -> str | None:
+    """What stands in this part of a scene in this color, told by where it is colored."""
+    rows, columns = np.nonzero((cell == color).all(axis=2))
+    if not len(rows):
+        return None
+    top, left, half = rows.min(), columns.min(), (rows.max() - rows.min()) // 2
+
+    def has(share: float) -> bool:
+        """On the way from the middle to a corner of the box around it."""
+        return bool((cell[top + int(half * (1 - share)), left + int(half * (1 - share))] == color).all())
+
+    if not has(0.0):
+        return "ring"
+    return "square" if has(0.9) else "circle" if has(0.6) else "cross"
+
+
+def test_scenes_show_as_many_shapes_as_their_answers_say():
+    rows = SHAPES["scenes"](size=60, seed=3)
+    for row in rows:
+        shown = np.asarray(Image.open(io.BytesIO(row["image"])))
+        _, color, shape = row["prompt"].removesuffix("? End with the number.").rsplit(" ", 2)
+        cells = [shown[y : y + 75, x : x + 75] for y in (0, 75, 149) for x in (0, 75, 149)]
+        assert sum(seen_shape(cell, SHAPES["COLORS"][color]) == shape for cell in cells) == int(row["answer"])
+    assert len({row["answer"] for row in rows}) > 4
+    assert {row["prompt"].split()[-5].rstrip("?") for row in rows} == set(SHAPES["SHAPES"])
+
+
 def played(model: Any, tokenizer: Any, kind: type[AgentLoop], settings: Any, *prompts: Any) -> Any:
     """Groups of two turns, with a seed by which no untrained model writes a placeholder: these end it."""
 

@@ -58,7 +58,7 @@ class Source:
     def stack(self, chosen: list[int]) -> Any:
         return self.store.stack([self.ids[i] for i in chosen]).obs
 
-    def read_views(self, chosen: list[int]) -> int:
+    def read_fragments(self, chosen: list[int]) -> int:
         fragments = self.store.get_fragments([self.ids[i] for i in chosen])
         return sum(int(fragment.obs.view(np.uint64).sum()) for fragment in fragments)
 
@@ -96,12 +96,12 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory(prefix="fragments-", dir="/dev/shm") as folder:
         source = Source(folder, count)
-        assert source.read_views([0, 1]) == source.read_arrays([0, 1])
+        assert source.read_fragments([0, 1]) == source.read_arrays([0, 1])
         calls = {
             STACK: source.stack,
             FRESH: source.copy_to_new,
             REUSED: source.copy_to_used,
-            FRAGMENTS: source.read_views,
+            FRAGMENTS: source.read_fragments,
             ARRAYS: source.read_arrays,
         }
         ways = {name: way(source, call) for name, call in calls.items()}

@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import runpy
 import signal
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +18,8 @@ from forebay.cluster import trainer as ray_trainer
 from forebay.cluster.calls import blocking_actor
 from forebay.cluster.ranks import RankActor, RayRanks
 from forebay.cluster.trainer import RayTrainer
+from forebay.models import load_model
+from forebay.models.images import IMAGES
 from forebay.models.starting_weights import BaseDiffersError
 from forebay.runs.placement import PartLost
 from forebay.train import TrainConfig, TrainController
@@ -52,9 +56,9 @@ def make_groups():
     ]
 
 
-def trainer(ranks=None, num_ranks=1):
+def trainer(ranks=None, num_ranks=1, model=None):
     config = TrainConfig(lr=1e-2, token_budget=40, ranks=num_ranks)
-    return TrainController(make_model(), config, pad_token_id=0, ranks=ranks)
+    return TrainController(model or make_model(), config, pad_token_id=0, ranks=ranks)
 
 
 def start_ranks():
@@ -74,6 +78,25 @@ def test_two_ranks_in_actors_train_as_one_and_the_loss_of_one_is_told(ray):
         several.fit(make_groups())
     with pytest.raises(RankError, match="the ranks have ended"):
         several.fit(make_groups())
+
+
+def test_images_get_to_ranks_in_actors(ray, tmp_path):
+    shapes = runpy.run_path(str(Path(__file__).parents[2] / "recipes" / "shapes" / "shapes.py"))
+    shapes["write_model"](tmp_path)
+    groups = make_groups()
+    # The last group has none.
+    for group, row in zip(groups[:2], shapes["questions"](size=2), strict=True):
+        for state in group:
+            state.prompt_ids = np.array([1, *[13] * 16, 3])
+            state.mm_info = {IMAGES: [row["image"]]}
+    for state in (state for group in groups for state in group):
+        state.response_ids = 3 + state.response_ids % 9
+    _, ranks = start_ranks()
+    expected = trainer(model=load_model(tmp_path)).fit(groups).metrics
+    metrics = trainer(ranks, 2, load_model(tmp_path)).fit(groups).metrics
+    ranks.close()
+    for name in ("train/loss", "train/grad_norm", "train/entropy"):
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6)
 
 
 class OnNode:

@@ -215,6 +215,56 @@ class Shows(Environment):
         return Reply([{"role": "user", "content": content}])
 
 
+def test_pixels_are_made_once_for_all_passes_and_kept_within_a_bound(monkeypatch):
+    make, asked = Qwen2VLImageProcessor(patch_size=7, merge_size=2, min_pixels=14 * 14, max_pixels=56 * 56), []
+
+    def made(images: list[Image.Image], **options: Any) -> Any:
+        asked.append(images[0].getpixel((0, 0))[0])
+        return make(images, **options)
+
+    monkeypatch.setattr("forebay.models.images.load_processor", lambda _: SimpleNamespace(image_processor=made))
+    monkeypatch.setattr("forebay.models.images._made", {})
+    sight = Sight(SimpleNamespace(name_or_path="here"))
+    shown = [(picture(28, 28, (red, 0, 0)),) for red in range(12)]
+    passes = [sight.inputs(shown[first:], torch.device("cpu"))["pixel_values"] for first in (0, 0, 6)]
+    assert asked == list(range(12))
+    assert torch.equal(passes[1][6 * 16 :], passes[2])
+    size = sum(value.nbytes for value in make([Image.new("RGB", (28, 28))], return_tensors="pt").values())
+    # Room for four: the two that were there last stay beside two others.
+    monkeypatch.setattr("forebay.models.images.MADE_BYTES", 4 * size)
+    asked.clear()
+    for red in (100, 10, 11, 100, 101, 10, 11, 102, 103, 10, 100):
+        sight.inputs([(picture(28, 28, (red, 0, 0)),)], torch.device("cpu"))
+    assert asked == [100, 101, 102, 103, 100]
+
+
+def seen_shape(cell: Any, color: tuple[int, int, int]) -> str | None:
+    """What stands in this part of a scene in this color, told by where it is colored."""
+    rows, columns = np.nonzero((cell == color).all(axis=2))
+    if not len(rows):
+        return None
+    top, left, half = rows.min(), columns.min(), (rows.max() - rows.min()) // 2
+
+    def has(share: float) -> bool:
+        """On the way from the middle to a corner of the box around it."""
+        return bool((cell[top + int(half * (1 - share)), left + int(half * (1 - share))] == color).all())
+
+    if not has(0.0):
+        return "ring"
+    return "square" if has(0.9) else "circle" if has(0.6) else "cross"
+
+
+def test_scenes_show_as_many_shapes_as_their_answers_say():
+    rows = SHAPES["scenes"](size=60, seed=3)
+    for row in rows:
+        shown = np.asarray(Image.open(io.BytesIO(row["image"])))
+        _, color, shape = row["prompt"].removesuffix("? End with the number.").rsplit(" ", 2)
+        cells = [shown[y : y + 75, x : x + 75] for y in (0, 75, 149) for x in (0, 75, 149)]
+        assert sum(seen_shape(cell, SHAPES["COLORS"][color]) == shape for cell in cells) == int(row["answer"])
+    assert len({row["answer"] for row in rows}) > 4
+    assert {row["prompt"].split()[-5].rstrip("?") for row in rows} == set(SHAPES["SHAPES"])
+
+
 def played(model: Any, tokenizer: Any, kind: type[AgentLoop], settings: Any, *prompts: Any) -> Any:
     """Groups of two turns, with a seed by which no untrained model writes a placeholder: these end it."""
 

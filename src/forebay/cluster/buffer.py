@@ -81,7 +81,7 @@ class BufferActor:
         gc.freeze()
         keep_freed_memory()
         async with AsyncExitStack() as stack:
-            buffer = await open_buffer(self._options)
+            buffer = open_buffer(self._options)
             stack.push_async_callback(buffer.close)
             # Any free port: a client that lost the connection asks again.
             address = str(Address(host=host, port=0))

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -163,10 +164,22 @@ def as_url(image: bytes) -> str:
     return f"data:image/png;base64,{b64encode(image).decode()}"
 
 
-@lru_cache(maxsize=8)
+MADE_BYTES = 1 << 30
+"""Of pixels that a process keeps for its next passes, the latest; a megapixel is some 26 MB."""
+_made: dict[tuple[str, bytes], dict[str, Any]] = {}
+_making = threading.Lock()
+
+
 def _inputs(folder: str, image: bytes) -> dict[str, Any]:
-    # Once for several passes over an image, and for the members of a group. A megapixel becomes some 26 MB.
-    return dict(load_processor(folder).image_processor(images=[_picture(image)], return_tensors="pt"))
+    # Members of a group are in different micro-batches, and a step has several passes over each.
+    with _making:
+        if (made := _made.pop((folder, image), None)) is None:
+            made = dict(load_processor(folder).image_processor(images=[_picture(image)], return_tensors="pt"))
+            left = MADE_BYTES - sum(value.nbytes for one in (made, *_made.values()) for value in one.values())
+            while _made and left < 0:
+                left += sum(value.nbytes for value in _made.pop(next(iter(_made))).values())
+        _made[folder, image] = made
+        return made
 
 
 def _picture(image: bytes) -> Any:

@@ -69,11 +69,11 @@ class Journal:
             ValueError: another program, or another version of this one, wrote it.
         """
         view = self._environment.read()
-        raw = view.get(_SNAPSHOT_KEY, self._table)
+        raw = view.get(_SNAPSHOT_KEY, db=self._table)
         with errors_about(f"{str(self._path)!r} is not of a fragment buffer", msgspec.MsgspecError):
             snapshot = None if raw is None else msgspec.msgpack.decode(raw, type=Snapshot)
             decode = msgspec.msgpack.Decoder(list[Change]).decode
-            changes = [change for _, entry in view.items(self._entries) for change in decode(entry)]
+            changes = [change for _, entry in view.cursor(self._entries) for change in decode(entry)]
         return Saved(snapshot, changes)
 
     def commit(self, changes: Sequence[Change], take_snapshot: Callable[[], Snapshot]) -> None:

@@ -5,7 +5,7 @@ It knows keys and values, not fragments.
 ::
 
     writer (any process): write() --one at a time--> commit: pages go to the map, never onto pages in use
-    reader (any process): Snapshot --> get() --> memory in the map, for as long as the snapshot is held
+    reader (any process): read() --> get() --> memory in the map, for as long as that snapshot is held
 
 Why LMDB: it is the only embedded store measured that reads without a copy, and the fastest writer (docs).
 
@@ -104,9 +104,12 @@ class Environment:
                 self._tables[name] = self._lmdb.open_db(name.encode())
         return self._tables[name]
 
-    def read(self) -> Snapshot:
-        """A snapshot of now."""
-        return Snapshot(self._lmdb.begin(buffers=True))
+    def read(self) -> lmdb.Transaction[memoryview]:
+        """The database as it is now, for as long as the result is held; what it gives is for that time, too.
+
+        Pages that are freed meanwhile cannot be used again before, so one kept for long makes the file grow.
+        """
+        return self._lmdb.begin(buffers=True)
 
     @contextmanager
     def write(self, num_bytes: int = 0) -> Iterator[lmdb.Transaction[memoryview]]:
@@ -154,29 +157,3 @@ class Environment:
 
 class StoreFullError(RuntimeError):
     """There is no room for what was to be written; nothing of it was."""
-
-
-class Snapshot:
-    """The database as it was at one moment, for as long as this lives.
-
-    Pages that were freed since cannot be used again before, so a snapshot kept for long makes the file grow.
-    """
-
-    __slots__ = ("_transaction",)
-
-    def __init__(self, transaction: lmdb.Transaction[memoryview]) -> None:
-        self._transaction = transaction
-
-    def get(self, key: bytes, db: Any) -> memoryview | None:
-        """The value in this table, for use before this is let go; None: there is none."""
-        return self._transaction.get(key, db=db)
-
-    def keys(self, table: Any) -> Iterator[bytes]:
-        """All keys in order; it holds the snapshot until it is exhausted or let go."""
-        for key in self._transaction.cursor(table).iternext(values=False):
-            yield bytes(key)
-
-    def items(self, table: Any) -> Iterator[tuple[bytes, bytes]]:
-        """All keys and values in order."""
-        for key, value in self._transaction.cursor(table):
-            yield bytes(key), bytes(value)

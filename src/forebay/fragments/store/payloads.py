@@ -25,7 +25,7 @@ import numpy as np
 
 from forebay.fragments.records import SampleFragment
 from forebay.fragments.store.codec import Packed, Schema, pack, schema_id_of, stack, unpack, unstack
-from forebay.fragments.store.mapped import Environment, Snapshot, StoreFullError
+from forebay.fragments.store.mapped import Environment, StoreFullError
 
 _TOTALS = struct.Struct("<QQ")
 _TOTALS_KEY = b"totals"
@@ -170,9 +170,9 @@ class FragmentStore:
             raise ValueError("only fragments of one schema can be stacked; these 0 have 0")
         return stack(payloads, self._schema(snapshot, schema_id_of(payloads[0])))
 
-    def _raw(self, snapshot: Snapshot, fragment_id: str) -> memoryview:
+    def _raw(self, snapshot: Any, fragment_id: str) -> memoryview:
         """The payload, for use before the snapshot is let go."""
-        raw = snapshot.get(fragment_id.encode(), self._payloads)
+        raw: memoryview | None = snapshot.get(fragment_id.encode(), db=self._payloads)
         if raw is None:
             raise KeyError(
                 f"no fragment {fragment_id!r} in {str(self.path)!r}: it was never added, or was deleted when "
@@ -180,9 +180,9 @@ class FragmentStore:
             )
         return raw
 
-    def _schema(self, snapshot: Snapshot, schema_id: bytes) -> Schema:
+    def _schema(self, snapshot: Any, schema_id: bytes) -> Schema:
         if schema_id not in self._schemas:
-            text = snapshot.get(schema_id, self._schema_table)
+            text = snapshot.get(schema_id, db=self._schema_table)
             assert text is not None
             self._schemas[schema_id] = Schema.parse(bytes(text))
         return self._schemas[schema_id]
@@ -203,10 +203,11 @@ class FragmentStore:
 
     def ids(self) -> list[str]:
         """The ids of all fragments, those of one process in the order in which they were added."""
-        return [str(key, "utf-8") for key in self._environment.read().keys(self._payloads)]
+        snapshot = self._environment.read()
+        return [str(key, "utf-8") for key in snapshot.cursor(self._payloads).iternext(values=False)]
 
     def __contains__(self, fragment_id: str) -> bool:
-        return self._environment.read().get(fragment_id.encode(), self._payloads) is not None
+        return self._environment.read().get(fragment_id.encode(), db=self._payloads) is not None
 
     def __len__(self) -> int:
         return self._read_totals(self._environment.read())[0]

@@ -242,7 +242,7 @@ async def serve_buffer(options: ServeOptions, say: Callable[[str], None]) -> Non
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, note_signal)
     keep_freed_memory()
-    buffer = await open_buffer(options)
+    buffer = open_buffer(options)
     try:
         token = read_token(options.token_file)
         serving = serve(
@@ -276,7 +276,7 @@ def read_token(file: Path | None) -> str | None:
     return token
 
 
-async def open_buffer(options: ServeOptions) -> ReplayBuffer:
+def open_buffer(options: ServeOptions) -> ReplayBuffer:
     """The buffer of these options, with what its store holds."""
     storage: StorageBackend = IndexedStorage()
     if options.store != IN_MEMORY:

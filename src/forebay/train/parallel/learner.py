@@ -85,8 +85,8 @@ class RankedLearner:
         if batch.images:
             self._config.parallel.check_images()
         same = self._config.parallel.same_sequences
-        images = [batch.images_for(number // same) for number in range(self._ranks.num_ranks)]
-        return self._ranks.call(method, [(*arguments, own) for own in images])[::same]
+        images = [batch.images_for(rank) for rank in range(self._ranks.num_ranks // same)]
+        return self._ranks.call(method, [(*arguments, own) for own in images for _ in range(same)])[::same]
 
     def token_values(self, name: str, batch: TrainBatch) -> FloatArray:
         """The named values of all tokens; each rank computes those of its sequences."""

@@ -111,8 +111,8 @@ def test_engines_in_processes_get_a_gpu_each(gpus: int, places: list[str], monke
 
 
 def servers(number: int, *, ranks: int = 1, device: str = "auto", split: int = 1, **arguments: Any) -> RunConfig:
-    options = {"options": ["--tensor-parallel-size", str(split)]}
-    engine = {"name": "vllm", "arguments": {"servers": number, **options, **arguments}}
+    arguments = {"servers": number, "options": ["--tensor-parallel-size", str(split)], **arguments}
+    engine = {"name": "vllm", "arguments": arguments}
     return config(engine=engine, train={"ranks": ranks}, device=device)
 
 
@@ -159,6 +159,11 @@ def test_ranks_that_torchrun_started_on_several_machines_have_gpus_here_by_their
 def test_layouts_that_cannot_be_are_refused_in_a_sentence(gpus: int) -> None:
     with pytest.raises(ConfigError, match=r"gpus names GPU 2, and there are 2, from 0 on"):
         engine_seats(servers(1, gpus=[[1, 2]]))
+    # The run itself computes on a CPU beside them.
+    with pytest.raises(ConfigError, match=r"gpus names GPU 2, and there are 2, from 0 on"):
+        engine_seats(servers(1, gpus=[[1, 2]], device="cpu"))
+    with pytest.raises(ConfigError, match="give each server 4 GPUs, and there are 2"):
+        engine_seats(servers(1, options=["-tp", "2", "--pipeline-parallel-size=2"]))
     with pytest.raises(ConfigError, match="names GPUs for 1 servers, and none for another"):
         engine_seat(servers(1, gpus=[[1]]), 1)
     for changes in ({"train": {"ranks": 2}}, {"verify_weights": True}):

@@ -201,7 +201,7 @@ def run_file(ranks: int, servers: int, **arguments: Any) -> RunConfig:
 def layouts(draw: st.DrawFn) -> tuple[list[int], list[Seat]]:
     count = draw(st.integers(1, 6))
     ranks, servers = draw(st.integers(1, count)), draw(st.integers(1, 4))
-    arguments: dict[str, Any] = {"options": [f"--tensor-parallel-size={draw(st.integers(1, 2))}"]}
+    arguments: dict[str, Any] = {"options": [f"--tensor-parallel-size={draw(st.integers(1, min(count, 2)))}"]}
     if draw(st.booleans()):
         gpus = st.lists(st.integers(0, count - 1), min_size=1, max_size=2, unique=True)
         arguments = {"gpus": draw(st.lists(gpus, min_size=servers, max_size=servers))}

@@ -12,6 +12,7 @@ This row knows no cluster: `forebay.cluster` has the implementation, which a run
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -165,8 +166,7 @@ def gpus_per_server(config: RunConfig) -> int:
     if given := config.engine.arguments.get("gpus"):
         return max(map(len, given))
     options = " ".join(config.engine.arguments.get("options", ()))
-    found = re.search(r"-(?:tensor-parallel-size|tp(?:-size)?)[ =](\d+)", options)
-    return int(found[1]) if found else 1
+    return math.prod(map(int, re.findall(r"-(?:(?:tensor|pipeline)-parallel-size|[tp]p(?:-size)?)[ =](\d+)", options)))
 
 
 def rank_gpus(config: RunConfig, num_gpus: int | None = None) -> list[int]:
@@ -199,10 +199,14 @@ def engine_seat(config: RunConfig, number: int, num_gpus: int | None = None) -> 
         if number >= len(given):
             raise ConfigError(f"engine.arguments.gpus names GPUs for {len(given)} servers, and none for another")
         gpus = tuple(given[number])
-        if count and max(gpus) >= count:
-            raise ConfigError(f"engine.arguments.gpus names GPU {max(gpus)}, and there are {count}, from 0 on")
+        # Where the run itself computes on a CPU, those that torch sees.
+        there = count or torch.cuda.device_count()
+        if there and max(gpus) >= there:
+            raise ConfigError(f"engine.arguments.gpus names GPU {max(gpus)}, and there are {there}, from 0 on")
     else:
         each = gpus_per_server(config) if is_server else 1
+        if count and each > count:
+            raise ConfigError(f"engine.arguments.options give each server {each} GPUs, and there are {count}")
         first = ranks[0] if ":" in config.device and ranks else len(ranks) + number * each
         gpus = tuple((first + n) % count for n in range(each)) if count else ()
     return Seat(gpus, is_shared=not set(ranks).isdisjoint(gpus))

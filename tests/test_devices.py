@@ -198,6 +198,9 @@ def test_idle_gpus_are_told_with_the_keys_that_use_them(gpus: int) -> None:
     assert idle_gpus(servers(1)) == (
         "2 of 4 GPUs are idle: engine.arguments.servers = 3 starts 2 more there, or train.ranks = 3 trains on them"
     )
+    assert idle_gpus(servers(1, gpus=[[1]])) == (
+        "2 of 4 GPUs are idle: engine.arguments.gpus can name them, for more of engine.arguments.servers"
+    )
     assert idle_gpus(servers(1, ranks=2, split=4), 7) == "1 of 7 GPUs are idle: train.ranks = 3 trains on them"
     assert idle_gpus(servers(2, ranks=4), 8) == (
         "2 of 8 GPUs are idle: engine.arguments.servers = 4 starts 2 more there, or train.ranks = 6 trains on them"

@@ -360,4 +360,6 @@ def idle_gpus(config: RunConfig, num_gpus: int | None = None) -> str | None:
         more = idle // gpus_per_server(config)
         servers = f"engine.arguments.servers = {arguments['servers'] + more} starts {more} more there, or "
         keys = f"{servers * (more > 0)}train.ranks = {len(ranks) + idle} trains on them"
+    if arguments.get("gpus"):
+        keys = "engine.arguments.gpus can name them, for more of engine.arguments.servers"
     return f"{idle} of {count} GPUs are idle: {keys}"

@@ -111,9 +111,15 @@ def test_engines_in_processes_get_a_gpu_each(gpus: int, places: list[str], monke
 
 
 def servers(number: int, *, ranks: int = 1, device: str = "auto", split: int = 1, **arguments: Any) -> RunConfig:
-    arguments = {"servers": number, "options": ["--tensor-parallel-size", str(split)], **arguments}
-    engine = {"name": "vllm", "arguments": arguments}
-    return config(engine=engine, train={"ranks": ranks}, device=device)
+    options = ["--tensor-parallel-size", str(split)]
+    return config(engine=vllm(number, **{"options": options, **arguments}), train={"ranks": ranks}, device=device)
+
+
+def vllm(number: int, **arguments: Any) -> dict[str, Any]:
+    return {"name": "vllm", "arguments": {"servers": number, **arguments}}
+
+
+TWICE = {"name": "ray", "arguments": {"num_engines": 2}}
 
 
 @pytest.mark.parametrize(
@@ -134,6 +140,8 @@ def servers(number: int, *, ranks: int = 1, device: str = "auto", split: int = 1
         (0, servers(2), [(), ()], []),
         (4, config(engine={"name": "vllm", "arguments": {"urls": ["http://127.0.0.1:1"]}}), [()], []),
         (4, config(cluster="ray", engine={"name": "vllm", "arguments": {"servers": 1}}), [()], []),
+        # Each engine there starts its own, on the GPUs that it has, which may be more than are here.
+        (1, config(cluster=TWICE, engine=vllm(2, gpus=[[0], [1]])), [(0,), (1,), (0,), (1,)], []),
     ],
     indirect=["gpus"],
 )
@@ -159,9 +167,6 @@ def test_ranks_that_torchrun_started_on_several_machines_have_gpus_here_by_their
 def test_layouts_that_cannot_be_are_refused_in_a_sentence(gpus: int) -> None:
     with pytest.raises(ConfigError, match=r"gpus names GPU 2, and there are 2, from 0 on"):
         engine_seats(servers(1, gpus=[[1, 2]]))
-    # The run itself computes on a CPU beside them.
-    with pytest.raises(ConfigError, match=r"gpus names GPU 2, and there are 2, from 0 on"):
-        engine_seats(servers(1, gpus=[[1, 2]], device="cpu"))
     with pytest.raises(ConfigError, match="give each server 4 GPUs, and there are 2"):
         engine_seats(servers(1, options=["-tp", "2", "--pipeline-parallel-size=2"]))
     with pytest.raises(ConfigError, match="names GPUs for 1 servers, and none for another"):

@@ -185,24 +185,25 @@ def rank_gpus(config: RunConfig, num_gpus: int | None = None) -> list[int]:
 def engine_seat(config: RunConfig, number: int, num_gpus: int | None = None) -> Seat:
     """The GPUs of the server, or engine process, with this number: as the run file says, else without a rank.
 
-    More of them than GPUs share these, and those of the ranks; on a GPU that ``device`` names are all. A
-    cluster gives its own.
+    More of them than GPUs share these, and those of the ranks; on a GPU that ``device`` names are all. On a
+    cluster numbers are those of the GPUs that it gave to the engine which starts the servers.
 
     Raises:
         ConfigError: the run file names none for this one, or one that is not there.
     """
     arguments, ranks = config.engine.arguments, rank_gpus(config, num_gpus)
     is_server, count = config.engine.name in SERVERS, _count(config) if num_gpus is None else num_gpus
-    if config.cluster is not None or not (arguments.get("servers") if is_server else config.engine.name == "process"):
+    if not (arguments.get("servers") if is_server else config.engine.name == "process"):
         return Seat()
-    if (given := arguments.get("gpus")) is not None:
+    given = arguments.get("gpus")
+    if config.cluster is not None:
+        return Seat(tuple(given[number % len(given)]) if given else ())
+    if given is not None:
         if number >= len(given):
             raise ConfigError(f"engine.arguments.gpus names GPUs for {len(given)} servers, and none for another")
         gpus = tuple(given[number])
-        # Where the run itself computes on a CPU, those that torch sees.
-        there = count or torch.cuda.device_count()
-        if there and max(gpus) >= there:
-            raise ConfigError(f"engine.arguments.gpus names GPU {max(gpus)}, and there are {there}, from 0 on")
+        if count and max(gpus) >= count:
+            raise ConfigError(f"engine.arguments.gpus names GPU {max(gpus)}, and there are {count}, from 0 on")
     else:
         each = gpus_per_server(config) if is_server else 1
         if count and each > count:
@@ -276,11 +277,10 @@ def yields_memory(config: RunConfig) -> bool:
     """
     # However deep in a composed judge.
     is_judged = any("'reward_model'" in str(task.judge) for task in config.tasks)
-    if is_judged or config.cluster is not None:
+    is_own = config.engine.name in ("transformers", "process", *SERVERS)
+    if is_judged or config.cluster is not None or not is_own:
         return True
-    if config.engine.name == "process":
-        return any(seat.is_shared for seat in engine_seats(config))
-    return takes_turns(config) if config.engine.name in SERVERS else config.engine.name != "transformers"
+    return takes_turns(config) or any(seat.is_shared for seat in engine_seats(config))
 
 
 def num_engines(config: RunConfig, *, of_production: bool = False) -> int:

@@ -285,6 +285,12 @@ def test_servers_see_their_own_gpus_and_only_those_that_share_one_are_started_to
     assert "--gpu-memory-utilization" in alone._server._command(8123)
 
 
+def test_gpus_that_the_run_does_not_see_are_refused(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
+    with pytest.raises(ConfigError, match="gpus names GPU 2, from 0 on, and CUDA_VISIBLE_DEVICES is '5,6' here"):
+        build(tiny, tmp_path, servers=1, around={"seat": lambda number: Seat((0, 2))})
+
+
 def test_sglang_shares_the_first_gpu_only(tiny, tmp_path):
     around = {"shared_gpu": 1, "seat": lambda number: Seat((1,), is_shared=True)}
     with pytest.raises(ConfigError, match=r"device is 'cuda:1': choose it by CUDA_VISIBLE_DEVICES"):

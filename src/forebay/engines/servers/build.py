@@ -155,8 +155,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     if not context:
         raise ConfigError(f"the model in {str(model_folder)!r} states no context; set model.max_context")
 
-    seats = [surroundings.seat(number) for number in range(settings.servers)]
-    are_shared = any(seat.is_shared for seat in seats)
+    are_shared = any(surroundings.seat(number).is_shared for number in range(settings.servers))
 
     def command(options: list[str], sleeps: bool, port: int) -> list[str]:
         own = dialect.command(str(served.resolve()), port, context, surroundings.dtype, lora_rank)
@@ -206,10 +205,10 @@ def _environment(
     """The variables of one server, which sees these GPUs alone; their numbers are those of this process."""
     own = {name: value.replace("{server}", number) for name, value in (settings.environment or {}).items()}
     if gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        # Of a number that is not there the server says that.
-        names = dict(enumerate(visible.split(","))) if visible else {}
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(names.get(gpu, str(gpu)) for gpu in gpus)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(max(gpus) + 1)))
+        if len(names := visible.split(",")) <= max(gpus):
+            raise ConfigError(f"gpus names GPU {max(gpus)}, from 0 on, and CUDA_VISIBLE_DEVICES is {visible!r} here")
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in gpus)
     paths = [common.get("PYTHONPATH"), own.get("PYTHONPATH", os.environ.get("PYTHONPATH"))]
     return {**common, **own, "PYTHONPATH": os.pathsep.join(filter(None, paths)) or None}
 

@@ -200,6 +200,7 @@ def test_idle_gpus_are_told_with_the_keys_that_use_them(gpus: int) -> None:
     elsewhere = {"name": "vllm", "arguments": {"urls": ["http://127.0.0.1:8000"]}}
     assert idle_gpus(config(engine=elsewhere)) is None
     assert idle_gpus(servers(3)) is None
+    assert idle_gpus(servers(1, device="cpu")) is None
     assert idle_gpus(servers(1)) == (
         "2 of 4 GPUs are idle: engine.arguments.servers = 3 starts 2 more there, or train.ranks = 3 trains on them"
     )

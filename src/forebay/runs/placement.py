@@ -343,19 +343,19 @@ def idle_gpus(config: RunConfig, num_gpus: int | None = None) -> str | None:
     """
     arguments = config.engine.arguments
     count = torch.cuda.device_count() if num_gpus is None else num_gpus
-    is_known = config.engine.name in ("transformers", "process") or arguments.get("servers")
-    if count == 0 or config.cluster is not None or not is_known:
+    if count == 0 or config.cluster is not None:
         return None
-    if num_gpus is None and find_device(config.device).type != "cuda":
+    on_gpu = num_gpus is not None or find_device(config.device).type == "cuda"
+    # Servers beside a trainer on a CPU have any of them.
+    if not (config.engine.name in ("transformers", "process") or (on_gpu and arguments.get("servers"))):
+        return None
+    if not on_gpu:
         return f"{count} GPUs are idle: device = {config.device!r}; leave it out to use one"
     ranks = rank_gpus(config, count)
     idle = count - len(set(ranks).union(*(seat.gpus for seat in engine_seats(config, count))))
     if idle <= 0:
         return None
-    keys = (
-        "engine.name = 'process' with engine.arguments.engines = N puts an engine on each of N, and "
-        "train.ranks = N trains on N"
-    )
+    keys = "engine.name = 'process' with engine.arguments.engines = N uses N, and train.ranks = N trains on N"
     if config.engine.name in SERVERS:
         more = idle // gpus_per_server(config)
         servers = f"engine.arguments.servers = {arguments['servers'] + more} starts {more} more there, or "

@@ -169,6 +169,15 @@ def test_of_two_servers_the_one_on_a_rank_s_gpu_sleeps_while_two_ranks_train(tmp
     monkeypatch.setattr(TrainController, "_train", watched_train)
     monkeypatch.setattr(TrainController, "offload", watched_offload)
     monkeypatch.setattr(TrainController, "onload", watched_onload)
+    sync_weights = steps.sync_weights
+
+    async def synced(run):
+        """With both: a run begins once one is up, and the other may take longer to start."""
+        await sync_weights(run)
+        while len(run.controller.engines_up) < 2:
+            await run.controller._change()
+
+    monkeypatch.setattr(steps, "sync_weights", synced)
     changes = {"train": {"lr": 1e-3, "token_budget": 256, "ranks": 2}, "steps": 3, "produce": produce}
     asyncio.run(launch(config(tmp_path, gpus=[[0], [2]], **changes)))
     assert seen == ["offload", *["onload", "train", "offload"] * 3][: len(seen)]

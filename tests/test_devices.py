@@ -111,9 +111,15 @@ def test_engines_in_processes_get_a_gpu_each(gpus: int, places: list[str], monke
 
 
 def servers(number: int, *, ranks: int = 1, device: str = "auto", split: int = 1, **arguments: Any) -> RunConfig:
-    options = {"options": ["--tensor-parallel-size", str(split)]}
-    engine = {"name": "vllm", "arguments": {"servers": number, **options, **arguments}}
-    return config(engine=engine, train={"ranks": ranks}, device=device)
+    options = ["--tensor-parallel-size", str(split)]
+    return config(engine=vllm(number, **{"options": options, **arguments}), train={"ranks": ranks}, device=device)
+
+
+def vllm(number: int, **arguments: Any) -> dict[str, Any]:
+    return {"name": "vllm", "arguments": {"servers": number, **arguments}}
+
+
+TWICE = {"name": "ray", "arguments": {"num_engines": 2}}
 
 
 @pytest.mark.parametrize(
@@ -134,6 +140,8 @@ def servers(number: int, *, ranks: int = 1, device: str = "auto", split: int = 1
         (0, servers(2), [(), ()], []),
         (4, config(engine={"name": "vllm", "arguments": {"urls": ["http://127.0.0.1:1"]}}), [()], []),
         (4, config(cluster="ray", engine={"name": "vllm", "arguments": {"servers": 1}}), [()], []),
+        # Each engine there starts its own, on the GPUs that it has, which may be more than are here.
+        (1, config(cluster=TWICE, engine=vllm(2, gpus=[[0], [1]])), [(0,), (1,), (0,), (1,)], []),
     ],
     indirect=["gpus"],
 )
@@ -159,6 +167,8 @@ def test_ranks_that_torchrun_started_on_several_machines_have_gpus_here_by_their
 def test_layouts_that_cannot_be_are_refused_in_a_sentence(gpus: int) -> None:
     with pytest.raises(ConfigError, match=r"gpus names GPU 2, and there are 2, from 0 on"):
         engine_seats(servers(1, gpus=[[1, 2]]))
+    with pytest.raises(ConfigError, match="give each server 4 GPUs, and there are 2"):
+        engine_seats(servers(1, options=["-tp", "2", "--pipeline-parallel-size=2"]))
     with pytest.raises(ConfigError, match="names GPUs for 1 servers, and none for another"):
         engine_seat(servers(1, gpus=[[1]]), 1)
     for changes in ({"train": {"ranks": 2}}, {"verify_weights": True}):
@@ -190,8 +200,12 @@ def test_idle_gpus_are_told_with_the_keys_that_use_them(gpus: int) -> None:
     elsewhere = {"name": "vllm", "arguments": {"urls": ["http://127.0.0.1:8000"]}}
     assert idle_gpus(config(engine=elsewhere)) is None
     assert idle_gpus(servers(3)) is None
+    assert idle_gpus(servers(1, device="cpu")) is None
     assert idle_gpus(servers(1)) == (
         "2 of 4 GPUs are idle: engine.arguments.servers = 3 starts 2 more there, or train.ranks = 3 trains on them"
+    )
+    assert idle_gpus(servers(1, gpus=[[1]])) == (
+        "2 of 4 GPUs are idle: engine.arguments.gpus can name them, for more of engine.arguments.servers"
     )
     assert idle_gpus(servers(1, ranks=2, split=4), 7) == "1 of 7 GPUs are idle: train.ranks = 3 trains on them"
     assert idle_gpus(servers(2, ranks=4), 8) == (

@@ -158,6 +158,20 @@ def test_a_copy_has_the_same_fields_and_its_own_arrays(clone: object) -> None:
     assert state.response_ids.tolist() == [2, 3]
 
 
+def test_what_is_appended_is_a_copy_of_arrays_that_the_caller_may_use_again() -> None:
+    state = rollout()
+    ids, logprobs, steps = np.array([3, 4], np.int32), np.array([-1, -2], np.float32), np.array([0, 1], np.int32)
+    for _ in range(2):
+        state.append(ids, logprobs=logprobs, model_step=steps)
+        for array in (ids, logprobs, steps):
+            array[:] = 9
+    assert state.tokens.tolist() == state.response_ids.tolist() == [3, 4, 9, 9]
+    assert state.logprobs.tolist() == [-1, -2, 9, 9]
+    assert state.response_model_steps.tolist() == [0, 1, 9, 9]
+    state.tokens[0] = 5
+    assert state.response_ids[0] == 3
+
+
 def test_append_extends_all_token_fields_and_the_engine_input() -> None:
     state = rollout(prompt_ids=[1, 2])
     state.append([3, 4], logprobs=[-0.5, -0.25], model_step=7)

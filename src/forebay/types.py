@@ -149,9 +149,9 @@ class RolloutState:
                 raise ValueError(f"{name} has {len(arrays[name])} entries for {len(new_ids)} appended tokens")
         for name, array in arrays.items():
             slot = ROLLOUT_SLOTS[name]
-            # Nearly always the first tokens of a response.
+            # Nearly always the first tokens of a response; a copy, for the caller may use its arrays again.
             earlier = slot.__get__(self)
-            slot.__set__(self, np.concatenate([earlier, array]) if len(earlier) else array)
+            slot.__set__(self, np.concatenate([earlier, array]) if len(earlier) else array.copy())
 
 
 FAILED_AT_KEY = "failed_at"

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.judges import ExactMatchJudge
+from forebay.testing import run_in_virtual_time
 from forebay.types import RolloutState, Status
 
 
@@ -104,3 +105,24 @@ async def test_a_group_is_judged_without_tasks_and_a_judge_made_of_it_may_wait_a
         assert len({id(task) for task in tasks}) == num_tasks
     assert not ExactMatchJudge.waits
     assert Waiting.waits
+
+
+@pytest.mark.parametrize("method", ["score", "score_group"])
+def test_a_subclass_that_waits_for_something_has_a_time_limit_again(method) -> None:
+    """The judge itself waits for nothing, and is asked without a clock."""
+
+    async def wait(self, judged):
+        await asyncio.sleep(1000.0)
+
+    judge = type("Asking", (ExactMatchJudge,), {method: wait})(timeout_s=5.0)
+    states = [RolloutState([], response="46", status=Status.COMPLETED) for _ in range(2)]
+    seconds = []
+
+    async def main() -> None:
+        start = asyncio.get_running_loop().time()
+        await judge.judge(states)
+        seconds.append(asyncio.get_running_loop().time() - start)
+
+    run_in_virtual_time(main())
+    assert seconds == [5.0], "both wait at the same time"
+    assert all("no verdict within 5.0 s" in state.error_msg for state in states)

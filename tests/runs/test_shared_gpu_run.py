@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from forebay.config import parse_config
+from forebay.runs import steps
+from forebay.runs.checkpoints import limit_lag
 from forebay.runs.config import RunConfig
 from forebay.runs.launch import launch
 from forebay.train import TrainController
@@ -167,12 +169,32 @@ def test_of_two_servers_the_one_on_a_rank_s_gpu_sleeps_while_two_ranks_train(tmp
     monkeypatch.setattr(TrainController, "_train", watched_train)
     monkeypatch.setattr(TrainController, "offload", watched_offload)
     monkeypatch.setattr(TrainController, "onload", watched_onload)
-    steps = {"train": {"lr": 1e-3, "token_budget": 256, "ranks": 2}, "steps": 3, "produce": produce}
-    asyncio.run(launch(config(tmp_path, gpus=[[0], [2]], **steps)))
+    sync_weights = steps.sync_weights
+
+    async def synced(run):
+        """With both: a run begins once one is up, and the other may take longer to start."""
+        await sync_weights(run)
+        while len(run.controller.engines_up) < 2:
+            await run.controller._change()
+
+    monkeypatch.setattr(steps, "sync_weights", synced)
+    changes = {"train": {"lr": 1e-3, "token_budget": 256, "ranks": 2}, "steps": 3, "produce": produce}
+    asyncio.run(launch(config(tmp_path, gpus=[[0], [2]], **changes)))
     assert seen == ["offload", *["onload", "train", "offload"] * 3][: len(seen)]
     assert seen.count("train") == 3
     calls = [state.with_suffix(".calls").read_text() for state in states]
     assert "while it sleeps" not in calls[0]
     assert [made.count("/sleep") for made in calls] == [3, 0]
-    assert [made.count("started") for made in calls] == [1, 1], "none was lost"
+    assert [made.count("/server_info") for made in calls] == [1, 1], "one was lost and brought up again"
     assert all("generate" in made and "/finish_weight_update" in made for made in calls)
+
+
+def test_weights_that_a_server_sleeps_without_are_handed_over_also_if_the_guard_changes_when(tmp_path, monkeypatch):
+    """Step 3 is trained for a hand-over every three steps, and from then on there is one every two."""
+    monkeypatch.setattr(steps, "guard", lambda run, train_step, _: train_step == 3 and limit_lag(run, 2))
+    produce = {"mode": "separate", "sync_weights_interval": 3, "max_staleness": 4}
+    asyncio.run(launch(config(tmp_path, produce=produce)))
+    calls = (tmp_path / "state_0.calls").read_text().split()
+    # At the start, after step 3 and after step 4.
+    assert calls.count("/finish_weight_update") == 3
+    assert calls.count("/server_info") == 1, "it was brought up again"

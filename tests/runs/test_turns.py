@@ -106,6 +106,11 @@ class Server(ScriptedEngine):
         await super().load_weights(weights, model_step)
 
 
+async def lose_later(server: Server) -> None:
+    await asyncio.sleep(0.1)
+    await server.lose()
+
+
 class Inline(Executor):
     """Does at once what it is given: threads know no virtual time."""
 
@@ -201,7 +206,7 @@ def run_file(ranks: int, servers: int, **arguments: Any) -> RunConfig:
 def layouts(draw: st.DrawFn) -> tuple[list[int], list[Seat]]:
     count = draw(st.integers(1, 6))
     ranks, servers = draw(st.integers(1, count)), draw(st.integers(1, 4))
-    arguments: dict[str, Any] = {"options": [f"--tensor-parallel-size={draw(st.integers(1, 2))}"]}
+    arguments: dict[str, Any] = {"options": [f"--tensor-parallel-size={draw(st.integers(1, min(count, 2)))}"]}
     if draw(st.booleans()):
         gpus = st.lists(st.integers(0, count - 1), min_size=1, max_size=2, unique=True)
         arguments = {"gpus": draw(st.lists(gpus, min_size=servers, max_size=servers))}
@@ -209,9 +214,8 @@ def layouts(draw: st.DrawFn) -> tuple[list[int], list[Seat]]:
     return rank_gpus(config, count), engine_seats(config, count)
 
 
-DOINGS = st.lists(
-    st.sampled_from(["train", "drop", "sync", "generate", "request", "pause", "continue", "lose", "wait"]), max_size=20
-)
+KINDS = ["train", "drop", "sync", "generate", "request", "pause", "continue", "lose", "lose soon", "wait"]
+DOINGS = st.lists(st.sampled_from(KINDS), max_size=20)
 
 
 @settings(max_examples=150, deadline=None)
@@ -221,7 +225,7 @@ def test_no_rank_trains_where_a_server_is_awake_and_every_rollout_ends(layout: A
 
     async def main() -> None:
         world = World(ranks, seats, [random.choice([0.0, 0.5, 3.0]) for _ in seats])
-        rollouts = []
+        rollouts, losses = [], []
         await world.sync()
         for doing in doings:
             if doing in ("train", "drop"):
@@ -239,8 +243,12 @@ def test_no_rank_trains_where_a_server_is_awake_and_every_rollout_ends(layout: A
                 await world.pool.continue_generation()
             elif doing == "lose":
                 await random.choice(world.servers).lose()
+            elif doing == "lose soon":
+                # Maybe in the middle of what it is asked next: to sleep, to wake up, to take weights.
+                losses.append(asyncio.create_task(lose_later(random.choice(world.servers))))
             await asyncio.sleep(random.choice([0.0, 0.1, 2.0]) if doing == "wait" else 0)
             world.check()
+        await asyncio.gather(*losses)
         await world.generate()
         await world.pool.continue_generation()
         async with asyncio.timeout(1000.0):

@@ -109,7 +109,7 @@ class EnginePool:
 
     @property
     def engines_up(self) -> dict[int, Engine]:
-        """The engines that take requests now, by their place in `engines`; others start, or are lost."""
+        """The engines that are up, by their place in `engines`, also asleep; others start, or are lost."""
         return {member.number: member.engine for member in self._members if member.is_up}
 
     @property

@@ -64,7 +64,7 @@ class Judge(ABC):
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         # A subclass with a score of its own has to promise it anew.
-        if "score" in vars(cls) and "waits" not in vars(cls):
+        if {"score", "score_group"} & vars(cls).keys() and "waits" not in vars(cls):
             cls.waits = True
 
     def __init__(self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, max_retries: int = DEFAULT_MAX_RETRIES) -> None:

@@ -113,8 +113,7 @@ def engines_by_place(config: RunConfig, device: Device) -> tuple[int, int]:
         return len(numbers) * (config.engine.name == "process"), 0
     used = [gpu for number in numbers for gpu in engine_seat(config, number, device.count).gpus]
     ranks = rank_gpus(config, device.count)
-    others = [used.count(gpu) for gpu in used if gpu not in ranks]
-    return max(map(used.count, ranks)), max(others, default=0)
+    return max(map(used.count, ranks)), max(map(used.count, {*used}.difference(ranks)), default=0)
 
 
 def _warmup(config: RunConfig, hugging_face: Any) -> Mapping[str, int]:

@@ -81,7 +81,7 @@ class Run(rollout_parts.Rollouts):
     cluster: Cluster | None = None
     """The cluster that has trainer, engines and agents, if they are not here; it outlives the run."""
     turns: DeviceTurns | None = None
-    """The turns of trainer and server on one GPU, in a colocated run."""
+    """The turns of ranks and servers, if some of them share a GPU."""
     compute_thread: ThreadPoolExecutor = field(
         # One thread: torch keeps a pool of workers for every thread that computes.
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="compute")

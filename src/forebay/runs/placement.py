@@ -12,6 +12,7 @@ This row knows no cluster: `forebay.cluster` has the implementation, which a run
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -165,8 +166,7 @@ def gpus_per_server(config: RunConfig) -> int:
     if given := config.engine.arguments.get("gpus"):
         return max(map(len, given))
     options = " ".join(config.engine.arguments.get("options", ()))
-    found = re.search(r"-(?:tensor-parallel-size|tp(?:-size)?)[ =](\d+)", options)
-    return int(found[1]) if found else 1
+    return math.prod(map(int, re.findall(r"-(?:(?:tensor|pipeline)-parallel-size|[tp]p(?:-size)?)[ =](\d+)", options)))
 
 
 def rank_gpus(config: RunConfig, num_gpus: int | None = None) -> list[int]:
@@ -185,17 +185,20 @@ def rank_gpus(config: RunConfig, num_gpus: int | None = None) -> list[int]:
 def engine_seat(config: RunConfig, number: int, num_gpus: int | None = None) -> Seat:
     """The GPUs of the server, or engine process, with this number: as the run file says, else without a rank.
 
-    More of them than GPUs share these, and those of the ranks; on a GPU that ``device`` names are all. A
-    cluster gives its own.
+    More of them than GPUs share these, and those of the ranks; on a GPU that ``device`` names are all. On a
+    cluster numbers are those of the GPUs that it gave to the engine which starts the servers.
 
     Raises:
         ConfigError: the run file names none for this one, or one that is not there.
     """
     arguments, ranks = config.engine.arguments, rank_gpus(config, num_gpus)
     is_server, count = config.engine.name in SERVERS, _count(config) if num_gpus is None else num_gpus
-    if config.cluster is not None or not (arguments.get("servers") if is_server else config.engine.name == "process"):
+    if not (arguments.get("servers") if is_server else config.engine.name == "process"):
         return Seat()
-    if (given := arguments.get("gpus")) is not None:
+    given = arguments.get("gpus")
+    if config.cluster is not None:
+        return Seat(tuple(given[number % len(given)]) if given else ())
+    if given is not None:
         if number >= len(given):
             raise ConfigError(f"engine.arguments.gpus names GPUs for {len(given)} servers, and none for another")
         gpus = tuple(given[number])
@@ -203,6 +206,8 @@ def engine_seat(config: RunConfig, number: int, num_gpus: int | None = None) -> 
             raise ConfigError(f"engine.arguments.gpus names GPU {max(gpus)}, and there are {count}, from 0 on")
     else:
         each = gpus_per_server(config) if is_server else 1
+        if count and each > count:
+            raise ConfigError(f"engine.arguments.options give each server {each} GPUs, and there are {count}")
         first = ranks[0] if ":" in config.device and ranks else len(ranks) + number * each
         gpus = tuple((first + n) % count for n in range(each)) if count else ()
     return Seat(gpus, is_shared=not set(ranks).isdisjoint(gpus))
@@ -272,11 +277,10 @@ def yields_memory(config: RunConfig) -> bool:
     """
     # However deep in a composed judge.
     is_judged = any("'reward_model'" in str(task.judge) for task in config.tasks)
-    if is_judged or config.cluster is not None:
+    is_own = config.engine.name in ("transformers", "process", *SERVERS)
+    if is_judged or config.cluster is not None or not is_own:
         return True
-    if config.engine.name == "process":
-        return any(seat.is_shared for seat in engine_seats(config))
-    return takes_turns(config) if config.engine.name in SERVERS else config.engine.name != "transformers"
+    return takes_turns(config) or any(seat.is_shared for seat in engine_seats(config))
 
 
 def num_engines(config: RunConfig, *, of_production: bool = False) -> int:
@@ -339,21 +343,23 @@ def idle_gpus(config: RunConfig, num_gpus: int | None = None) -> str | None:
     """
     arguments = config.engine.arguments
     count = torch.cuda.device_count() if num_gpus is None else num_gpus
-    is_known = config.engine.name in ("transformers", "process") or arguments.get("servers")
-    if count == 0 or config.cluster is not None or not is_known:
+    if count == 0 or config.cluster is not None:
         return None
-    if num_gpus is None and find_device(config.device).type != "cuda":
+    on_gpu = num_gpus is not None or find_device(config.device).type == "cuda"
+    # Servers beside a trainer on a CPU have any of them.
+    if not (config.engine.name in ("transformers", "process") or (on_gpu and arguments.get("servers"))):
+        return None
+    if not on_gpu:
         return f"{count} GPUs are idle: device = {config.device!r}; leave it out to use one"
     ranks = rank_gpus(config, count)
     idle = count - len(set(ranks).union(*(seat.gpus for seat in engine_seats(config, count))))
     if idle <= 0:
         return None
-    keys = (
-        "engine.name = 'process' with engine.arguments.engines = N puts an engine on each of N, and "
-        "train.ranks = N trains on N"
-    )
+    keys = "engine.name = 'process' with engine.arguments.engines = N uses N, and train.ranks = N trains on N"
     if config.engine.name in SERVERS:
         more = idle // gpus_per_server(config)
         servers = f"engine.arguments.servers = {arguments['servers'] + more} starts {more} more there, or "
         keys = f"{servers * (more > 0)}train.ranks = {len(ranks) + idle} trains on them"
+    if arguments.get("gpus"):
+        keys = "engine.arguments.gpus can name them, for more of engine.arguments.servers"
     return f"{idle} of {count} GPUs are idle: {keys}"

@@ -75,16 +75,17 @@ async def _train(run: Run) -> None:
             break
         metrics = await steps.fit(run, batch.rollout_states)
         await steps.forget_consumed(run, train_step)
+        # Before the guard may lower the interval: `fit` let servers forget weights if this sync is due.
+        sync = steps.is_due(train_step, run.sync_interval)
         steps.report(run, train_step, batch, metrics)
         steps.guard(run, train_step, metrics)
-        await _after_step(run, train_step)
+        await _after_step(run, train_step, sync=sync)
     await run.manager.pause_produce()
 
 
-async def _after_step(run: Run, train_step: int) -> None:
+async def _after_step(run: Run, train_step: int, *, sync: bool) -> None:
     """Do the work that is due after a step; production rests for a sync and an evaluation, not for a save."""
     config = run.config
-    sync = steps.is_due(train_step, run.sync_interval)
     due = steps.due_sets(run)
     if due and run.eval_controller is not None:
         # Only begun, with the weights that the trainer has: production goes on.

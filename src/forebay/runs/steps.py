@@ -74,11 +74,11 @@ async def next_batch(run: Run, train_step: int) -> ProduceBatchResult | None:
     # Before the batch is taken: an error after it would lose its groups.
     if run.evaluating is not None and run.evaluating.done():
         await evaluation_ended(run)
-    if run.turns is not None:
-        await run.turns.generate()
     while True:
         # The manager registers its wait itself, for programs without a run too.
         with phase(run, "wait"):
+            if run.turns is not None:
+                await run.turns.generate()
             batch = await unless(run.stop, run.manager.get_batch(run.config.batch_size, train_step))
         if batch is None or batch.rollout_states:
             return batch

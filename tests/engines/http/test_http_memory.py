@@ -6,6 +6,7 @@ import asyncio
 import base64
 import pickle
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -185,6 +186,22 @@ async def test_a_transfer_that_is_given_up_over_its_wait_for_a_train_step_holds_
     await asyncio.wait([waiting])
     weights.turn.release()
     assert await asyncio.to_thread(weights.turn.acquire, timeout=60)
+
+
+async def test_transfers_that_hold_up_train_steps_leave_the_threads_to_those_that_fill_buckets(vllm):
+    """As many servers as threads may come back at once, each with a transfer that was interrupted."""
+    weights = Weights(step=1)
+    buckets = Buckets(weights.live, "cpu")
+    with ThreadPoolExecutor(1) as executor:
+        asyncio.get_running_loop().set_default_executor(executor)
+
+        async def transfer() -> None:
+            async with buckets.held(), buckets.reading(0) as bucket:
+                assert bucket.step == 1
+
+        async with asyncio.timeout(60):
+            await asyncio.gather(transfer(), transfer())
+        assert weights.turn.acquire(timeout=60)
 
 
 @pytest.mark.parametrize("keep_weights", [True, False])

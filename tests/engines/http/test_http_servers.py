@@ -285,6 +285,12 @@ def test_servers_see_their_own_gpus_and_only_those_that_share_one_are_started_to
     assert "--gpu-memory-utilization" in alone._server._command(8123)
 
 
+def test_gpus_that_the_run_does_not_see_are_refused(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
+    with pytest.raises(ConfigError, match="gpus names GPU 2, from 0 on, and CUDA_VISIBLE_DEVICES is '5,6' here"):
+        build(tiny, tmp_path, servers=1, around={"seat": lambda number: Seat((0, 2))})
+
+
 def test_sglang_shares_the_first_gpu_only(tiny, tmp_path):
     around = {"shared_gpu": 1, "seat": lambda number: Seat((1,), is_shared=True)}
     with pytest.raises(ConfigError, match=r"device is 'cuda:1': choose it by CUDA_VISIBLE_DEVICES"):
@@ -334,6 +340,8 @@ async def test_engines_for_running_servers_know_what_they_serve(tiny, tmp_path, 
         ({"servers": 1, "api_key_env": "FOREBAY_NO_SUCH_KEY"}, "FOREBAY_NO_SUCH_KEY is not set"),
         ({"servers": 2, "gpus": [[0]]}, r"gpus names GPUs for each of the servers = 2 to start, got \[\[0\]\]"),
         ({"servers": 1, "gpus": [[]]}, "gpus names GPUs for each"),
+        ({"servers": 1, "gpus": [[1, 1]]}, r"gpus names GPUs for each .* got \[\[1, 1\]\]"),
+        ({"servers": 1, "gpus": [[-1]]}, "gpus.* = -1: .*greater than or equal to 0"),
         ({"urls": ["http://127.0.0.1:1"], "gpus": [[0]]}, "gpus names GPUs for each of the servers = 0"),
         ({"servers": 1, "environment": {"CUDA_VISIBLE_DEVICES": "0"}}, r"use gpus, as \[\[0\], \[1\]\]"),
         ({"servers": 1, "start_limit_s": 0}, "'start_limit_s' = 0: .*greater than 0"),

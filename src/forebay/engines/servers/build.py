@@ -22,7 +22,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from forebay.config import ConfigError, StrictModel, check_arguments
 from forebay.engines.base import Engine, EngineSurroundings, scalable
@@ -61,7 +61,7 @@ class HTTPArguments(StrictModel, strict=True):
     takes_adapters: bool | None = None
     """Whether a run with LoRA hands over adapters alone; None: to servers that it starts. A server that
     others run must have been started for that."""
-    gpus: Sequence[Sequence[int]] | None = None
+    gpus: Sequence[Sequence[NonNegativeInt]] | None = None
     """The GPUs of each server that is started, as ``[[0, 1], [2, 3]]``; one that has a GPU of the trainer sleeps
     while that trains. None: those that the trainer does not use first, as many each as ``options`` say."""
     offload: Literal["none", "moments", "all"] = "moments"
@@ -82,7 +82,8 @@ class HTTPArguments(StrictModel, strict=True):
                 f"give either urls (of running servers) or servers (how many to start), got urls = "
                 f"{list(self.urls)}, servers = {self.servers}"
             )
-        if self.gpus is not None and not (len(self.gpus) == self.servers and all(map(set, self.gpus))):
+        each = [len(own) * (len(own) == len(set(own))) for own in self.gpus or ()]
+        if self.gpus is not None and (len(each) != self.servers or 0 in each):
             raise ConfigError(f"gpus names GPUs for each of the servers = {self.servers} to start, got {self.gpus}")
         if "CUDA_VISIBLE_DEVICES" in (self.environment or ()):
             raise ConfigError("environment sets CUDA_VISIBLE_DEVICES, which the run does: use gpus, as [[0], [1]]")
@@ -154,8 +155,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     if not context:
         raise ConfigError(f"the model in {str(model_folder)!r} states no context; set model.max_context")
 
-    seats = [surroundings.seat(number) for number in range(settings.servers)]
-    are_shared = any(seat.is_shared for seat in seats)
+    are_shared = any(surroundings.seat(number).is_shared for number in range(settings.servers))
 
     def command(options: list[str], sleeps: bool, port: int) -> list[str]:
         own = dialect.command(str(served.resolve()), port, context, surroundings.dtype, lora_rank)
@@ -205,8 +205,9 @@ def _environment(
     """The variables of one server, which sees these GPUs alone; their numbers are those of this process."""
     own = {name: value.replace("{server}", number) for name, value in (settings.environment or {}).items()}
     if gpus:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else {gpu: str(gpu) for gpu in gpus}
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(max(gpus) + 1)))
+        if len(names := visible.split(",")) <= max(gpus):
+            raise ConfigError(f"gpus names GPU {max(gpus)}, from 0 on, and CUDA_VISIBLE_DEVICES is {visible!r} here")
         own["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in gpus)
     paths = [common.get("PYTHONPATH"), own.get("PYTHONPATH", os.environ.get("PYTHONPATH"))]
     return {**common, **own, "PYTHONPATH": os.pathsep.join(filter(None, paths)) or None}

@@ -17,7 +17,6 @@ import base64
 import contextlib
 import io
 import pickle
-import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,21 +103,15 @@ class Buckets:
     @contextlib.asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
         """While open, the trainer's next step waits."""
-        loop, is_held, ends = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
-
-        def hold() -> None:
-            with self.weights.held():
-                loop.call_soon_threadsafe(is_held.set)
-                ends.wait()
-
-        holding = asyncio.ensure_future(asyncio.to_thread(hold))
+        holding = self.weights.held()
+        # A thread waits for the step, and none for the transfer, which needs threads itself.
+        begun = asyncio.get_running_loop().run_in_executor(None, holding.__enter__)
         try:
-            await is_held.wait()
+            await asyncio.shield(begun)
             yield
         finally:
-            # Also where it is cancelled over its own wait for a train step: the thread then leaves after that.
-            ends.set()
-        await holding
+            # Where it is cancelled over its own wait for a train step, after that.
+            begun.add_done_callback(lambda _: holding.__exit__(None, None, None))
 
     async def release(self) -> None:
         """Give back what no server reads, once one has all it needs."""

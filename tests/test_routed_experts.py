@@ -286,9 +286,13 @@ class Asked(ProcessEngine):
 
     async def _call(self, method: str, argument: Any, buffers: Sequence[bytes] = ()) -> tuple[Any, list[Any]]:
         answer, made = await self._session._generate(
-            passed_on(argument), [np.frombuffer(passed_on(part), np.uint8) for part in buffers]
+            raw(argument), [np.frombuffer(passed_on(part), np.uint8) for part in buffers]
         )
-        return passed_on(answer), [np.frombuffer(passed_on(part), np.uint8) for part in made]
+        return raw(answer), [np.frombuffer(passed_on(part), np.uint8) for part in made]
+
+
+def raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.msgpack.encode(value))
 
 
 def passed_on(value: Any) -> Any:

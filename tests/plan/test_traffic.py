@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,7 @@ def test_experts_that_are_shared_out_stay_and_tokens_travel_as_counted_on_two_ra
     shared_out = {"tensor": "experts"}
     found = plan(tmp_path / "model", "2xH100-80GB", ranks=2, parallel=shared_out).traffic[1]
     monkeypatch.setenv("COUNTED", str(tmp_path / "made"))
+    monkeypatch.setenv("COUNTED_FOR", str(os.getpid()))
     config = TrainConfig(
         ranks=2, parallel=shared_out, token_budget=512, loss="counted_collectives:loss", dtype="float32"
     )

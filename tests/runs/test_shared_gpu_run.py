@@ -93,11 +93,28 @@ def config(tmp_path: Path, gpus=((0,),), **changes) -> RunConfig:
     return parse_config(RunConfig, {**table, **changes})
 
 
+def watch_moves(monkeypatch, seen):
+    """Append to `seen` that a trainer moves its moments, and no weights, to the host's memory or back."""
+    offload, onload = TrainController.offload, TrainController.onload
+
+    def watched_offload(self, *, weights):
+        assert weights is False
+        seen.append("offload")
+        offload(self, weights=weights)
+
+    def watched_onload(self):
+        seen.append("onload")
+        onload(self)
+
+    monkeypatch.setattr(TrainController, "offload", watched_offload)
+    monkeypatch.setattr(TrainController, "onload", watched_onload)
+
+
 @pytest.mark.parametrize("interval", [1, 2])
 def test_the_server_sleeps_while_the_trainer_trains_and_is_not_started_then(tmp_path, monkeypatch, interval):
     state_file = tmp_path / "state_0.json"
     seen: list[str] = []
-    train, offload, onload = TrainController._train, TrainController.offload, TrainController.onload
+    train = TrainController._train
 
     def watched_train(self, batch):
         state = json.loads(state_file.read_text())
@@ -113,18 +130,8 @@ def test_the_server_sleeps_while_the_trainer_trains_and_is_not_started_then(tmp_
         seen.append("train")
         return result
 
-    def watched_offload(self, *, weights):
-        assert weights is False
-        seen.append("offload")
-        offload(self, weights=weights)
-
-    def watched_onload(self):
-        seen.append("onload")
-        onload(self)
-
     monkeypatch.setattr(TrainController, "_train", watched_train)
-    monkeypatch.setattr(TrainController, "offload", watched_offload)
-    monkeypatch.setattr(TrainController, "onload", watched_onload)
+    watch_moves(monkeypatch, seen)
     asyncio.run(launch(config(tmp_path, produce={"sync_weights_interval": interval})))
     assert seen == ["offload", *["onload", "train", "offload"] * 4][: len(seen)]
     assert seen.count("train") == 4
@@ -150,7 +157,7 @@ def test_the_server_sleeps_while_the_trainer_trains_and_is_not_started_then(tmp_
 def test_of_two_servers_the_one_on_a_rank_s_gpu_sleeps_while_two_ranks_train(tmp_path, monkeypatch, produce):
     states = [tmp_path / f"state_{number}.json" for number in range(2)]
     seen: list[str] = []
-    train, offload, onload = TrainController._train, TrainController.offload, TrainController.onload
+    train = TrainController._train
 
     def watched_train(self, batch):
         asleep = [json.loads(state.read_text())["asleep"] for state in states]
@@ -158,17 +165,8 @@ def test_of_two_servers_the_one_on_a_rank_s_gpu_sleeps_while_two_ranks_train(tmp
         seen.append("train")
         return train(self, batch)
 
-    def watched_offload(self, *, weights):
-        seen.append("offload")
-        offload(self, weights=weights)
-
-    def watched_onload(self):
-        seen.append("onload")
-        onload(self)
-
     monkeypatch.setattr(TrainController, "_train", watched_train)
-    monkeypatch.setattr(TrainController, "offload", watched_offload)
-    monkeypatch.setattr(TrainController, "onload", watched_onload)
+    watch_moves(monkeypatch, seen)
     sync_weights = steps.sync_weights
 
     async def synced(run):

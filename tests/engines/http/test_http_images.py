@@ -107,19 +107,24 @@ async def test_newer_weights_look_at_an_image_anew(vllm, engine, ask):
     assert len(vllm.images) == 2
 
 
+async def check_other_tokens_are_refused(server, engine, ask):
+    """Tokens other than those to train on, and none at all, fail a request."""
+    server.tokens_per_image = 5
+    other = await engine.generate(ask(PROMPT, images=(RED,)))
+    server.tokens_per_image, server.says_prompt = 4, False
+    silent = await engine.generate(ask(PROMPT, images=(RED,)))
+    server.says_prompt = True
+    for completion, said in ((other, "made 7 others"), (silent, "does not say its own")):
+        assert (completion.finish_reason, completion.lost, len(completion.response_ids)) == ("error", False, 0)
+        expected = f"has images and 6 tokens, and the server {said}: use vLLM 0.32 or SGLang 0.5.13"
+        assert expected in completion.error_msg
+
+
 async def test_other_tokens_than_those_to_train_on_fail_the_request(vllm, engine, ask):
     assert (await engine.generate(ask(PROMPT, images=(RED,)))).finish_reason == "length"
     # By its name alone, which is not at fault.
-    vllm.tokens_per_image = 5
-    other = await engine.generate(ask(PROMPT, images=(RED,)))
-    vllm.tokens_per_image, vllm.says_prompt = 4, False
-    silent = await engine.generate(ask(PROMPT, images=(RED,)))
+    await check_other_tokens_are_refused(vllm, engine, ask)
     assert len(vllm.bodies) == 3
-    for completion, said in ((other, "made 7 others"), (silent, "does not say its own")):
-        assert (completion.finish_reason, completion.lost) == ("error", False)
-        assert len(completion.response_ids) == 0
-        assert f"has images and 6 tokens, and the server {said}: use vLLM 0.32" in completion.error_msg
-    vllm.says_prompt = True
     assert (await engine.generate(ask(PROMPT, images=(RED,)))).finish_reason == "length"
 
 
@@ -149,14 +154,8 @@ async def test_sglang_gets_files_and_says_its_tokens(kind, start_fake, fake_kind
     assert with_images["input_ids"] == [1, 9, 2, 9, 3]
     assert with_images["image_data"] == [as_url(BLUE), as_url(RED)]
     assert "image_data" not in without
-    server.tokens_per_image = 5
-    other = await engine.generate(ask(PROMPT, images=(RED,)))
-    server.tokens_per_image, server.says_prompt = 4, False
-    silent = await engine.generate(ask(PROMPT, images=(RED,)))
-    for completion, said in ((other, "made 7 others"), (silent, "does not say its own")):
-        assert (completion.finish_reason, completion.lost, len(completion.response_ids)) == ("error", False, 0)
-        assert f"the server {said}: use vLLM 0.32 or SGLang 0.5.13" in completion.error_msg
-    server.says_prompt, server.auto = True, False
+    await check_other_tokens_are_refused(server, engine, ask)
+    server.auto = False
     running = asyncio.create_task(engine.generate(ask(PROMPT, images=(RED,))))
     await server.has_jobs(1)
     server.make(2)

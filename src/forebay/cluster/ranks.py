@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,9 +59,10 @@ class RayRanks(Ranks):
 
     def call(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """Call `method` on every rank; an argument that several share, such as a batch, travels once."""
-        distinct = {id(part): part for own in arguments for part in own}
-        stored = {key: import_ray().put(part) for key, part in distinct.items()}
-        return super().call(method, [[stored[id(part)] for part in own] for own in arguments])
+        times = Counter(id(part) for own in arguments for part in own)
+        shared = {id(part): part for own in arguments for part in own if times[id(part)] > 1}
+        stored = {key: import_ray().put(part) for key, part in shared.items()}
+        return super().call(method, [[stored.get(id(part), part) for part in own] for own in arguments])
 
     def _answer(self, number: int, method: str, arguments: Sequence[Any]) -> Any:
         actor, exceptions = self._actors[number], import_ray().exceptions

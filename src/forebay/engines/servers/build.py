@@ -191,11 +191,12 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
 
 def _served(model_folder: Path, scratch: Path, *, is_vllm: bool) -> tuple[Path, dict[str, str]]:
     """The folder that servers begin with, and the weights that it has besides."""
-    import torch
+    if is_vllm:
+        import torch
 
-    # On a CPU vLLM does not reload an output layer that is shared: see `shared_weights`.
-    if is_vllm and not torch.cuda.is_available() and (shared := shared_weights(model_folder)):
-        return write_untied(model_folder, scratch / "model", shared), shared
+        # On a CPU vLLM does not reload an output layer that is shared: see `shared_weights`.
+        if not torch.cuda.is_available() and (shared := shared_weights(model_folder)):
+            return write_untied(model_folder, scratch / "model", shared), shared
     return model_folder, {}
 
 

@@ -6,7 +6,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import active_children
-from multiprocessing.context import SpawnProcess
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +17,7 @@ from forebay.train import Packer, TrainBatch, TrainConfig
 from forebay.train.learner import Learner
 from forebay.train.parallel.array_messages import connect, receive, send
 from forebay.train.parallel.learner import RankedLearner, source_of
-from forebay.train.parallel.ranks import FailedCall, LocalRanks, RankError, Ranks
+from forebay.train.parallel.ranks import PROCESSES, FailedCall, LocalRanks, RankError, Ranks
 from forebay.train.parallel.sharding import own_block
 from forebay.train.parallel.worker import RankWorker
 
@@ -122,14 +121,14 @@ def test_a_call_beside_a_failed_save_tells_of_the_disk():
 
 
 def test_a_rank_that_cannot_be_started_leaves_none_of_the_others(monkeypatch):
-    start = SpawnProcess.start
+    start = PROCESSES.Process.start
 
     def refuse_second(process):
         if process.name == "forebay-rank-1":
             raise BlockingIOError("no process is left")
         start(process)
 
-    monkeypatch.setattr(SpawnProcess, "start", refuse_second)
+    monkeypatch.setattr(PROCESSES.Process, "start", refuse_second)
     with pytest.raises(BlockingIOError, match="no process is left"):
         LocalRanks(3)
     assert not [child for child in active_children() if child.name.startswith("forebay-rank")]

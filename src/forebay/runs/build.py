@@ -41,7 +41,15 @@ from forebay.produce.strategies.rules import name_group
 from forebay.replay import StorageBackend
 from forebay.runs import rollouts as rollout_parts
 from forebay.runs.config import RunConfig, WarmupTable, to_toml
-from forebay.runs.placement import Cluster, Trainer, base_precision, device_fact, takes_turns, yields_memory
+from forebay.runs.placement import (
+    Cluster,
+    Trainer,
+    base_precision,
+    device_fact,
+    takes_turns,
+    trains_apart,
+    yields_memory,
+)
 from forebay.runs.record.events import observe_buffer
 from forebay.runs.record.history import History
 from forebay.runs.record.journal import Recorder
@@ -224,7 +232,10 @@ def build_run(
     if cluster is not None and start is None:
         cluster.start(model_folder)
     # Parts that open files come last, so that none is left open where one before it does not fit.
-    trainer = build_trainer(config, model_folder, tokenizer) if cluster is None else cluster.trainer()
+    if cluster is None:
+        trainer: Trainer = build_trainer(config, model_folder, tokenizer, apart=trains_apart(config))
+    else:
+        trainer = cluster.trainer()
     if storage is None:
         storage = open_storage(config, folder, is_new=resume_step is None)
     try:
@@ -290,9 +301,15 @@ def _note_retry(ledger: Ledger, task_name: str | None, group_id: str | int | Non
 
 
 def build_trainer(
-    config: RunConfig, model_folder: Path, tokenizer: Any, *, device: str | None = None, ranks: Ranks | None = None
+    config: RunConfig,
+    model_folder: Path,
+    tokenizer: Any,
+    *,
+    device: str | None = None,
+    ranks: Ranks | None = None,
+    apart: bool = False,
 ) -> TrainController:
-    """The trainer of the model in `model_folder`: in this process on `device`, or on `ranks`.
+    """The trainer of the model in `model_folder`: on `device`, in this process or `apart` from it, or on `ranks`.
 
     Raises:
         ConfigError: the model or the training's settings do not fit.
@@ -314,6 +331,7 @@ def build_trainer(
             ref_model=None if config.train.teacher is None else find_teacher(config, tokenizer),
             device=device,
             ranks=ranks,
+            apart=apart,
             engine_dtype=engine_dtype,
             yields_memory=yields_memory(config),
         )

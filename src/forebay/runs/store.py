@@ -69,7 +69,10 @@ def keeps_consumed(config: RunConfig) -> bool:
 
     Where a run ends as a whole, and its groups with it, nothing could ask for them again.
     """
-    loses_trainer = (config.cluster is not None or config.train.ranks > 1) and not config.record
+    # It loads torch, without which the commands that read a store start.
+    from forebay.runs.placement import trains_apart
+
+    loses_trainer = trains_apart(config) and not config.record
     return config.checkpoint_every > 0 and (loses_trainer or store_of(config) != "memory")
 
 

@@ -69,7 +69,8 @@ class TrainController:
     The models go to `device`; left out, they stay where they are. With ``config.ranks`` over 1 they are split
     over as many processes of this machine, which `close` ends, and this process keeps none; `ranks` are other
     ranks to use, which stay the caller's. Results are those of one rank, up to rounding. A model given as a
-    `ModelFolder` is never whole anywhere then: each rank reads its own slices.
+    `ModelFolder` is never whole anywhere then: each rank reads its own slices. With `apart` one rank has a
+    process of its own, too, whose passes this one's Python does not hold up; results are equal to the bit.
 
     The same, step by step (here with what an on-policy GRPO run needs)::
 
@@ -98,6 +99,7 @@ class TrainController:
         tokenizer: Any = None,
         device: torch.device | str | None = None,
         ranks: Ranks | None = None,
+        apart: bool = False,
         engine_dtype: Precision = "float32",
         yields_memory: bool = False,
     ) -> None:
@@ -122,7 +124,7 @@ class TrainController:
         """Weights of divergence and entropy, as they are steered."""
         self._saving: tuple[Path, ExitStack] | None = None
         self._own_ranks: LocalRanks | None = None
-        if ranks is None and config.ranks > 1:
+        if ranks is None and (apart or config.ranks > 1):
             if device is None:
                 # A folder says no device.
                 device = "cpu" if isinstance(model, ModelFolder) else next(model.parameters()).device
@@ -174,10 +176,10 @@ class TrainController:
         """The models of this process (`critic`, `ref_model`), and their `device`.
 
         Raises:
-            RuntimeError: they are on several ranks; so for `model`.
+            RuntimeError: they are in other processes; so for `model`.
         """
         if not isinstance(self._learner, Learner):
-            raise RuntimeError("the models are on the ranks, in slices; use sync_weights or save to see them")
+            raise RuntimeError("the models are in the ranks' processes; use sync_weights or save to see them")
         return self._learner
 
     @property

@@ -46,9 +46,11 @@ def make_context(device_type: str, num_ranks: int, config: ParallelConfig) -> Co
 
 
 def load_sharded(
-    source: Mapping[str, Any], mesh: DeviceMesh, config: ParallelConfig, *, precision: Precision, device: str
+    source: Mapping[str, Any], mesh: DeviceMesh | None, config: ParallelConfig, *, precision: Precision, device: str
 ) -> Any:
-    """The model that `source` describes (`forebay.train.parallel.learner`), a slice of it on every rank.
+    """The model that `source` describes (`forebay.train.parallel.learner`), a slice of it on every rank of `mesh`.
+
+    Without a mesh it is whole, in the CPU's memory, for the one rank.
 
     transformers makes the model without content, asks this for its slices, and then reads these alone from
     the files, whatever names the files have for them.
@@ -62,7 +64,30 @@ def load_sharded(
     """
     from transformers.distributed import DistributedConfig
 
-    base: Any = _find(source["class"], source["folder"])
+    model_class: Any = _find(source["class"], source["folder"])
+    asked: dict[str, Any] = {}
+    if mesh is not None:
+        model_class = _sharded_class(model_class, mesh, config, precision=precision, device=device)
+        asked["distributed_config"] = DistributedConfig()
+    with no_progress_bars():
+        model = model_class.from_pretrained(
+            source["folder"],
+            dtype=getattr(torch, source["dtype"] or precision),
+            attn_implementation=source["attention"],
+            local_files_only=True,
+            **asked,
+        )
+    # It would be written into every config.json.
+    vars(model.config).pop("distributed_config", None)
+    # The folder of an object that was saved for this will be gone. Its own may have a processor of images.
+    model.name_or_path = source["name"]
+    for name in source["frozen"]:
+        model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+def _sharded_class(base: Any, mesh: DeviceMesh, config: ParallelConfig, *, precision: Precision, device: str) -> Any:
+    """A class of models like `base` whose loader reads the slices of `mesh` that are this rank's."""
 
     class Meshes:
         """The loader asks one of these for the mesh."""
@@ -89,22 +114,7 @@ def load_sharded(
         "maybe_distribute_model": classmethod(distribute),
         "__module__": base.__module__,
     }
-    sharded_class: Any = type(base.__name__, (base,), own)
-    with no_progress_bars():
-        model = sharded_class.from_pretrained(
-            source["folder"],
-            dtype=getattr(torch, source["dtype"] or precision),
-            attn_implementation=source["attention"],
-            local_files_only=True,
-            distributed_config=DistributedConfig(),
-        )
-    # It would be written into every config.json.
-    del model.config.distributed_config
-    # The folder of an object that was saved for this will be gone. Its own may have a processor of images.
-    model.name_or_path = source["name"]
-    for name in source["frozen"]:
-        model.get_parameter(name).requires_grad_(False)
-    return model
+    return type(base.__name__, (base,), own)
 
 
 def _find(name: str | None, folder: str) -> type[nn.Module]:

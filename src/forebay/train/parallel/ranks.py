@@ -22,6 +22,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import traceback
@@ -165,7 +166,7 @@ class LocalRanks(Ranks):
     has the GPU of its number). `threads` are those of each rank; left out, the ranks share what this process
     has.
 
-    Processes are spawned: a script that makes one needs ``if __name__ == "__main__":`` around what it does.
+    Processes import the main module: a script that makes one needs ``if __name__ == "__main__":`` around what it does.
     Several trainers may use them one after the other. `joined` are the last ranks, which are there already,
     maybe on other machines than this one, whose address is `home`.
     """
@@ -188,6 +189,7 @@ class LocalRanks(Ranks):
         meeting = f"file://{file}" if home == LOOPBACK else free_meeting(home)
         threads = threads or max(1, torch.get_num_threads() // num_ranks)
         self._ranks: list[Rank] = []
+        PROCESSES.set_forkserver_preload(LOADED_ONCE)
         with contextlib.ExitStack() as begun:
             # If one cannot be started, those that were would wait for it.
             begun.callback(Ranks.close, self)
@@ -196,7 +198,7 @@ class LocalRanks(Ranks):
                 for sock in (*ours, *theirs):
                     begun.callback(sock.close)
                 name = f"forebay-rank-{rank}"
-                process = get_context("spawn").Process(target=_serve, args=[theirs], name=name, daemon=True)
+                process = PROCESSES.Process(target=_serve, args=[theirs], name=name, daemon=True)
                 process.start()
                 for sock in theirs:
                     sock.close()
@@ -260,6 +262,12 @@ class LocalRanks(Ranks):
                 rank.process.close()
         self._ranks.clear()
         self._folder.cleanup()
+
+
+PROCESSES: Any = get_context("spawn" if sys.platform == "darwin" else "forkserver")
+"""How ranks are started: forked from a process that only loads `LOADED_ONCE`. Apple's libraries refuse a fork."""
+LOADED_ONCE = ["forebay.train.parallel.worker", "transformers.models.auto.modeling_auto"]
+"""What takes seconds and some hundred MB: all ranks of this process, also later ones, share it."""
 
 
 class RankError(RuntimeError):

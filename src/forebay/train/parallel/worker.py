@@ -59,14 +59,15 @@ class RankWorker:
         if self.device.type == "cuda":
             self.device = torch.device("cuda", (rank if gpu is None else gpu) % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
-        distributed.init_process_group(
-            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
-            init_method=init_method,
-            rank=rank,
-            world_size=world_size,
-            timeout=COLLECTIVE_TIMEOUT,
-            device_id=self.device if self.device.type == "cuda" else None,
-        )
+        if world_size > 1:
+            distributed.init_process_group(
+                "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+                init_method=init_method,
+                rank=rank,
+                world_size=world_size,
+                timeout=COLLECTIVE_TIMEOUT,
+                device_id=self.device if self.device.type == "cuda" else None,
+            )
         self._ranks = self.device.type, world_size
         self.learner: Learner
         """The rank's slice of the trainer, from `build` on."""
@@ -88,7 +89,8 @@ class RankWorker:
         # The memory of an earlier trainer is needed.
         vars(self).pop("learner", None)
         train = TrainConfig.model_validate(config)
-        mesh = make_mesh(*self._ranks, train.parallel)
+        # FSDP around one rank's whole model would cost a tenth of a small one's step.
+        mesh = make_mesh(*self._ranks, train.parallel) if self._ranks[1] > 1 else None
         load = partial(
             load_sharded,
             mesh=mesh,
@@ -179,7 +181,8 @@ class RankWorker:
     def close(self) -> None:
         """Leave the process group."""
         vars(self).pop("learner", None)
-        distributed.destroy_process_group()
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 EVEN_WIDTHS = 12.0

@@ -2,7 +2,11 @@
 
 import asyncio
 import json
+import os
+import signal
 import tomllib
+from collections import Counter
+from multiprocessing import active_children
 
 import pytest
 from typer.testing import CliRunner
@@ -18,6 +22,7 @@ from forebay.runs.config import SEPARATE_DEFAULTS, ProduceConfig, RunConfig, to_
 from forebay.runs.folder import list_checkpoints, saved_config
 from forebay.runs.launch import launch
 from forebay.train import TrainController
+from forebay.train.parallel.ranks import LocalRanks
 from forebay.watching.stalls import StallError
 
 STEPS, BATCH_SIZE, GROUP_SIZE = 6, 4, 4
@@ -109,6 +114,33 @@ def test_without_staleness_every_token_is_on_policy(tmp_path):
     assert [row["staleness"] for row in rows] == [0] * STEPS
     assert all(abs(row["train/mismatch_kl"]) < 1e-4 for row in rows)
     check_books(tmp_path / "run")
+
+
+@pytest.mark.parametrize("store", ["memory", "sqlite"])
+def test_a_separate_run_that_loses_its_trainer_goes_back_and_generates_nothing_again(tmp_path, monkeypatch, store):
+    """The trainer's process is killed in the fifth step; the last checkpoint is of the third."""
+    call, lost = LocalRanks.call, []
+
+    def kill_once(self, method, arguments):
+        if method == "update" and not lost and arguments[0][1] == 4:
+            os.kill(self.pids[0], signal.SIGKILL)
+            lost.append(self.pids[0])
+        return call(self, method, arguments)
+
+    monkeypatch.setattr(LocalRanks, "call", kill_once)
+    _, interrupted = train(tmp_path, checkpoint_every=3, replay={"store": store})
+    assert lost
+    assert not interrupted
+    folder = tmp_path / "run"
+    check_books(folder)
+    rows = [row["train_step"] for row in train_rows(folder) if "train/loss" in row]
+    assert rows == [*range(1, STEPS + 1)]
+    # No group is begun again: the books are taken back to the checkpoint, and those since are found in the store.
+    admitted = events(folder, "admitted")
+    assert max(Counter(event["group"] for event in admitted if not event.get("found")).values()) == 1
+    assert any(event.get("found") for event in admitted)
+    assert events(folder, "rewound")
+    assert not [child for child in active_children() if child.name.startswith("forebay-rank")]
 
 
 def test_separate_mode_has_defaults_of_its_own_that_keep_long_groups(tmp_path):

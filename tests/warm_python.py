@@ -13,8 +13,7 @@ A fresh interpreter takes five seconds of CPU to import torch and transformers, 
 a hundred. What is forked is a process like any other: it is killed, stopped and waited for in the same way.
 Tests of what is imported, or of what the death of a parent does, start theirs the usual way.
 
-Two libraries start processes without `Popen`: multiprocessing, whose spawned ones are forked too, and Ray, by
-`warm_workers`: its workers are asked for by `ray_worker.py`, at a socket.
+Ray starts processes without `Popen`, by `warm_workers`: its workers are asked for by `ray_worker.py`, at a socket.
 """
 
 from __future__ import annotations
@@ -40,8 +39,6 @@ import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import popen_spawn_posix, resource_tracker, util
-from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -149,34 +146,11 @@ class WarmPopen(_Popen):  # type: ignore[type-arg]
         return self.returncode
 
 
-class WarmSpawn(popen_spawn_posix.Popen):
-    """How multiprocessing starts a spawned process, and what it knows of it."""
-
-    def _launch(self, process: Any) -> None:
-        # Else it would be started beside the process, in the same way.
-        resource_tracker.ensure_running()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(util, "spawnv_passfds", self._start)
-            super()._launch(process)
-
-    def _start(self, path: bytes, args: list[str], kept: list[int]) -> int:
-        # As bytes; and without a word on bytecode, of which a forked process writes none.
-        command = [os.fsdecode(arg) for arg in args]
-        self._forked = WarmPopen([arg for arg in command if arg != "-B"], pass_fds=kept)
-        return self._forked.pid
-
-    def poll(self, flag: int = os.WNOHANG) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._forked.poll() if flag == os.WNOHANG else self._forked.wait()
-        return self.returncode
-
-
 @contextmanager
 def warm_python() -> Iterator[None]:
     """While open, Python programs that this process starts are forked from the server."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", WarmPopen)
-        patch.setattr(SpawnProcess, "_Popen", staticmethod(WarmSpawn))
         yield
 
 

@@ -109,6 +109,17 @@ async def test_what_matches_is_deleted_with_its_payload_and_tags(store):
             assert connection.scalar(sa.text(f"SELECT count(*) FROM forebay_{table}")) == 0
 
 
+async def test_what_is_deleted_from_a_file_is_not_written_over(tmp_path):
+    """Distributions build SQLite so that it writes zeros there."""
+    store, log = SQLStorage(tmp_path / "buffer.db"), tmp_path / "buffer.db-wal"
+    uid = await store.put(make_row("x" * 1_000_000))
+    size = log.stat().st_size
+    await store.delete([uid])
+    assert size > 1_000_000
+    assert 0 < log.stat().st_size - size < 500_000
+    store.close()
+
+
 async def test_the_event_loop_is_free_while_the_database_works(store, monkeypatch):
     go_on = threading.Event()
     loop = asyncio.get_running_loop()

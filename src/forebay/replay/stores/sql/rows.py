@@ -295,13 +295,14 @@ class StoredPayload(NamedTuple):
 
     data: bytes | None
     """None for a row without a payload."""
-    checksum: int
+    checksum: int | None
+    """None once it was compared."""
 
     def checked(self, uid: int) -> bytes:
         """The bytes; DamagedRowError if they are not those that were stored for this row."""
         if self.data is None:
             raise DamagedRowError(uid, "it is missing")
-        if self.checksum != checksum_of(uid, zlib.crc32(self.data)):
+        if self.checksum is not None and self.checksum != checksum_of(uid, zlib.crc32(self.data)):
             raise DamagedRowError(uid, "its checksum does not fit")
         return self.data
 

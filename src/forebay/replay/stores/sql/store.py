@@ -38,6 +38,7 @@ from forebay.replay.stores.sql.connections import Transactions, is_in_memory, op
 from forebay.replay.stores.sql.rows import (
     SELECT_ROWS,
     Removed,
+    StoredPayload,
     archive_rows,
     attach_payloads,
     delete_rows,
@@ -367,7 +368,7 @@ class SQLStorage(StorageBackend):
                     data = read_payloads(connection, uids)
                     for uid in uids:
                         # Before the commit: a payload that cannot be read must not cost its group.
-                        data[uid].checked(uid)
+                        data[uid] = StoredPayload(data[uid].checked(uid), None)
                     if train_step is None:
                         delete_rows(connection, uids)
                     else:

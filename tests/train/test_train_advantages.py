@@ -12,7 +12,7 @@ from forebay.train.config import ADVANTAGE_NAMES
 from forebay.train.objective.advantages import (
     ADVANTAGES,
     Decisions,
-    dr_grpo,
+    center,
     gae,
     grpo,
     opo,
@@ -46,7 +46,7 @@ def test_grpo_divides_by_the_groups_deviation(groups):
 @given(scores_of_groups)
 def test_dr_grpo_only_subtracts_the_mean(groups):
     expected = [score - np.mean(group) for group in groups for score in group]
-    np.testing.assert_allclose(dr_grpo(*flat(groups)), expected, atol=1e-12)
+    np.testing.assert_allclose(center(*flat(groups)), expected, atol=1e-12)
 
 
 @given(scores_of_groups)
@@ -112,7 +112,7 @@ def test_pass_at_k_of_a_group_smaller_than_k_says_so():
         pass_at_k(*flat([[1.0, 0.0, 1.0], [1.0, 0.0]]), 3)
 
 
-@pytest.mark.parametrize("estimator", [grpo, dr_grpo, rloo, reinforce_pp_baseline])
+@pytest.mark.parametrize("estimator", [grpo, center, rloo, reinforce_pp_baseline])
 @pytest.mark.parametrize("score", [0.0, 0.1, 1 / 3])
 def test_equal_scores_and_lone_rollouts_teach_exactly_nothing(estimator, score):
     assert estimator(*flat([[score] * 3, [score * 7], [score] * 5])).tolist() == [0.0] * 9
@@ -120,7 +120,7 @@ def test_equal_scores_and_lone_rollouts_teach_exactly_nothing(estimator, score):
 
 BY_ATTEMPT = {
     "grpo": grpo,
-    "dr_grpo": dr_grpo,
+    "dr_grpo": center,
     "rloo": rloo,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "pass_at_2": lambda scores, group, first=None: pass_at_k(scores, group, 2, first),
@@ -170,7 +170,7 @@ def test_pass_at_k_counts_attempts():
 
 def test_a_trajectory_with_a_reward_of_its_own_is_compared_with_the_attempts():
     scores, group, first = np.array([1.0, 0.5, 0.0, 0.5]), np.zeros(4, int), np.array([0, 0, 2, 3])
-    assert dr_grpo(scores, group, first).tolist() == [0.5, 0.0, -0.5, 0.0]
+    assert center(scores, group, first).tolist() == [0.5, 0.0, -0.5, 0.0]
     assert rloo(scores, group, first).tolist() == [0.75, 0.25, -0.75, 0.0]
 
 

@@ -29,7 +29,7 @@ from forebay.aio.tasks import finish
 from forebay.aio.time_limits import timeout
 from forebay.fragments.leases import FragmentBatch, Lease
 from forebay.fragments.records import FragmentMetadata
-from forebay.fragments.rules import RateLimit, Rules
+from forebay.fragments.rules import Rules
 from forebay.fragments.state import ReplayState
 from forebay.fragments.store.collector import Collector
 from forebay.fragments.store.journal import Journal
@@ -74,32 +74,20 @@ class ReplayBufferActor:
         fragments_per_chunk: int,
         fragments_per_report: int | None = None,
         *,
-        seed: int = 0,
-        lease_s: float = 600.0,
-        worker_timeout_s: float = 600.0,
         orphan_grace_s: float = 600.0,
-        rate_limit: RateLimit | None = None,
         report: Callable[[Metrics], None] = _log_report,
+        **rules: Any,
     ) -> None:
         """Open the buffer in the folder of `database_config` (`FragmentStore`), and go on with what is there.
 
-        A partial chunk waits `worker_timeout_s`
-        for the next fragment of its worker, and a payload `orphan_grace_s` for its `add_fragment`. Every
-        `fragments_per_report` fragments `report` gets `metrics`.
+        `rules` are the further fields of `Rules`: its seed, times and rate limit. A partial chunk waits
+        `worker_timeout_s` for the next fragment of its worker, and a payload `orphan_grace_s` for its
+        `add_fragment`. Every `fragments_per_report` fragments `report` gets `metrics`.
 
         Raises:
             ValueError: a value is not possible, or the folder holds chunks of another length.
         """
-        self._rules = Rules(
-            max_chunks=max_chunks,
-            max_staleness=max_staleness,
-            max_reuse=max_reuse,
-            fragments_per_chunk=fragments_per_chunk,
-            seed=seed,
-            lease_s=lease_s,
-            worker_timeout_s=worker_timeout_s,
-            rate_limit=rate_limit,
-        )
+        self._rules = Rules(max_chunks, max_staleness, max_reuse, fragments_per_chunk, **rules)
         if fragments_per_report is not None and fragments_per_report < 1:
             raise ValueError(f"fragments_per_report must be at least 1 or None, got {fragments_per_report}")
         self._fragments_per_report, self._report = fragments_per_report, report

@@ -19,7 +19,7 @@ import math
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rules:
     """The settings of a `ReplayBufferActor` that decide what it holds and serves.
 

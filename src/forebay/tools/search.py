@@ -75,13 +75,9 @@ class Search:
         documents = _read_corpus(Path(corpus)) if isinstance(corpus, str) else corpus
         with self._index:
             added = self._index.executemany("INSERT INTO documents VALUES (?, ?)", documents)
-        self._num_documents = added.rowcount
-        if not self._num_documents:
+        if not added.rowcount:
             self.close()
             raise ConfigError(f"tool 'search': the corpus {corpus!r} holds no documents")
-
-    def __len__(self) -> int:
-        return self._num_documents
 
     async def call(self, arguments: dict[str, Any]) -> str:
         """Titles and passages of the best documents.

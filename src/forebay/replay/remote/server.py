@@ -44,9 +44,8 @@ from forebay.io.link import Acceptor
 from forebay.io.messages import Goodbye
 from forebay.replay import policies
 from forebay.replay.buffer import ReplayBuffer
-from forebay.replay.remote.calls import CLIENT_LIMIT_S, MAX_CLIENTS, MAX_PUT_BYTES, Limits, Served
+from forebay.replay.remote.calls import MAX_CLIENTS, Limits, Served
 from forebay.replay.remote.connection import ClientConnection
-from forebay.replay.remote.messages import MAX_FRAME_BYTES
 from forebay.replay.stores.contract import StorageBackend
 from forebay.replay.stores.indexed import IndexedStorage
 
@@ -119,18 +118,15 @@ async def serve(
     address: str | os.PathLike[str],
     *,
     token: str | None = None,
-    max_live: int | None = None,
-    max_frame_bytes: int = MAX_FRAME_BYTES,
-    max_clients: int = MAX_CLIENTS,
-    max_put_bytes: int = MAX_PUT_BYTES,
-    client_limit_s: float = CLIENT_LIMIT_S,
+    **limits: Any,
 ) -> AsyncIterator[BufferServer]:
     """Serve `buffer` at `address` for the time of the block; the buffer may be used here as well.
 
-    `max_live` makes the puts of clients wait while there are so many live groups. A group of more than
-    `max_frame_bytes` is refused, and so is a connection beyond `max_clients`. Over `max_put_bytes` of groups
-    on their way in, from all clients together, further ones wait with their clients. A client without a sign
-    of life for `client_limit_s` seconds is given up: the groups it took and did not confirm are live again.
+    The limits are the fields of `Limits`. `max_live` makes the puts of clients wait while there are so many
+    live groups. A group of more than `max_frame_bytes` is refused, and so is a connection beyond
+    `max_clients`. Over `max_put_bytes` of groups on their way in, from all clients together, further ones
+    wait with their clients. A client without a sign of life for `client_limit_s` seconds is given up: the
+    groups it took and did not confirm are live again.
 
     One server at a time for a store: the next one takes groups that are parked in it for left over.
 
@@ -152,19 +148,14 @@ async def serve(
             a limit is not positive, or there is `max_live` and the buffer has a `limit` as well.
         OSError: something else is at the address.
     """
-    limits = Limits(
-        max_live=max_live,
-        max_frame_bytes=max_frame_bytes,
-        max_clients=max_clients,
-        max_put_bytes=max_put_bytes,
-        client_limit_s=client_limit_s,
-    )
-    if max_live is not None and buffer.limit is not None:
+    checked = Limits(**limits)
+    if checked.max_live is not None and buffer.limit is not None:
         raise ValueError(
-            f"either puts wait (max_live {max_live}) or old groups are evicted (limit {buffer.limit}); leave one out"
+            f"either puts wait (max_live {checked.max_live}) or old groups are evicted "
+            f"(limit {buffer.limit}); leave one out"
         )
     listener, found = await listen(Address.parse(address), token)
-    server = BufferServer(buffer, found, token=token, limits=limits)
+    server = BufferServer(buffer, found, token=token, limits=checked)
     try:
         await server.open(listener)
         yield server

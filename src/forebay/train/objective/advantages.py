@@ -79,14 +79,6 @@ def grpo(scores_S: Floats, group_S: Ints, first_S: Ints | None = None) -> Floats
     return np.asarray(centered_S / (std_G[group_S] + EPSILON))
 
 
-def dr_grpo(scores_S: Floats, group_S: Ints, first_S: Ints | None = None) -> Floats:
-    """Centered scores, not divided: hard and easy prompts keep their weight.
-
-    Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective".
-    """
-    return center(scores_S, group_S, first_S)
-
-
 def rloo(scores_S: Floats, group_S: Ints, first_S: Ints | None = None) -> Floats:
     """Score minus the mean of the *other* attempts, which is n / (n - 1) times the centered score.
 
@@ -290,7 +282,9 @@ def _by_attempt(estimator: Callable[..., Floats]) -> AdvantageFunction:
 
 ADVANTAGES: Mapping[str, AdvantageFunction] = {
     "grpo": _by_attempt(grpo),
-    "dr_grpo": _by_attempt(dr_grpo),
+    # Not divided: hard and easy prompts keep their weight (Liu et al. 2025, "Understanding R1-Zero-Like
+    # Training: A Critical Perspective").
+    "dr_grpo": _by_attempt(center),
     "rloo": _by_attempt(rloo),
     "opo": lambda batch, config: opo(batch.scores, batch.group_index, batch.generated_lengths),
     "reinforce_pp": _by_attempt(reinforce_pp),

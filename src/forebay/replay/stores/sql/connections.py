@@ -158,14 +158,14 @@ def open_engine(url: str | os.PathLike[str], *, create: bool = True) -> sa.Engin
     try:
         with engine.connect() as connection, connection.begin():
             is_there = _is_checked(connection)
-            is_old = is_there and create and engine.dialect.name == "sqlite" and connection.scalar(_OLD_TRIGGER)
         if not is_there and not create:
             raise ValueError(f"{shown(engine)} holds no replay store")
         if not is_there:
             _create(engine)
-        elif is_old:
+        elif create and engine.dialect.name == "sqlite":
             # Puts count for themselves; in a file of version 0.2.0, which has it, each would count twice.
-            with engine.connect().execution_options(forebay_write=True) as connection, connection.begin():
+            # Where there is none, SQLite locks nothing.
+            with engine.begin() as connection:
                 connection.exec_driver_sql("DROP TRIGGER IF EXISTS forebay_added")
     except BaseException as error:
         engine.dispose()
@@ -173,9 +173,6 @@ def open_engine(url: str | os.PathLike[str], *, create: bool = True) -> sa.Engin
             raise ValueError(f"{str(url)!r} is not an SQLite database; name another path") from None
         raise
     return engine
-
-
-_OLD_TRIGGER = sa.text("SELECT count(*) FROM sqlite_master WHERE type = 'trigger' AND name = 'forebay_added'")
 
 
 def _is_checked(connection: sa.Connection) -> bool:

@@ -314,6 +314,10 @@ def test_a_cache_has_room_for_as_many_as_it_holds_on_average():
         length = 50
         await asyncio.gather(*(keep_busy(lane) for lane in range(40)))
         assert max(at_once[-100:]) in (19, 20)
+        # In blocks of 25 each takes twice as much: its last block is half full, and so is its prompt's last.
+        engine.cache_block = 25
+        await asyncio.gather(*(keep_busy(lane) for lane in range(40)))
+        assert max(at_once[-100:]) in (9, 10)
 
     virtual_time.run(main())
 

@@ -28,7 +28,8 @@ Contract:
   probability that it was drawn with. (An aborted request that is continued later is computed anew, all of it
   by the weights of then.)
 * An engine that knows how many requests it runs at once says so as ``max_running``, and how many tokens its
-  cache holds as ``cache_tokens``: then it is sent no more than that, and the rest waits for any engine.
+  cache holds as ``cache_tokens``, and in blocks of how many as ``cache_block``: then it is sent no more than that,
+  and the rest waits for any engine.
 * An engine that ``takes_adapters`` has ``load_adapters``: see `EnginePool.update_adapters`.
 * The same request (ids, parameters, seed) over the same weights draws the same random numbers, whatever runs
   beside it. The numbers are counted over the whole rollout: a continuation goes on where the earlier calls

@@ -546,7 +546,8 @@ class FakeSGLang(FakeServer):
                 return {"internal_states": [{"memory_usage": {}}]}
             requests, tokens = (each // 2 for each in self.capacity)
             rank = {"effective_max_running_requests_per_dp": requests}
-            return {"internal_states": [{**rank, "memory_usage": {"token_capacity": tokens}}] * 2}
+            states = [{**rank, "memory_usage": {"token_capacity": tokens}}] * 2
+            return {"page_size": 16, "internal_states": states}
         elif path == "/release_memory_occupation":
             assert set(body["tags"]) == {"weights", "kv_cache"}
             self._sleep(keep_weights=True)

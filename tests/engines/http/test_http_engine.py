@@ -466,8 +466,8 @@ async def test_a_stop_text_that_began_before_the_call_is_found(vllm, connect, as
 async def test_the_server_says_how_many_requests_it_runs_and_what_its_cache_holds(server, connect):
     engine = connect(server)
     await engine.bring_up()
-    assert (engine.max_running, engine.cache_tokens) == (None, None)
+    assert (engine.max_running, engine.cache_tokens, engine.cache_block) == (None, None, 1)
     # One that comes back may have been started in another way.
     server.capacity = (64, 3200)
     await engine.bring_up()
-    assert (engine.max_running, engine.cache_tokens) == (64, 3200)
+    assert (engine.max_running, engine.cache_tokens, engine.cache_block) == (64, 3200, 16)

@@ -458,6 +458,16 @@ def test_shared_weights_are_written_out(tiny, tmp_path):
         assert torch.equal(load_model(untied)(ids).logits, load_model(tiny)(ids).logits)
 
 
+async def test_servers_of_others_are_given_the_output_layer_that_they_may_have_untied(tiny, tmp_path, start_fake):
+    server = await start_fake()
+    [engine] = await asyncio.to_thread(build, tiny, tmp_path, urls=[server.url])
+    await engine.bring_up()
+    await engine.load_weights(list(load_model(tiny).named_parameters()), 1)
+    stored = load_file(server.loaded[0] / "model.safetensors")
+    assert torch.equal(stored["lm_head.weight"], stored["model.embed_tokens.weight"])
+    await engine.close()
+
+
 async def test_written_weights_leave_out_or_write_out_what_is_shared(tiny, tmp_path):
     weights = load_model(tiny).state_dict()
     assert "lm_head.weight" in weights

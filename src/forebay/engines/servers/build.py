@@ -130,7 +130,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     bucket_device = None if by_files else "cpu" if device is None else f"cuda:{device}"
     if bucket_device and kind == "sglang":
         _check_is_first(device)
-    served, shared = _served(model_folder, scratch, is_vllm=settings.servers > 0 and kind == "vllm")
+    served, shared = _served(kind, model_folder, scratch if settings.servers else None)
     key = os.environ.get(settings.api_key_env or "", "").strip() or None
     if settings.api_key_env is not None and key is None:
         raise ConfigError(f"api_key_env: the environment variable {settings.api_key_env} is not set")
@@ -189,14 +189,17 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     return scalable([another() for _ in range(settings.servers)], another)
 
 
-def _served(model_folder: Path, scratch: Path, *, is_vllm: bool) -> tuple[Path, dict[str, str]]:
-    """The folder that servers begin with, and the weights that it has besides."""
-    if is_vllm:
+def _served(kind: str, model_folder: Path, scratch: Path | None) -> tuple[Path, dict[str, str]]:
+    """The folder that servers begin with, and the weights that they are given besides.
+
+    `scratch` is for those that the run starts. On a CPU vLLM does not reload an output layer that is shared: see
+    `shared_weights`. Whether servers of others are on one is not known, and one that shares it skips the second.
+    """
+    if kind == "vllm":
         import torch
 
-        # On a CPU vLLM does not reload an output layer that is shared: see `shared_weights`.
-        if not torch.cuda.is_available() and (shared := shared_weights(model_folder)):
-            return write_untied(model_folder, scratch / "model", shared), shared
+        if (scratch is None or not torch.cuda.is_available()) and (shared := shared_weights(model_folder)):
+            return model_folder if scratch is None else write_untied(model_folder, scratch / "model", shared), shared
     return model_folder, {}
 
 

@@ -229,13 +229,13 @@ class Dialect:
         )
         return piece, len(ids)
 
-    def capacity(self, info: Mapping[str, Any]) -> tuple[int, int]:
-        """The requests that it runs at once, and the tokens that its cache holds; LookupError: unknown."""
+    def capacity(self, info: Mapping[str, Any]) -> tuple[int, int, int]:
+        """The requests it runs at once, the tokens its cache holds, those of a block; LookupError: unknown."""
         config = info["vllm_config"]
         cache, num_ranks = config["cache_config"], config["parallel_config"]["data_parallel_size"]
         # The blocks are those of all ranks, the requests those of one.
         num_requests = config["scheduler_config"]["max_num_seqs"] * num_ranks
-        return num_requests, (cache["num_gpu_blocks"] or 0) * cache["block_size"]
+        return num_requests, (cache["num_gpu_blocks"] or 0) * cache["block_size"], cache["block_size"]
 
     def load(self, folder: str, version: str) -> tuple[Call, ...]:
         """Take over the weights in `folder` while paused, and forget what the old ones computed."""
@@ -411,11 +411,12 @@ class SGLang(Dialect):
         )
         return piece, num_new
 
-    def capacity(self, info: Mapping[str, Any]) -> tuple[int, int]:
+    def capacity(self, info: Mapping[str, Any]) -> tuple[int, int, int]:
         """Summed over its ranks, each of which tells its state."""
         ranks = info["internal_states"]
         num_requests = sum(rank["effective_max_running_requests_per_dp"] for rank in ranks)
-        return num_requests, sum(rank["memory_usage"]["token_capacity"] for rank in ranks)
+        num_tokens = sum(rank["memory_usage"]["token_capacity"] for rank in ranks)
+        return num_requests, num_tokens, info.get("page_size") or 1
 
     def load(self, folder: str, version: str) -> tuple[Call, ...]:
         """Read the weights in `folder`, and flush the cache."""

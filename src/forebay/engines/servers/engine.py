@@ -90,7 +90,7 @@ class HTTPEngine:
         """
         self.max_context_tokens = max_context_tokens
         """The most tokens, prompt and response together, one request may reach."""
-        self.max_running, self.cache_tokens = NO_LIMITS
+        self.max_running, self.cache_tokens, self.cache_block = NO_LIMITS
         self.sleeps = sleeps
         self._server = server if isinstance(server, LocalServer) else None
         self._dialect = dialect or Dialect()
@@ -466,7 +466,7 @@ class HTTPEngine:
             if self._server is None or self._state is State.NEW:
                 await self._link.check_context(self._model, self.max_context_tokens)
                 await self._link.probe(self._model, self._weights.label)
-            self.max_running, self.cache_tokens = await self._link.capacity()
+            self.max_running, self.cache_tokens, self.cache_block = await self._link.capacity()
             self._enter(State.UP)
 
 

@@ -168,8 +168,8 @@ class ServerLink:
                 f"{self} takes {context} tokens, but the run needs {max_context_tokens}: start it with as many"
             )
 
-    async def capacity(self) -> tuple[int | None, int | None]:
-        """The requests that it runs at once, and the tokens that its cache holds, or `NO_LIMITS`."""
+    async def capacity(self) -> tuple[int | None, int | None, int]:
+        """The requests that it runs at once, the tokens that its cache holds and those of a block, or `NO_LIMITS`."""
         # That it cannot be asked is no fault: a server without an answer is sent all requests.
         with contextlib.suppress(EngineLost, Refused, LookupError, TypeError):
             return self.dialect.capacity(await self.do([self.dialect.info]))
@@ -266,7 +266,7 @@ _SHOWN = 300
 _ASK_EVERY_S = 1.0
 """Seconds between two questions whether a server is back that others start."""
 
-NO_LIMITS: tuple[int | None, int | None] = (None, None)
+NO_LIMITS: tuple[int | None, int | None, int] = (None, None, 1)
 """The capacity of a server that does not say it."""
 
 _CERTAIN = -1e-3

@@ -243,7 +243,8 @@ class WeightFiles:
             names.setdefault(tensor.data_ptr(), own)
         kept = {own: weights[own].detach().cpu().contiguous() for own in names.values()}
         if is_whole:
-            kept.update({name: kept[source].clone() for name, source in self._written_out.items()})
+            shared = [(name, kept[source]) for name, source in self._written_out.items() if source in kept]
+            kept.update({name: tensor.clone() for name, tensor in shared})
         yield "model.safetensors" if is_whole else "adapter_model.safetensors", kept
 
     def close(self) -> None:

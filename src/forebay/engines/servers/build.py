@@ -57,7 +57,7 @@ class HTTPArguments(StrictModel, strict=True):
     """Where files with weights are handed over, all weights if given; None: in the run's folder. In
     ``/dev/shm``: through memory."""
     start_limit_s: float = Field(default=START_LIMIT_S, gt=0)
-    """Seconds that a server may take to start, or to come back."""
+    """Seconds that a server may take to start, or to come back; the wait for a train step to end does not count."""
     takes_adapters: bool | None = None
     """Whether a run with LoRA hands over adapters alone; None: to servers that it starts. A server that
     others run must have been started for that."""

@@ -38,7 +38,7 @@ from collections.abc import AsyncIterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
-from forebay.aio.time_limits import timeout
+from forebay.aio.time_limits import time_limit, timeout
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.local.stopping import StopTexts
 from forebay.engines.servers.dialects import CACHE, WEIGHTS, Dialect
@@ -453,7 +453,8 @@ class HTTPEngine:
     async def _prepare(self) -> None:
         """Load the current weights if the server lacks them, let it make tokens, and check how it does."""
         late = EngineLost(f"{self}: it answers, but was not ready within {self._start_limit_s:.0f} s")
-        async with timeout(self._start_limit_s, lambda: late), self._controlling():
+        # A train step may be longer: the wait for it does not count.
+        async with time_limit(self._start_limit_s, lambda: late), self._controlling():
             # The pool pauses it again if need be; a stale pause would outlast the load.
             self._paused = False
             await self._weights.wake(WEIGHTS, CACHE)

@@ -89,7 +89,7 @@ def test_a_device_of_another_name_is_refused(device: str) -> None:
 )
 def test_engines_in_processes_get_a_gpu_each(gpus: int, places: list[str], monkeypatch, tmp_path) -> None:
     class Process:
-        max_context_tokens, takes_adapters = 1, False
+        max_context_tokens, takes_adapters, is_closed = 1, False, False
 
         def __init__(self, recipe: Any, *_: Any, **__: Any) -> None:
             self.device = recipe.device
@@ -106,6 +106,10 @@ def test_engines_in_processes_get_a_gpu_each(gpus: int, places: list[str], monke
     assert devices(3) == places
     if gpus == 4:
         assert devices(2, train={"ranks": 2}) == ["cuda:2", "cuda:3"]
+        table = config(engine={"name": "process", "arguments": {"engines": 3}})
+        engines = build_run_engines(table, tmp_path, None)
+        engines[0].is_closed = True
+        assert [engines[0].another("").device for _ in range(2)] == ["cuda:1", "cuda:0"], "what is free comes first"
     if gpus > 1:
         assert devices(3, device="cuda:1") == ["cuda:1"] * 3
 

@@ -39,6 +39,7 @@ Contract:
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -232,6 +233,23 @@ def scalable(engines: Sequence[Engine], another: Callable[[str], Engine]) -> lis
     # On an engine, because what makes engines returns a plain list, in which nothing else has a place.
     cast("Any", engines[0]).another = another
     return list(engines)
+
+
+def numbered(count: int, make: Callable[[int], Any]) -> list[Engine]:
+    """As `scalable`, so many engines made by their numbers, from which their GPUs follow.
+
+    One that joins gets the least number that none has; those that are closed have none.
+    """
+    made = {number: make(number) for number in range(count)}
+
+    def another(url: str) -> Engine:
+        if url:
+            raise ValueError(f"this run starts its engines itself, and {url} is none of them")
+        number = next(n for n in itertools.count() if n not in made or made[n].is_closed)
+        made[number] = make(number)
+        return cast("Engine", made[number])
+
+    return scalable([*made.values()], another)
 
 
 def joined_experts(

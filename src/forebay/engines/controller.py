@@ -68,6 +68,7 @@ class RolloutController(EnginePool):
         self._goes_on = goes_on
         self._seed = seed
         self._num_unnamed = 0
+        self._scaling = asyncio.Lock()
         self._running: dict[str | int | None, GenerateRequest] = {}
         """Requests that are queued or at an engine, by the rollout."""
 
@@ -162,7 +163,9 @@ class RolloutController(EnginePool):
                 raise ValueError(f"the engine at {url} is here already")
             self.add(await asyncio.to_thread(self._another, url))
 
-        return await scale(self._members, change, join, lambda member: self.remove(member.engine))
+        # In turn: the GPUs of one that leaves are free once it has ended.
+        async with self._scaling:
+            return await scale(self._members, change, join, lambda member: self.remove(member.engine))
 
     def add(self, engine: Engine) -> None:
         """Let `engine` join: it is brought up and gets the weights and the pause of the others."""

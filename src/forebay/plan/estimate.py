@@ -23,9 +23,9 @@ from forebay.config import ConfigError, errors_about
 from forebay.models import Precision, attention, load_tokenizer, resolve_model
 from forebay.models.config import TINY, ModelConfig
 from forebay.models.loading import model_config
-from forebay.plan.hardware import GIB, Device, this_machine
+from forebay.plan.hardware import GIB, HOST_BYTES_PER_S, Device, this_machine
 from forebay.plan.memory import SLICED, StepMemory, step_memory
-from forebay.plan.traffic import HOST_BYTES_PER_S, Traffic, find_places, num_forward, step_traffic, sync_cost
+from forebay.plan.traffic import Traffic, find_places, num_forward, step_traffic, sync_cost
 from forebay.plan.turns import (
     cache_bytes_per_token,
     engine_itemsize,
@@ -33,6 +33,7 @@ from forebay.plan.turns import (
     memory_by_turn,
     num_running,
     server_share,
+    turn_cost,
 )
 from forebay.produce.prompts.dataset import num_prompt_tokens
 from forebay.runs.config import RunConfig
@@ -366,5 +367,6 @@ def _times(config: RunConfig, device: Device, hugging_face: Any, step: StepMemor
         train_s=config.train.optimizer_steps * optimizer_s + sum(waits_s[:1]),
         train_tokens_per_s=train_rate,
         sync_s=sync_cost(config, device, step)[1],
+        **turn_cost(config, device, step),
     )
     return {"times": simulate(config, described, steps=SIMULATED_STEPS), "traffic": traffic}

@@ -18,12 +18,13 @@ from typing import Any
 
 from forebay.engines.base import DEFAULT_MAX_BATCH
 from forebay.engines.weights.buckets import BUCKET_BYTES
-from forebay.plan.hardware import MIB, Device
+from forebay.plan.hardware import HOST_BYTES_PER_S, MIB, Device
 from forebay.plan.memory import StepMemory, step_memory
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import (
     SERVERS,
     engine_seat,
+    engine_seats,
     gpus_per_server,
     num_engines,
     rank_gpus,
@@ -98,6 +99,20 @@ def _left(config: RunConfig, trainer: Mapping[str, int], *, beside: bool) -> dic
     offload = config.engine.arguments.get("offload", "moments") if beside else "none"
     stay = {"none": ("weights", "reference", "moments"), "moments": ("weights", "reference"), "all": ()}[offload]
     return {name: size for name, size in trainer.items() if name.removeprefix("trainer: ") in stay}
+
+
+def turn_cost(config: RunConfig, device: Device, step: StepMemory) -> dict[str, Any]:
+    """A simulation's ``sleeping`` servers, and ``turn_s``, in which the memory of a GPU changes hands."""
+    if not is_server_beside(config, device):
+        return {}
+    arguments, interval = config.engine.arguments, config.produce.sync_weights_interval
+    # Weights of a server that new ones replace are not kept, but for adapters' base and by SGLang.
+    always = config.engine.name == "sglang" or (config.train.lora_rank and arguments.get("takes_adapters", True))
+    weights = step.num_parameters * engine_itemsize(config) / gpus_per_server(config)
+    kept = (1 if always else 1 - 1 / interval) * weights * engines_by_place(config, device)[0]
+    stay, stay_beside = (sum(_left(config, step.parts, beside=beside).values()) for beside in (False, True))
+    shared = [seat.is_shared for seat in engine_seats(config, device.count)]
+    return {"sleeping": sum(shared), "turn_s": (stay - stay_beside + kept) / HOST_BYTES_PER_S}
 
 
 def engines_by_place(config: RunConfig, device: Device) -> tuple[int, int]:

@@ -121,6 +121,11 @@ class HTTPEngine:
         """The step of the weights that make the next token."""
         return self._weights.model_step
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, and uses no GPU any more."""
+        return self._state is State.CLOSED
+
     # Requests
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -265,7 +270,7 @@ class HTTPEngine:
 
     async def close(self) -> None:
         """End everything; stop the server if it was started here, else leave it unpaused."""
-        if self._state is State.CLOSED:
+        if self.is_closed:
             return
         was_up = self._state is not State.NEW
         self._enter(State.CLOSED, "the engine is closed")
@@ -315,7 +320,7 @@ class HTTPEngine:
     # States
 
     def _enter(self, state: State, why: str = "") -> None:
-        if self._state is State.CLOSED:
+        if self.is_closed:
             return
         self._state, self._lost_because = state, why
         if state is State.LOADING:
@@ -357,7 +362,7 @@ class HTTPEngine:
 
     async def _go_on(self, stream: Stream) -> None:
         """Let the server work on it, or end it as the state says."""
-        if self._state is State.CLOSED:
+        if self.is_closed:
             return stream.end("error", self._lost_because)
         if self._paused:
             return stream.end("abort")
@@ -416,7 +421,7 @@ class HTTPEngine:
     # Weights
 
     async def _update(self, weights: Weights, model_step: int, adapters: AdapterConfig | None = None) -> None:
-        if self._state is State.CLOSED:
+        if self.is_closed:
             raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
         written = await self._files.write(weights, model_step, adapters=adapters)
         async with self._controlling(loading=model_step):

@@ -134,6 +134,8 @@ TWICE = {"name": "ray", "arguments": {"num_engines": 2}}
         # As many GPUs as both together need are not there: servers go round.
         (8, servers(3, ranks=4, split=2), [(4, 5), (6, 7), (0, 1)], [2]),
         (4, servers(2, ranks=4, split=2), [(0, 1), (2, 3)], [0, 1]),
+        # As docs/scale.md says it.
+        (8, servers(2, ranks=8, split=4), [(0, 1, 2, 3), (4, 5, 6, 7)], [0, 1]),
         (1, servers(1), [(0,)], [0]),
         (2, servers(1), [(1,)], []),
         (2, servers(2, device="cuda:1"), [(1,), (1,)], [0, 1]),

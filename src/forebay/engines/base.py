@@ -39,7 +39,6 @@ Contract:
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -245,7 +244,7 @@ def numbered(count: int, make: Callable[[int], Any]) -> list[Engine]:
     def another(url: str) -> Engine:
         if url:
             raise ValueError(f"this run starts its engines itself, and {url} is none of them")
-        number = next(n for n in itertools.count() if n not in made or made[n].is_closed)
+        number = min({*range(len(made) + 1)} - {n for n, engine in made.items() if not engine.is_closed})
         made[number] = make(number)
         return cast("Engine", made[number])
 

@@ -93,9 +93,8 @@ def _processes(surroundings: EngineSurroundings, **arguments: Any) -> list[Engin
     from forebay.engines.process.host import EngineRecipe
     from forebay.engines.weights.between_processes import SharedMemoryHandOver
 
-    settings = ProcessArguments(
-        **{name: arguments.pop(name) for name in ProcessArguments.model_fields if name in arguments}
-    )
+    own = {name: arguments.pop(name) for name in ProcessArguments.model_fields if name in arguments}
+    settings = ProcessArguments(**own)
     recipe = EngineRecipe(
         model_folder=surroundings.model_folder,
         model=surroundings.model,

@@ -155,10 +155,7 @@ class RolloutController(EnginePool):
 
         async def join(url: str) -> None:
             if self._another is None:
-                raise ValueError(
-                    "an engine in the run's own process has no others: set engine.name to 'process', 'vllm' "
-                    "or 'sglang'"
-                )
+                raise ValueError("an engine in the run's own process is alone: set engine.name = 'process' or 'vllm'")
             if url in map(str, self.engines):
                 raise ValueError(f"the engine at {url} is here already")
             self.add(await asyncio.to_thread(self._another, url))

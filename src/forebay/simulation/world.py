@@ -79,9 +79,6 @@ def build_world(config: RunConfig, cluster: ClusterConfig, folder: Path) -> Worl
     engines = [_engine(cluster, config.seed, number) for number in range(max(cluster.engines, 1 + is_beside))]
     eval_controller = RolloutController([engines.pop()], seed=config.seed) if is_beside else None
 
-    for engine in engines[: cluster.sleeping]:
-        engine.sleeps = True
-
     def another(url: str) -> ModeledEngine:
         engines.append(_engine(cluster, config.seed, len(engines) + is_beside))
         return engines[-1]
@@ -148,7 +145,7 @@ def build_world(config: RunConfig, cluster: ClusterConfig, folder: Path) -> Worl
         metrics=MetricsLogger([]),
         activities=activities,
         timer=PhaseTimer(wall_clock=clock, cpu_clock=clock),
-        turns=DeviceTurns(controller, *cast(Any, (trainer, thread)), offload="moments") if cluster.sleeping else None,
+        turns=DeviceTurns(controller, cast(Any, trainer), thread, offload="moments") if cluster.sleeping else None,
     )
     return World(run=run, engines=engines, trainer=trainer, display=display, held_out_judge=held_out_judge)
 
@@ -178,6 +175,7 @@ def _engine(cluster: ClusterConfig, seed: int, number: int) -> ModeledEngine:
         lives_s=map(life_s, count()) if cluster.failures_per_hour else (),
         restart_s=cluster.restart_s,
         keeps_tokens=cluster.keeps_tokens,
+        sleeps=number < cluster.sleeping,
     )
 
 

@@ -89,7 +89,7 @@ def test_a_device_of_another_name_is_refused(device: str) -> None:
 )
 def test_engines_in_processes_get_a_gpu_each(gpus: int, places: list[str], monkeypatch, tmp_path) -> None:
     class Process:
-        max_context_tokens, takes_adapters = 1, False
+        max_context_tokens, takes_adapters, is_closed = 1, False, False
 
         def __init__(self, recipe: Any, *_: Any, **__: Any) -> None:
             self.device = recipe.device
@@ -106,6 +106,10 @@ def test_engines_in_processes_get_a_gpu_each(gpus: int, places: list[str], monke
     assert devices(3) == places
     if gpus == 4:
         assert devices(2, train={"ranks": 2}) == ["cuda:2", "cuda:3"]
+        table = config(engine={"name": "process", "arguments": {"engines": 3}})
+        engines = build_run_engines(table, tmp_path, None)
+        engines[0].is_closed = True
+        assert [engines[0].another("").device for _ in range(2)] == ["cuda:1", "cuda:0"], "what is free comes first"
     if gpus > 1:
         assert devices(3, device="cuda:1") == ["cuda:1"] * 3
 
@@ -130,6 +134,8 @@ TWICE = {"name": "ray", "arguments": {"num_engines": 2}}
         # As many GPUs as both together need are not there: servers go round.
         (8, servers(3, ranks=4, split=2), [(4, 5), (6, 7), (0, 1)], [2]),
         (4, servers(2, ranks=4, split=2), [(0, 1), (2, 3)], [0, 1]),
+        # As docs/scale.md says it.
+        (8, servers(2, ranks=8, split=4), [(0, 1, 2, 3), (4, 5, 6, 7)], [0, 1]),
         (1, servers(1), [(0,)], [0]),
         (2, servers(1), [(1,)], []),
         (2, servers(2, device="cuda:1"), [(1,), (1,)], [0, 1]),

@@ -591,6 +591,30 @@ def test_engines_join_and_leave_while_rollouts_run_and_a_hand_over_waits_for_no_
     virtual_time.run(main())
 
 
+def test_an_engine_that_is_to_join_waits_for_the_end_of_one_that_leaves():
+    done = []
+
+    class Slow(Joining):
+        def another(self, url: str) -> Newcomer:
+            done.append("joins")
+            return Slow()
+
+        async def close(self) -> None:
+            await asyncio.sleep(30.0)
+            await super().close()
+            done.append("closed")
+
+    async def main() -> None:
+        controller = RolloutController([Slow(), Slow()])
+        await controller.update_weights([], 1)
+        said = await asyncio.gather(*(controller.scale("engines", change) for change in ("-1", "+1")))
+        assert said == ["1 now, 1 of them up", "2 now, 1 of them up"]
+        assert done == ["closed", "joins"]
+        await controller.close()
+
+    virtual_time.run(main())
+
+
 @pytest.mark.parametrize("change", ["-1", "=4", "0", "two", "", "http://gpu7:8000", "-http://gpu7:8000"])
 def test_a_change_that_cannot_be_is_refused_and_changes_nothing(change):
     async def main() -> None:

@@ -18,7 +18,7 @@ from forebay.config import ConfigError, parse_config
 from forebay.models.config import TinyConfig
 from forebay.models.tiny import write_tiny
 from forebay.plan import fit_memory, make_plan, parse_devices, this_machine, verdict
-from forebay.plan.estimate import HOST_BYTES_PER_S
+from forebay.plan.estimate import HOST_BYTES_PER_S, Plan
 from forebay.plan.hardware import GIB, Device
 from forebay.plan.memory import _no_moves
 from forebay.plan.report import sentences
@@ -319,6 +319,38 @@ def test_the_turns_of_a_server_beside_the_trainer_and_of_a_warm_up(model: Path) 
     assert "server: weights" not in turns["training"]
     assert "server: key/value cache" not in turns["syncing"]
     assert turns["warm-up"]["trainer: moments"] == turns["training"]["trainer: moments"]
+
+
+def test_a_step_has_the_turns_of_servers_that_sleep_over_it(model: Path) -> None:
+    gpus = device(10 * GIB, count=2, flop_per_s=1e13, bytes_per_s=1e11)
+
+    def plan(seats: list[list[int]], *, lag: int = 1, name: str = "vllm", **arguments: Any) -> Plan:
+        own = {"servers": len(seats), "gpus": seats, "python": "python", "memory_share": 0.3, **arguments}
+        wide = {"over_sample_threshold": 1.0, "max_staleness": 2}
+        produce = {"mode": "separate", "sync_weights_interval": lag, **wide}
+        config = run_config(model, engine={"name": name, "arguments": own}, produce=produce)
+        return make_plan(config, gpus, prompt_tokens=32)
+
+    def turns_s(found: Plan, lag: int = 1) -> float:
+        """The part of a step in which neither generates, trains or syncs."""
+        assert found.times
+        return found.times.step_s - found.times.generation_s - found.times.training_s - found.sync_s / lag
+
+    apart, beside = plan([[1]]), plan([[0]])
+    assert apart.times
+    assert apart.times.step_s < 1.1 * max(apart.times.generation_s, apart.times.training_s)
+    moments_s = beside.turns["training"]["trainer: moments"] / HOST_BYTES_PER_S
+    assert turns_s(beside) == pytest.approx(2 * moments_s, rel=0.01)
+    # So are weights of servers that new ones do not follow: there and back in every other step, with SGLang in each.
+    weights_s = 2 * beside.num_parameters / HOST_BYTES_PER_S
+    assert turns_s(plan([[0]], lag=2, offload="none"), 2) == pytest.approx(2 * weights_s / 2, rel=0.01)
+    assert turns_s(plan([[0]], name="sglang", offload="none")) == pytest.approx(2 * weights_s, rel=0.01)
+    # Of two servers one goes on.
+    one, both = (plan(seats).times for seats in ([[0], [1]], [[0], [0]]))
+    assert one
+    assert both
+    assert one.generation_s == both.generation_s
+    assert one.step_s < 0.9 * both.step_s
 
 
 def test_a_plan_of_a_hub_model_downloads_no_weights(

@@ -30,6 +30,24 @@ def test_an_asynchronous_step_is_the_slower_of_its_parts(train_s):
     assert result.over_bound == pytest.approx(1, rel=0.01)
 
 
+@pytest.mark.parametrize("mode", ["colocated", "separate"])
+def test_where_all_engines_sleep_over_training_a_step_is_the_sum_of_its_parts_and_of_the_turns(mode):
+    config = run_config() if mode == "separate" else synchronous(run_config())
+    result = simulate(config, cluster(sleeping=1, turn_s=2.0), steps=12)
+    # The trainer takes the devices, and leaves them before the weights are handed over.
+    assert result.step_s == pytest.approx(20 + 2 + 5 + 2 + 1, rel=0.01)
+    assert result.dropped == {}
+
+
+@pytest.mark.parametrize(("sleeping", "step_s"), [(0, 20.0), (1, 25.0), (2, 30.0)])
+def test_engines_that_do_not_sleep_go_on_while_others_do(sleeping, step_s):
+    two = cluster(engines=2, tokens_per_s=20.0, slots=2, train_s=10.0, sync_s=0.0, sleeping=sleeping)
+    produce = {**PARTIAL, "in_flight_update": True}
+    result = simulate(run_config(produce=produce), two, steps=30)
+    # 800 tokens: 40 in a second, but for the ten of training, in which those that sleep make none.
+    assert result.step_s == pytest.approx(step_s, rel=0.03)
+
+
 def test_the_same_simulation_gives_the_same_numbers_and_timeline(tmp_path):
     tailed = cluster(lengths={"p50": 50, "p99": 400}, prefill_tokens_per_s=1000, judge_s=0.1)
     traces = tmp_path / "one.json", tmp_path / "other.json"

@@ -235,6 +235,23 @@ def scalable(engines: Sequence[Engine], another: Callable[[str], Engine]) -> lis
     return list(engines)
 
 
+def numbered(count: int, make: Callable[[int], Any]) -> list[Engine]:
+    """As `scalable`, so many engines made by their numbers, from which their GPUs follow.
+
+    One that joins gets the least number that none has; those that are closed have none.
+    """
+    made = {number: make(number) for number in range(count)}
+
+    def another(url: str) -> Engine:
+        if url:
+            raise ValueError(f"this run starts its engines itself, and {url} is none of them")
+        number = min({*range(len(made) + 1)} - {n for n, engine in made.items() if not engine.is_closed})
+        made[number] = make(number)
+        return cast("Engine", made[number])
+
+    return scalable([*made.values()], another)
+
+
 def joined_experts(
     known: NDArray[Any] | None, later: NDArray[Any] | None, num_tokens: int | None = None
 ) -> NDArray[Any] | None:

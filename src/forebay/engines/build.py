@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, create_model
 
 from forebay.config import Component, ConfigError, StrictModel, check_arguments, errors_about, look_up
-from forebay.engines.base import DEFAULT_MAX_BATCH, Engine, EngineLost, EngineSurroundings, scalable
+from forebay.engines.base import DEFAULT_MAX_BATCH, Engine, EngineLost, EngineSurroundings, numbered
 from forebay.engines.servers.build import HTTPArguments, http_engines
 from forebay.models import DEVICE_PATTERN, AttentionKey, attention_choices, find_device, load_model
 from forebay.models.config import PrecisionKey
@@ -93,9 +93,8 @@ def _processes(surroundings: EngineSurroundings, **arguments: Any) -> list[Engin
     from forebay.engines.process.host import EngineRecipe
     from forebay.engines.weights.between_processes import SharedMemoryHandOver
 
-    settings = ProcessArguments(
-        **{name: arguments.pop(name) for name in ProcessArguments.model_fields if name in arguments}
-    )
+    own = {name: arguments.pop(name) for name in ProcessArguments.model_fields if name in arguments}
+    settings = ProcessArguments(**own)
     recipe = EngineRecipe(
         model_folder=surroundings.model_folder,
         model=surroundings.model,
@@ -107,11 +106,7 @@ def _processes(surroundings: EngineSurroundings, **arguments: Any) -> list[Engin
     hand_over, logs = SharedMemoryHandOver(), surroundings.scratch
     started: list[ProcessEngine] = []
 
-    def another(url: str = "") -> ProcessEngine:
-        if url:
-            raise ValueError(f"engine 'process' starts its own processes, and {url} is none of them")
-        number = len(started)
-        # The GPUs go round by the number, whichever engines have left meanwhile.
+    def make(number: int) -> ProcessEngine:
         gpus = surroundings.seat(number).gpus
         device = f"cuda:{gpus[0]}" if gpus else str(find_device(surroundings.device))
         log = logs / f"engine_{number}.log"
@@ -121,8 +116,7 @@ def _processes(surroundings: EngineSurroundings, **arguments: Any) -> list[Engin
         made.max_context_tokens, made.takes_adapters = (started[0].max_context_tokens, started[0].takes_adapters)
         return made
 
-    for _ in range(settings.engines):
-        another()
+    engines = numbered(settings.engines, make)
     try:
         for process in started:
             process.wait_until_ready()
@@ -131,7 +125,7 @@ def _processes(surroundings: EngineSurroundings, **arguments: Any) -> list[Engin
         for process in started:
             process.kill()
         raise ConfigError(f"engine 'process': {error}") from None
-    return scalable(started, another)
+    return engines
 
 
 ENGINES: dict[str, Callable[..., list[Engine]]] = {

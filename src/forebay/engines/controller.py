@@ -68,6 +68,7 @@ class RolloutController(EnginePool):
         self._goes_on = goes_on
         self._seed = seed
         self._num_unnamed = 0
+        self._scaling = asyncio.Lock()
         self._running: dict[str | int | None, GenerateRequest] = {}
         """Requests that are queued or at an engine, by the rollout."""
 
@@ -154,15 +155,14 @@ class RolloutController(EnginePool):
 
         async def join(url: str) -> None:
             if self._another is None:
-                raise ValueError(
-                    "an engine in the run's own process has no others: set engine.name to 'process', 'vllm' "
-                    "or 'sglang'"
-                )
+                raise ValueError("an engine in the run's own process is alone: set engine.name = 'process' or 'vllm'")
             if url in map(str, self.engines):
                 raise ValueError(f"the engine at {url} is here already")
             self.add(await asyncio.to_thread(self._another, url))
 
-        return await scale(self._members, change, join, lambda member: self.remove(member.engine))
+        # In turn: the GPUs of one that leaves are free once it has ended.
+        async with self._scaling:
+            return await scale(self._members, change, join, lambda member: self.remove(member.engine))
 
     def add(self, engine: Engine) -> None:
         """Let `engine` join: it is brought up and gets the weights and the pause of the others."""

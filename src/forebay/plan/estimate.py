@@ -23,17 +23,10 @@ from forebay.config import ConfigError, errors_about
 from forebay.models import Precision, attention, load_tokenizer, resolve_model
 from forebay.models.config import TINY, ModelConfig
 from forebay.models.loading import model_config
-from forebay.plan.hardware import GIB, Device, this_machine
+from forebay.plan.hardware import GIB, HOST_BYTES_PER_S, Device, this_machine
 from forebay.plan.memory import SLICED, StepMemory, step_memory
-from forebay.plan.traffic import HOST_BYTES_PER_S, Traffic, find_places, num_forward, step_traffic, sync_cost
-from forebay.plan.turns import (
-    cache_bytes_per_token,
-    engine_itemsize,
-    is_server_beside,
-    memory_by_turn,
-    num_running,
-    server_share,
-)
+from forebay.plan.traffic import Traffic, find_places, num_forward, step_traffic, sync_cost
+from forebay.plan.turns import decode_bytes, is_server_beside, memory_by_turn, num_running, server_share, turn_cost
 from forebay.produce.prompts.dataset import num_prompt_tokens
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import base_precision, gpus_per_server, idle_gpus, layout, num_engines
@@ -252,8 +245,7 @@ def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: i
         if total <= WARN_SHARE * device.memory_bytes:
             break
     advice = [f"{key}={str(value).lower()}" for key, value in changes.items()]
-    fits = total <= WARN_SHARE * device.memory_bytes
-    return replace(plan, advice=advice, advised_bytes=total if fits else None)
+    return replace(plan, advice=advice, advised_bytes=total if total <= WARN_SHARE * device.memory_bytes else None)
 
 
 def _remedies(config: RunConfig, plan: Plan) -> list[tuple[str, Any]]:
@@ -346,8 +338,7 @@ def _times(config: RunConfig, device: Device, hugging_face: Any, step: StepMemor
         # Both moments, there and back; or weights and gradients, once for each pass of a step.
         optimizer_s += 4 * gradients / HOST_BYTES_PER_S
     running, gpus, sizes = num_running(config), gpus_per_server(config), hugging_face.get_text_config()
-    read = step.num_parameters * engine_itemsize(config)
-    read += running * longest // 2 * cache_bytes_per_token(config, hugging_face)
+    read = decode_bytes(config, hugging_face, step.num_parameters, longest)
     launch_s = GRAPH_LAUNCH_S if config.engine.arguments.get("cuda_graphs", True) else LAUNCH_S
     # Bound by the memory's bandwidth, by arithmetic, or by the launching of kernels.
     token_s = max(
@@ -366,5 +357,6 @@ def _times(config: RunConfig, device: Device, hugging_face: Any, step: StepMemor
         train_s=config.train.optimizer_steps * optimizer_s + sum(waits_s[:1]),
         train_tokens_per_s=train_rate,
         sync_s=sync_cost(config, device, step)[1],
+        **turn_cost(config, device, step),
     )
     return {"times": simulate(config, described, steps=SIMULATED_STEPS), "traffic": traffic}

@@ -12,6 +12,9 @@ from forebay.models import Precision, find_device, precision_on
 
 MIB, GIB = 2**20, 2**30
 
+HOST_BYTES_PER_S = 2.5e10
+"""The rate between a GPU and the host's memory, by PCIe 4 with 16 lanes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Device:

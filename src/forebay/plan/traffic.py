@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from forebay.config import ConfigError
-from forebay.plan.hardware import Device
+from forebay.plan.hardware import HOST_BYTES_PER_S, Device
 from forebay.plan.memory import StepMemory
 from forebay.plan.turns import engine_itemsize, heads
 from forebay.runs.config import RunConfig
@@ -21,8 +21,6 @@ from forebay.train import TrainConfig
 
 LINK_SHARE = 0.75
 """Of a link or a network, in collectives of large messages; an assumption that nothing has confirmed yet."""
-HOST_BYTES_PER_S = 2.5e10
-"""The rate between a GPU and the host's memory, by PCIe 4 with 16 lanes."""
 RAY_BYTES_PER_S = 1e9
 """Of one machine that pulls an object from another; two simulated nodes on two busy cores made 0.4 to 0.7."""
 

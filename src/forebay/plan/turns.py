@@ -18,7 +18,7 @@ from typing import Any
 
 from forebay.engines.base import DEFAULT_MAX_BATCH
 from forebay.engines.weights.buckets import BUCKET_BYTES
-from forebay.plan.hardware import MIB, Device
+from forebay.plan.hardware import HOST_BYTES_PER_S, MIB, Device
 from forebay.plan.memory import StepMemory, step_memory
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import (
@@ -100,6 +100,20 @@ def _left(config: RunConfig, trainer: Mapping[str, int], *, beside: bool) -> dic
     return {name: size for name, size in trainer.items() if name.removeprefix("trainer: ") in stay}
 
 
+def turn_cost(config: RunConfig, device: Device, step: StepMemory) -> dict[str, Any]:
+    """A simulation's ``sleeping`` servers, and ``turn_s``, in which the memory of a GPU changes hands."""
+    if not is_server_beside(config, device):
+        return {}
+    # Weights of a server that new ones replace are not kept, but for adapters' base and by SGLang.
+    has_base = config.train.lora_rank and config.engine.arguments.get("takes_adapters", True)
+    replaced = 0 if has_base or config.engine.name == "sglang" else 1 / config.produce.sync_weights_interval
+    num_here = engines_by_place(config, device)[0] / gpus_per_server(config)
+    kept = (1 - replaced) * num_here * step.num_parameters * engine_itemsize(config)
+    stay, stay_beside = (sum(_left(config, step.parts, beside=beside).values()) for beside in (False, True))
+    sleeping = sum(engine_seat(config, number, device.count).is_shared for number in range(num_engines(config)))
+    return {"sleeping": sleeping, "turn_s": (stay - stay_beside + kept) / HOST_BYTES_PER_S}
+
+
 def engines_by_place(config: RunConfig, device: Device) -> tuple[int, int]:
     """How many engines lie in the trainer's memory, and how many on the fullest GPU without a trainer."""
     if config.cluster is not None:
@@ -150,6 +164,12 @@ def num_running(config: RunConfig) -> int:
     under_way = config.batch_size * config.group_sizes[1] * (1 + config.produce.over_sample_threshold)
     most = config.engine.arguments.get("max_batch", DEFAULT_MAX_BATCH)
     return int(min(-(-under_way // num_engines(config, of_production=True)), most))
+
+
+def decode_bytes(config: RunConfig, hugging_face: Any, num_parameters: int, longest: int) -> int:
+    """Bytes that an engine reads to make a token of each of its requests, which on average are half done."""
+    cached = num_running(config) * longest // 2 * cache_bytes_per_token(config, hugging_face)
+    return num_parameters * engine_itemsize(config) + cached
 
 
 def engine_itemsize(config: RunConfig) -> int:

@@ -60,6 +60,10 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
     rollouts and training too, and so does a report's share of training."""
     train_tokens_per_s: float | None = Field(default=None, gt=0)
     """Response tokens that all trainers together train in a second, besides."""
+    sleeping: int = Field(default=0, ge=0)
+    """The first engines, so many, share devices with trainers, and sleep while these train."""
+    turn_s: float = Field(default=0.0, ge=0)
+    """Seconds until trainers have their memory on such devices, and again until they have left."""
     sync_s: float = Field(default=0.0, ge=0)
     """Seconds to hand the weights to the engines."""
     failures_per_hour: float = Field(default=0.0, ge=0)

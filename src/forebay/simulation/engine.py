@@ -56,6 +56,7 @@ class ModeledEngine(ScriptedEngine):
         lives_s: seconds from each time it comes up until it fails; after the last it fails no more.
         restart_s: seconds that it takes to come up again; at first it comes up at once.
         keeps_tokens: whether the tokens of requests that it loses are known, so that others go on from them.
+        sleeps: whether a trainer has its device now and then; see `forebay.runs.turns`.
     """
 
     def __init__(
@@ -68,9 +69,11 @@ class ModeledEngine(ScriptedEngine):
         lives_s: Iterable[float] = (),
         restart_s: float = 0.0,
         keeps_tokens: bool = True,
+        sleeps: bool = False,
     ) -> None:
         super().__init__({}, token_latency_s=1.0, max_running=slots, max_context_tokens=_LONGEST)
         self._slot_rates = [0.0, *(rate(running) / running for running in range(1, slots + 1))]
+        self.sleeps = sleeps
         self.num_tokens = 0
         """Tokens of all requests that ended, also of those that were lost."""
         self._lives_s, self._keeps_tokens = iter(lives_s), keeps_tokens
@@ -91,6 +94,10 @@ class ModeledEngine(ScriptedEngine):
     def slot_s(self) -> float:
         """Seconds that slots were taken until now, all slots together."""
         return self._left_slot_s + len(self._running) * asyncio.get_running_loop().time()
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Let the trainer have the device until `resume`; the requests go elsewhere, or wait."""
+        await self.pause()
 
     # -- Failures
 

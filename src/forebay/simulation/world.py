@@ -8,7 +8,7 @@
     tokenizer   prompts of the cluster's length; responses have no text
     judge       judge_s, then a score
     manager     the real one; a checkpoint's cut takes checkpoint_s
-    trainer     train and sync seconds; notes how stale every token is that it gets
+    trainer     seconds to train, to change turns and to sync; notes how stale every token is that it gets
     compute     the thread in which a run trains: its work takes the virtual time it is charged with
     display     silent; tells how far the run is
 """
@@ -43,6 +43,7 @@ from forebay.runs.build import Run
 from forebay.runs.config import RunConfig, TaskConfig
 from forebay.runs.rollouts import EvalSet, build_buffer, build_strategy
 from forebay.runs.show.display import RunDisplay
+from forebay.runs.turns import DeviceTurns
 from forebay.simulation.cluster import ClusterConfig
 from forebay.simulation.engine import ModeledEngine
 from forebay.types import RolloutState
@@ -144,6 +145,7 @@ def build_world(config: RunConfig, cluster: ClusterConfig, folder: Path) -> Worl
         metrics=MetricsLogger([]),
         activities=activities,
         timer=PhaseTimer(wall_clock=clock, cpu_clock=clock),
+        turns=DeviceTurns(controller, cast(Any, trainer), thread, offload="moments") if cluster.sleeping else None,
     )
     return World(run=run, engines=engines, trainer=trainer, display=display, held_out_judge=held_out_judge)
 
@@ -173,6 +175,7 @@ def _engine(cluster: ClusterConfig, seed: int, number: int) -> ModeledEngine:
         lives_s=map(life_s, count()) if cluster.failures_per_hour else (),
         restart_s=cluster.restart_s,
         keeps_tokens=cluster.keeps_tokens,
+        sleeps=number < cluster.sleeping,
     )
 
 
@@ -286,6 +289,12 @@ class TimedTrainer:
         self._thread.charged_s += self._cluster.training_s(len(made_by))
         self.model_step += 1
         return SimpleNamespace(metrics={})
+
+    def offload(self, *, weights: bool = False) -> None:
+        """Take the time in which memory leaves a device that engines share, or comes back."""
+        self._thread.charged_s += self._cluster.turn_s
+
+    onload = offload
 
     async def sync_weights(self, controller: RolloutController) -> int:
         """Take the time that the weights take."""

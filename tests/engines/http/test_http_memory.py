@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from forebay.aio.time_limits import time_limit
 from forebay.engines import RolloutController
 from forebay.engines.base import EngineLost
 from forebay.engines.servers.dialects import Dialect, SGLang
@@ -150,6 +151,30 @@ async def test_a_server_that_comes_back_while_the_trainer_trains_gets_the_newer_
     await coming
     assert (await engine.generate(ask())).model_steps.tolist() == [2] * 4
     assert engine.model_step == 2
+
+
+async def test_the_wait_for_a_train_step_is_no_part_of_the_time_to_come_back_in(vllm, connect, ask):
+    engine, weights = connect(vllm, bucket_device="cpu", start_limit_s=0.5), Weights(step=1)
+    await engine.bring_up()
+    await engine.load_weights(weights.live, 1)
+    await vllm.kill()
+    await vllm.start()
+    engine._lose("it was killed")
+    weights.turn.acquire()
+    asyncio.get_running_loop().call_later(1.0, weights.turn.release)
+    await engine.bring_up()
+    assert vllm.calls.count("POST /start_weight_update") == 2, "it was given up, and tried again"
+    assert (await engine.generate(ask())).model_steps.tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("wait", ["reading", "held"])
+async def test_no_clock_runs_while_a_transfer_waits_for_a_train_step(wait):
+    weights = Weights()
+    buckets = Buckets(weights.live, "cpu")
+    weights.turn.acquire()
+    asyncio.get_running_loop().call_later(0.2, weights.turn.release)
+    async with time_limit(0.1), buckets.reading(0) if wait == "reading" else buckets.held():
+        pass
 
 
 async def test_a_transfer_that_train_steps_interrupt_is_through_at_its_second_try(vllm, connect, ask, monkeypatch):

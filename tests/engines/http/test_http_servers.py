@@ -285,6 +285,22 @@ def test_servers_see_their_own_gpus_and_only_those_that_share_one_are_started_to
     assert "--gpu-memory-utilization" in alone._server._command(8123)
 
 
+async def test_the_gpus_of_a_server_that_left_are_those_of_the_next_that_joins(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    seats = [Seat((0,), is_shared=True), Seat((1,))]
+    options = ["--seed", "{server}"]
+    engines = build(tiny, tmp_path, servers=2, options=options, memory_share=0.4, around={"seat": seats.__getitem__})
+    await engines[0].close()
+    again = engines[0].another("")
+    assert again._server._environment["CUDA_VISIBLE_DEVICES"] == "4"
+    # All that follows from its number, or from its place beside a rank, is as it was.
+    assert again._server._command(8123) == engines[0]._server._command(8123)
+    assert again.sleeps
+    with pytest.raises(IndexError):
+        engines[0].another("")
+    await again.close()
+
+
 def test_gpus_that_the_run_does_not_see_are_refused(tiny, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6")
     with pytest.raises(ConfigError, match="gpus names GPU 2, from 0 on, and CUDA_VISIBLE_DEVICES is '5,6' here"):

@@ -93,7 +93,8 @@ class ProcessEngine:
         """Whether the child's engine does."""
         self._recipe, self._hand_over, self._log = recipe, hand_over, log
         self._silence_limit_s = silence_limit_s
-        self._closed = False
+        self.is_closed = False
+        """Whether it was closed, and uses no GPU any more."""
         self._is_behind = False
         """Whether the child may lack the weights of the last hand-over."""
         self._child = _Child(recipe, log, silence_limit_s)
@@ -120,7 +121,7 @@ class ProcessEngine:
         Raises:
             ValueError: the request can never run.
         """
-        if self._closed:
+        if self.is_closed:
             return Completion(finish_reason="error", error_msg="the engine is closed")
         try:
             return from_plain(*await self._call("generate", *as_plain(request)), Completion)
@@ -185,7 +186,7 @@ class ProcessEngine:
         Raises:
             EngineLost: it does not start, or does not take them over.
         """
-        if self._closed:
+        if self.is_closed:
             raise EngineLost("the engine is closed")
         if not self._child.serves:
             await self._start()
@@ -216,9 +217,9 @@ class ProcessEngine:
 
     async def close(self) -> None:
         """End the child, also one that does not answer; `generate` afterwards returns an error completion."""
-        if self._closed:
+        if self.is_closed:
             return
-        self._closed = True
+        self.is_closed = True
         try:
             with contextlib.suppress(EngineLost, TimeoutError):
                 async with timeout(CLOSE_LIMIT_S):

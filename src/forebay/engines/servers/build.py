@@ -25,7 +25,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 from pydantic import Field, NonNegativeInt, model_validator
 
 from forebay.config import ConfigError, StrictModel, check_arguments
-from forebay.engines.base import Engine, EngineSurroundings, scalable
+from forebay.engines.base import Engine, EngineSurroundings, numbered, scalable
 from forebay.engines.servers.dialects import MODEL_NAME, Dialect, SGLang
 from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
@@ -57,7 +57,7 @@ class HTTPArguments(StrictModel, strict=True):
     """Where files with weights are handed over, all weights if given; None: in the run's folder. In
     ``/dev/shm``: through memory."""
     start_limit_s: float = Field(default=START_LIMIT_S, gt=0)
-    """Seconds that a server may take to start, or to come back."""
+    """Seconds that a server may take to start, or to come back; the wait for a train step to end does not count."""
     takes_adapters: bool | None = None
     """Whether a run with LoRA hands over adapters alone; None: to servers that it starts. A server that
     others run must have been started for that."""
@@ -171,22 +171,20 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     environment: dict[str, str | None] = {**_OF_THE_TRAINER, **dialect.environment}
     if bucket_device == "cpu":
         environment["PYTHONPATH"] = str(Path(__file__).with_name("vllm_plugin"))
-    made: list[HTTPEngine] = []
 
-    def another(url: str = "") -> HTTPEngine:
-        seat, number = surroundings.seat(len(made)), str(len(made))
-        if url or (seat.is_shared and len(made) >= settings.servers):
-            raise ValueError(f"engine {kind!r} of this run has no GPU for another, and starts its servers itself")
+    def make(number: int) -> HTTPEngine:
+        seat, name = surroundings.seat(number), str(number)
+        if seat.is_shared and number >= settings.servers:
+            raise ValueError(f"engine {kind!r} of this run has no GPU for another: the trainer has the next")
         server = LocalServer(
-            partial(command, [option.replace("{server}", number) for option in settings.options], seat.is_shared),
-            log=scratch / f"server_{number}.log",
-            environment=_environment(environment, settings, seat.gpus, number),
+            partial(command, [option.replace("{server}", name) for option in settings.options], seat.is_shared),
+            log=scratch / f"server_{name}.log",
+            environment=_environment(environment, settings, seat.gpus, name),
             start_limit_s=settings.start_limit_s,
         )
-        made.append(engine(server, model=MODEL_NAME, max_context_tokens=context, sleeps=seat.is_shared))
-        return made[-1]
+        return engine(server, model=MODEL_NAME, max_context_tokens=context, sleeps=seat.is_shared)
 
-    return scalable([another() for _ in range(settings.servers)], another)
+    return numbered(settings.servers, make)
 
 
 def _served(kind: str, model_folder: Path, scratch: Path | None) -> tuple[Path, dict[str, str]]:

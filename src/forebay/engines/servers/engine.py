@@ -38,7 +38,7 @@ from collections.abc import AsyncIterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
-from forebay.aio.time_limits import timeout
+from forebay.aio.time_limits import time_limit, timeout
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.local.stopping import StopTexts
 from forebay.engines.servers.dialects import CACHE, WEIGHTS, Dialect
@@ -120,6 +120,11 @@ class HTTPEngine:
     def model_step(self) -> int:
         """The step of the weights that make the next token."""
         return self._weights.model_step
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, and uses no GPU any more."""
+        return self._state is State.CLOSED
 
     # Requests
 
@@ -265,7 +270,7 @@ class HTTPEngine:
 
     async def close(self) -> None:
         """End everything; stop the server if it was started here, else leave it unpaused."""
-        if self._state is State.CLOSED:
+        if self.is_closed:
             return
         was_up = self._state is not State.NEW
         self._enter(State.CLOSED, "the engine is closed")
@@ -315,7 +320,7 @@ class HTTPEngine:
     # States
 
     def _enter(self, state: State, why: str = "") -> None:
-        if self._state is State.CLOSED:
+        if self.is_closed:
             return
         self._state, self._lost_because = state, why
         if state is State.LOADING:
@@ -357,7 +362,7 @@ class HTTPEngine:
 
     async def _go_on(self, stream: Stream) -> None:
         """Let the server work on it, or end it as the state says."""
-        if self._state is State.CLOSED:
+        if self.is_closed:
             return stream.end("error", self._lost_because)
         if self._paused:
             return stream.end("abort")
@@ -416,7 +421,7 @@ class HTTPEngine:
     # Weights
 
     async def _update(self, weights: Weights, model_step: int, adapters: AdapterConfig | None = None) -> None:
-        if self._state is State.CLOSED:
+        if self.is_closed:
             raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
         written = await self._files.write(weights, model_step, adapters=adapters)
         async with self._controlling(loading=model_step):
@@ -453,7 +458,8 @@ class HTTPEngine:
     async def _prepare(self) -> None:
         """Load the current weights if the server lacks them, let it make tokens, and check how it does."""
         late = EngineLost(f"{self}: it answers, but was not ready within {self._start_limit_s:.0f} s")
-        async with timeout(self._start_limit_s, lambda: late), self._controlling():
+        # A train step may be longer: the wait for it does not count.
+        async with time_limit(self._start_limit_s, lambda: late), self._controlling():
             # The pool pauses it again if need be; a stale pause would outlast the load.
             self._paused = False
             await self._weights.wake(WEIGHTS, CACHE)

@@ -24,6 +24,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import torch
 
+from forebay.aio.time_limits import not_counted
 from forebay.io.shared import Layout, MemoryFile, views
 from forebay.models import empty_cache
 from forebay.models.live_weights import LiveWeights
@@ -89,10 +90,13 @@ class Buckets:
 
     @contextlib.asynccontextmanager
     async def reading(self, number: int) -> AsyncIterator[Bucket]:
-        """One bucket, of the weights of now; it stays as it is while the block is open."""
+        """One bucket, of the weights of now; it stays as it is while the block is open.
+
+        The wait for a train step, here as in `held`, is not counted by a `time_limit` around it."""
         filling = self._begin(number)
         filling.num_readers += 1
-        bucket = await asyncio.shield(filling.task)
+        with not_counted():
+            bucket = await asyncio.shield(filling.task)
         # On a GPU that is shared there is no room for it, and the copy takes no time.
         if self._device == "cpu" and number + 1 < len(self._parts):
             self._begin(number + 1)
@@ -107,7 +111,8 @@ class Buckets:
         # A thread waits for the step, and none for the transfer, which needs threads itself.
         begun = asyncio.get_running_loop().run_in_executor(None, holding.__enter__)
         try:
-            await asyncio.shield(begun)
+            with not_counted():
+                await asyncio.shield(begun)
             yield
         finally:
             # Where it is cancelled over its own wait for a train step, after that.

@@ -282,7 +282,7 @@ class Asked(ProcessEngine):
     """Asks a host in this process, by the bytes that go over a socket."""
 
     def __init__(self, session: HostSession) -> None:
-        self._closed, self._session = False, session
+        self.is_closed, self._session = False, session
 
     async def _call(self, method: str, argument: Any, buffers: Sequence[bytes] = ()) -> tuple[Any, list[Any]]:
         answer, made = await self._session._generate(

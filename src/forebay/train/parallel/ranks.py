@@ -267,7 +267,7 @@ class LocalRanks(Ranks):
 PROCESSES: Any = get_context("spawn" if sys.platform == "darwin" else "forkserver")
 """How ranks are started: forked from a process that only loads `LOADED_ONCE`. Apple's libraries refuse a fork."""
 LOADED_ONCE = ["forebay.train.parallel.worker", "transformers.models.auto.modeling_auto"]
-"""What takes seconds and some hundred MB: all ranks of this process, also later ones, share it."""
+"""Modules that take seconds and some hundred MB: all ranks of this process, also later ones, share them."""
 
 
 class RankError(RuntimeError):

@@ -389,7 +389,7 @@ def test_what_all_ranks_refuse_is_raised_as_it_is_and_they_go_on(make_model, mak
 def test_what_one_rank_has_and_several_have_not_says_so(make_model, ranks):
     with pytest.raises(ValueError, match=r"ranks is 3, but 2 ranks"):
         trainer_for(make_model(), ranks, num_ranks=3)
-    with pytest.raises(RuntimeError, match="on the ranks"):
+    with pytest.raises(RuntimeError, match="in the ranks' processes"):
         _ = trainer_for(make_model(), ranks).model
 
 

@@ -1,4 +1,4 @@
-"""What a process that others are forked from imports first: it leaves the terminal and the folder of the run alone."""
+"""The first import of a process that others are forked from: it leaves the run's terminal and folder alone."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, and not in its list
@@ -145,8 +146,7 @@ def joined(place: Place) -> Iterator[None]:
 
 def _serve(place: Place) -> None:
     # In the store no Python runs that could handle a signal.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _on_signals(signal.SIG_DFL)
     try:
         host, port, token = _store(place).get("forebay").decode().split()
         channels = []
@@ -161,9 +161,13 @@ def _serve(place: Place) -> None:
         why = str(error).partition("\n")[0]
         raise RankError(f"rank {place.rank} found no run by {place.host}:{place.port}: {why}") from None
     # They reach every process: the run finishes its step, for which it needs the ranks, and ends them.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _on_signals(signal.SIG_IGN)
     ranks.serve(channels)
+
+
+def _on_signals(handler: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
 
 
 def _store(place: Place) -> TCPStore:

@@ -269,7 +269,7 @@ class LocalRanks(Ranks):
 PROCESSES: Any = get_context("spawn" if sys.platform == "darwin" else "forkserver")
 """How ranks are started: forked from a process that only loads `LOADED_ONCE`. Apple's libraries refuse a fork."""
 LOADED_ONCE = ["forebay.io.forked", "forebay.train.parallel.worker", "transformers.models.auto.modeling_auto"]
-"""What takes seconds and some hundred MB: all ranks of this process, also later ones, share it."""
+"""They take seconds and some hundred MB: all ranks of this process, also later ones, share them."""
 
 
 class RankError(RuntimeError):
@@ -363,9 +363,8 @@ def set_interface(address: str) -> None:
 
 
 def _begin(process: Any, *, imports_main: bool) -> None:
-    prepared = spawn.get_preparation_data(process.name)
     # multiprocessing itself has no word for a process that needs nothing of the script.
-    told = {key: prepared[key] for key in prepared if imports_main or "main" not in key}
+    told = {k: v for k, v in spawn.get_preparation_data(process.name).items() if imports_main or "main" not in k}
     with patch.object(spawn, "get_preparation_data", return_value=told):
         process.start()
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import tomllib
 from collections import Counter
 from multiprocessing import active_children
@@ -21,7 +22,9 @@ from forebay.runs import steps
 from forebay.runs.config import SEPARATE_DEFAULTS, ProduceConfig, RunConfig, to_toml
 from forebay.runs.folder import list_checkpoints, saved_config
 from forebay.runs.launch import launch
+from forebay.runs.placement import is_apart
 from forebay.train import TrainController
+from forebay.train.objective.losses import POLICY_LOSSES
 from forebay.train.parallel.ranks import LocalRanks
 from forebay.watching.stalls import StallError
 
@@ -141,6 +144,12 @@ def test_a_separate_run_that_loses_its_trainer_goes_back_and_generates_nothing_a
     assert any(event.get("found") for event in admitted)
     assert events(folder, "rewound")
     assert not [child for child in active_children() if child.name.startswith("forebay-rank")]
+
+
+def test_a_loss_of_the_script_itself_is_found_in_the_process_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "own_loss", POLICY_LOSSES["clipped"], raising=False)
+    assert is_apart(config(tmp_path))
+    assert not is_apart(config(tmp_path, train={"loss": "__main__:own_loss"}))
 
 
 def test_separate_mode_has_defaults_of_its_own_that_keep_long_groups(tmp_path):

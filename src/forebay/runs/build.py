@@ -41,15 +41,7 @@ from forebay.produce.strategies.rules import name_group
 from forebay.replay import StorageBackend
 from forebay.runs import rollouts as rollout_parts
 from forebay.runs.config import RunConfig, WarmupTable, to_toml
-from forebay.runs.placement import (
-    Cluster,
-    Trainer,
-    base_precision,
-    device_fact,
-    takes_turns,
-    trains_apart,
-    yields_memory,
-)
+from forebay.runs.placement import Cluster, Trainer, base_precision, device_fact, is_apart, takes_turns, yields_memory
 from forebay.runs.record.events import observe_buffer
 from forebay.runs.record.history import History
 from forebay.runs.record.journal import Recorder
@@ -232,10 +224,7 @@ def build_run(
     if cluster is not None and start is None:
         cluster.start(model_folder)
     # Parts that open files come last, so that none is left open where one before it does not fit.
-    if cluster is None:
-        trainer: Trainer = build_trainer(config, model_folder, tokenizer, apart=trains_apart(config))
-    else:
-        trainer = cluster.trainer()
+    trainer = cluster.trainer() if cluster else build_trainer(config, model_folder, tokenizer, apart=is_apart(config))
     if storage is None:
         storage = open_storage(config, folder, is_new=resume_step is None)
     try:

@@ -267,15 +267,16 @@ def tries_beside(config: RunConfig) -> bool:
     return config.evaluate.mode == "beside" and any(task.eval_data is not None for task in config.tasks)
 
 
-def trains_apart(config: RunConfig) -> bool:
+def is_apart(config: RunConfig) -> bool:
     """Whether the trainer is in processes of its own, whose loss a checkpoint brings back: on Ray, and as ranks.
 
     So is one rank on a CPU whose run generates meanwhile: in one interpreter each would wait for the other. On
-    a GPU it stays in the run's process, where engines read its memory.
+    a GPU it stays in the run's process, where engines read its memory; so with a loss of a script or a notebook.
     """
     if config.cluster is not None or config.train.ranks > 1:
         return True
-    return config.produce.mode == "separate" and find_device(config.device).type == "cpu"
+    is_beside = config.produce.mode == "separate" and not config.train.loss.startswith("__main__:")
+    return is_beside and find_device(config.device).type == "cpu"
 
 
 def yields_memory(config: RunConfig) -> bool:

@@ -70,9 +70,9 @@ def keeps_consumed(config: RunConfig) -> bool:
     Where a run ends as a whole, and its groups with it, nothing could ask for them again.
     """
     # It loads torch, without which the commands that read a store start.
-    from forebay.runs.placement import trains_apart
+    from forebay.runs.placement import is_apart
 
-    loses_trainer = trains_apart(config) and not config.record
+    loses_trainer = is_apart(config) and not config.record
     return config.checkpoint_every > 0 and (loses_trainer or store_of(config) != "memory")
 
 

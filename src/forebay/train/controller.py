@@ -125,11 +125,9 @@ class TrainController:
         self._saving: tuple[Path, ExitStack] | None = None
         self._own_ranks: LocalRanks | None = None
         if ranks is None and (apart or config.ranks > 1):
-            if device is None:
-                # A folder says no device.
-                device = "cpu" if isinstance(model, ModelFolder) else next(model.parameters()).device
-            where = torch.device(device)
-            ranks = self._own_ranks = LocalRanks(config.ranks, device=where.type)
+            # A folder says no device.
+            at = torch.device(device or ("cpu" if isinstance(model, ModelFolder) else next(model.parameters()).device))
+            ranks = self._own_ranks = LocalRanks(config.ranks, device=at.type, imports_main=config.ranks > 1)
         models: dict[str, Any] = {"model": model, "ref_model": ref_model, "value_model": value_model}
         settings: dict[str, Any] = {
             "pad_token_id": pad_token_id,
@@ -152,7 +150,8 @@ class TrainController:
             except BaseException:
                 self.close()
                 raise
-            even_length = ranked.even_length
+            # One rank packs as one of this process does.
+            even_length = ranked.even_length if ranks.num_ranks > 1 else even_length
         self._packer = Packer(
             config.token_budget,
             num_ranks=1 if ranks is None else ranks.num_ranks // config.parallel.same_sequences,

@@ -65,17 +65,15 @@ def load_sharded(
     from transformers.distributed import DistributedConfig
 
     model_class: Any = _find(source["class"], source["folder"])
-    asked: dict[str, Any] = {}
     if mesh is not None:
         model_class = _sharded_class(model_class, mesh, config, precision=precision, device=device)
-        asked["distributed_config"] = DistributedConfig()
     with no_progress_bars():
         model = model_class.from_pretrained(
             source["folder"],
             dtype=getattr(torch, source["dtype"] or precision),
             attn_implementation=source["attention"],
             local_files_only=True,
-            **asked,
+            **({} if mesh is None else {"distributed_config": DistributedConfig()}),
         )
     # It would be written into every config.json.
     vars(model.config).pop("distributed_config", None)

@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -30,10 +31,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
+from logging.handlers import BufferingHandler
+from multiprocessing import get_context, spawn
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch
@@ -164,11 +166,11 @@ class LocalRanks(Ranks):
 
     Without a sign of life for `limit_s` a rank is lost. `device` is ``cpu`` or ``cuda`` (each rank then
     has the GPU of its number). `threads` are those of each rank; left out, the ranks share what this process
-    has.
+    has. Warnings of the first one are logged here.
 
-    Processes import the main module: a script that makes one needs ``if __name__ == "__main__":`` around what it does.
-    Several trainers may use them one after the other. `joined` are the last ranks, which are there already,
-    maybe on other machines than this one, whose address is `home`.
+    With `imports_main` they know the classes of models in a script, which then needs ``if __name__ ==
+    "__main__":`` around what it does. Several trainers may use them one after the other. `joined` are the last
+    ranks, which are there already, maybe on other machines than this one, whose address is `home`.
     """
 
     def __init__(
@@ -180,13 +182,13 @@ class LocalRanks(Ranks):
         limit_s: float = SILENCE_LIMIT_S,
         joined: Sequence[Rank] = (),
         home: str = LOOPBACK,
+        imports_main: bool = True,
     ) -> None:
         super().__init__(num_ranks)
         check_limit("limit_s", limit_s)
         self._limit_s, self._home = START_LIMIT_S, home
         self._folder = tempfile.TemporaryDirectory(prefix="forebay-ranks-")
-        file = Path(self._folder.name) / "rendezvous"
-        meeting = f"file://{file}" if home == LOOPBACK else free_meeting(home)
+        meeting = f"file://{self._folder.name}/rendezvous" if home == LOOPBACK else free_meeting(home)
         threads = threads or max(1, torch.get_num_threads() // num_ranks)
         self._ranks: list[Rank] = []
         PROCESSES.set_forkserver_preload(LOADED_ONCE)
@@ -198,8 +200,8 @@ class LocalRanks(Ranks):
                 for sock in (*ours, *theirs):
                     begun.callback(sock.close)
                 name = f"forebay-rank-{rank}"
-                process = PROCESSES.Process(target=_serve, args=[theirs], name=name, daemon=True)
-                process.start()
+                process = PROCESSES.Process(target=_serve, args=[theirs, dict(os.environ)], name=name, daemon=True)
+                _begin(process, imports_main=imports_main)
                 for sock in theirs:
                     sock.close()
                 channels = [connect(sock, START_LIMIT_S) for sock in ours]
@@ -209,9 +211,8 @@ class LocalRanks(Ranks):
         told = (num_ranks, meeting, device, threads, limit_s)
         self._ask(START, [(n, rank.gpu, rank.address, *told) for n, rank in enumerate(self._ranks)])
         self._limit_s = limit_s
-        for started in self._ranks:
-            for channel in started.channels:
-                channel.sock.settimeout(limit_s)
+        for channel in [channel for rank in self._ranks for channel in rank.channels]:
+            channel.sock.settimeout(limit_s)
 
     @property
     def pids(self) -> list[int | None]:
@@ -222,8 +223,7 @@ class LocalRanks(Ranks):
         """The ranks all write there at the same time, if they are on this machine."""
         if self._home != LOOPBACK:
             return super().copy_weights(layout, memory, merged=merged)
-        told = (layout, merged, memory.path, memory.inode, memory.num_bytes)
-        self.call("copy_weights", [told] * self.num_ranks)
+        self.call("copy_weights", [(layout, merged, memory.path, memory.inode, memory.num_bytes)] * self.num_ranks)
 
     def close(self) -> None:
         """End all ranks."""
@@ -245,6 +245,8 @@ class LocalRanks(Ranks):
             raise RankError(silence(number, self._limit_s, method)) from None
         except (EOFError, OSError):
             raise RankError(f"rank {number} died in {method}: {rank.describe_end()}") from None
+        for warning in reply["warnings"] if number == 0 else ():
+            logging.getLogger(__name__).warning("%s", warning)
         if reply["error"] is not None:
             raise FailedCall(*reply["error"])
         return reply["result"]
@@ -266,8 +268,8 @@ class LocalRanks(Ranks):
 
 PROCESSES: Any = get_context("spawn" if sys.platform == "darwin" else "forkserver")
 """How ranks are started: forked from a process that only loads `LOADED_ONCE`. Apple's libraries refuse a fork."""
-LOADED_ONCE = ["forebay.train.parallel.worker", "transformers.models.auto.modeling_auto"]
-"""Modules that take seconds and some hundred MB: all ranks of this process, also later ones, share them."""
+LOADED_ONCE = ["forebay.io.forked", "forebay.train.parallel.worker", "transformers.models.auto.modeling_auto"]
+"""They take seconds and some hundred MB: all ranks of this process, also later ones, share them."""
 
 
 class RankError(RuntimeError):
@@ -326,10 +328,7 @@ class Rank:
             return "it closed its connection and does not end"
         if code < 0:
             return f"exit code {code} ({signal.Signals(-code).name})"
-        return (
-            f"exit code {code}; its output says why (a script that starts ranks must do its work under "
-            f'`if __name__ == "__main__":`, because each rank imports it again)'
-        )
+        return f'exit code {code}; its output says why (a script with ranks needs `if __name__ == "__main__":`)'
 
 
 class FailedCall(Exception):
@@ -363,10 +362,20 @@ def set_interface(address: str) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
-def _serve(socks: Sequence[socket.socket]) -> None:
+def _begin(process: Any, *, imports_main: bool) -> None:
+    # multiprocessing itself has no word for a process that needs nothing of the script.
+    told = {k: v for k, v in spawn.get_preparation_data(process.name).items() if imports_main or "main" not in k}
+    with patch.object(spawn, "get_preparation_data", return_value=told):
+        process.start()
+
+
+def _serve(socks: Sequence[socket.socket], environment: Mapping[str, str]) -> None:
     """The main function of a rank's process that was started for it."""
     # Ctrl-C and torchrun's SIGTERM reach every process of a group; the caller decides what they mean.
     os.setpgrp()
+    # That of a process which is forked is as old as the first rank.
+    os.environ.clear()
+    os.environ.update(environment)
     serve([connect(sock) for sock in socks])
 
 
@@ -376,6 +385,7 @@ def serve(channels: Sequence[BlockingChannel]) -> None:
     consumes: calls   waits for: a message   woken by: the caller, or its end   produces: a reply each
     """
     worker: Any = None
+    logging.getLogger("forebay").addHandler(logged := BufferingHandler(capacity=100))
 
     def start(
         rank: int, gpu: int, address: str, num_ranks: int, meeting: str, device: str, threads: int, limit_s: float
@@ -392,7 +402,9 @@ def serve(channels: Sequence[BlockingChannel]) -> None:
             while True:
                 method, arguments = receive(channel)
                 call = start if method == START else getattr(worker, method)
-                send(channel, _attempt(partial(call, *arguments)))
+                reply = _attempt(partial(call, *arguments))
+                records, logged.buffer = logged.buffer, []
+                send(channel, reply | {"warnings": [record.getMessage() for record in records]})
 
     def answer_beside() -> None:
         answer(channels[1])

@@ -320,7 +320,7 @@ async def test_engines_for_running_servers_know_what_they_serve(tiny, tmp_path, 
     assert [engine.max_context_tokens for engine in engines] == [48, 48]
     for engine in engines:
         await engine.bring_up()
-    weights = [("w", torch.ones(1))]
+    weights = [("model.embed_tokens.weight", torch.ones(1))]
     await asyncio.gather(*(engine.load_weights(weights, 1) for engine in engines))
     assert len(set(server.loaded)) == 1
     assert server.loaded[0].is_relative_to(tmp_path / "weights")

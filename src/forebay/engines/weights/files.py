@@ -241,7 +241,7 @@ class WeightFiles:
         names = {tensor.data_ptr(): own for own, tensor in reversed(weights.items())}
         kept = {own: weights[own].detach().cpu().contiguous() for own in names.values()}
         if is_whole:
-            kept |= {name: kept[source].clone() for name, source in self._written_out.items() if source in kept}
+            kept |= {name: kept[source].clone() for name, source in self._written_out.items()}
         yield "model.safetensors" if is_whole else "adapter_model.safetensors", kept
 
     def close(self) -> None:

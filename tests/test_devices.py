@@ -139,7 +139,7 @@ TWICE = {"name": "ray", "arguments": {"num_engines": 2}}
         (1, servers(1), [(0,)], [0]),
         (2, servers(1), [(1,)], []),
         (2, servers(2, device="cuda:1"), [(1,), (1,)], [0, 1]),
-        (4, servers(2, ranks=2, gpus=[[0, 1], [1, 2]]), [(0, 1), (1, 2)], [0, 1]),
+        (4, servers(2, ranks=2, split=2, gpus=[[0, 1], [1, 2]]), [(0, 1), (1, 2)], [0, 1]),
         (4, servers(2, ranks=2, gpus=[[1], [3]]), [(1,), (3,)], [0]),
         (4, servers(1, device="cpu"), [()], []),
         (4, servers(1, device="cpu", gpus=[[0]]), [(0,)], []),
@@ -172,7 +172,7 @@ def test_ranks_that_torchrun_started_on_several_machines_have_gpus_here_by_their
 @pytest.mark.parametrize("gpus", [2], indirect=True)
 def test_layouts_that_cannot_be_are_refused_in_a_sentence(gpus: int) -> None:
     with pytest.raises(ConfigError, match=r"gpus names GPU 2, and there are 2, from 0 on"):
-        engine_seats(servers(1, gpus=[[1, 2]]))
+        engine_seats(servers(1, split=2, gpus=[[1, 2]]))
     with pytest.raises(ConfigError, match="give each server 4 GPUs, and there are 2"):
         engine_seats(servers(1, options=["-tp", "2", "--pipeline-parallel-size=2"]))
     with pytest.raises(ConfigError, match="names GPUs for 1 servers, and none for another"):

@@ -615,6 +615,36 @@ def test_an_engine_that_is_to_join_waits_for_the_end_of_one_that_leaves():
     virtual_time.run(main())
 
 
+def test_an_engine_that_is_to_join_waits_for_the_end_of_one_that_leaves_while_it_starts():
+    done = []
+
+    class Starting(Newcomer):
+        async def bring_up(self) -> None:
+            try:
+                await super().bring_up()
+            finally:
+                # As a server, whose process takes a while to end.
+                await asyncio.sleep(30.0)
+                done.append("ended")
+
+    class First(Newcomer):
+        def another(self, url: str) -> Newcomer:
+            done.append("joins")
+            return Starting(start_s=1000.0)
+
+    async def main() -> None:
+        controller = RolloutController([First()])
+        await controller.update_weights([], 1)
+        await controller.scale("engines", "+1")
+        await asyncio.sleep(1.0)
+        await controller.scale("engines", "-1")
+        await controller.scale("engines", "+1")
+        assert done == ["joins", "ended", "joins"]
+        await controller.close()
+
+    virtual_time.run(main())
+
+
 @pytest.mark.parametrize("change", ["-1", "=4", "0", "two", "", "http://gpu7:8000", "-http://gpu7:8000"])
 def test_a_change_that_cannot_be_is_refused_and_changes_nothing(change):
     async def main() -> None:

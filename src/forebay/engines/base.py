@@ -27,9 +27,9 @@ Contract:
   made of the earlier tokens. So a rollout may hold tokens of several model steps, each with the log
   probability that it was drawn with. (An aborted request that is continued later is computed anew, all of it
   by the weights of then.)
-* An engine that knows how many requests it runs at once says so as ``max_running``, and how many tokens its
-  cache holds as ``cache_tokens``, and in blocks of how many as ``cache_block``: then it is sent no more than that,
-  and the rest waits for any engine.
+* An engine that knows how many requests it runs at once says so as ``max_running``, how many tokens its cache
+  holds as ``cache_tokens``, and how many of them a block of it holds as ``cache_block``: then it is sent no more
+  than that, and the rest waits for any engine.
 * An engine that ``takes_adapters`` has ``load_adapters``: see `EnginePool.update_adapters`.
 * The same request (ids, parameters, seed) over the same weights draws the same random numbers, whatever runs
   beside it. The numbers are counted over the whole rollout: a continuation goes on where the earlier calls
@@ -236,20 +236,20 @@ def scalable(engines: Sequence[Engine], another: Callable[[str], Engine]) -> lis
 
 
 def numbered(count: int, make: Callable[[int], Any]) -> list[Engine]:
-    """As `scalable`, so many engines made by their numbers, from which their GPUs follow.
+    """So many engines, made by their numbers, on which their GPUs depend; and as `scalable`, others that join.
 
-    One that joins gets the least number that none has; those that are closed have none.
+    One that joins takes the number of the first that is closed, or else the next.
     """
-    made = {number: make(number) for number in range(count)}
+    made = [make(number) for number in range(count)]
 
     def another(url: str) -> Engine:
         if url:
             raise ValueError(f"this run starts its engines itself, and {url} is none of them")
-        number = min({*range(len(made) + 1)} - {n for n, engine in made.items() if not engine.is_closed})
-        made[number] = make(number)
+        number = next((number for number, engine in enumerate(made) if engine.is_closed), len(made))
+        made[number : number + 1] = [make(number)]
         return cast("Engine", made[number])
 
-    return scalable([*made.values()], another)
+    return scalable(made, another)
 
 
 def joined_experts(

@@ -176,8 +176,10 @@ class RolloutController(EnginePool):
         """Let one go, and close it once its requests are elsewhere."""
         member = self._members.remove(engine)
         self._note()
-        if member.bringing_up is not None:
-            member.bringing_up.cancel()
+        if (starting := member.bringing_up) is not None:
+            starting.cancel()
+            # It ends what it has started, whose GPUs the next may get.
+            await asyncio.wait([starting])
 
         async def empty() -> None:
             # Aborted, not waited for: `_last_part` has another engine go on from their tokens.

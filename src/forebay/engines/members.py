@@ -9,8 +9,8 @@
 
 A choice costs the logarithm of the number of engines. An engine has room for as many requests as it runs at
 once (``max_running``) and as its cache holds on average (``cache_tokens``); what it does not say is no limit.
-Prompts do not count there: the members of a group share theirs, but for the last block of a cache that has blocks
-(``cache_block`` tokens each), of which each fills another. Those of a session wait for its own engine,
+Prompts do not count there: the members of a group share theirs. Where the cache has blocks (of ``cache_block``
+tokens), each request takes one more than its own tokens fill. Those of a session wait for its own engine,
 whose cache has their earlier tokens, as long as it is up and no straggler. A straggler makes less than a
 tenth of the median's tokens by second of a request: it is named once, and counts as that much busier, so that
 it gets fewer.
@@ -125,7 +125,7 @@ class Members:
         """Record that `member` came up or changed its load."""
         member.most = getattr(member.engine, "max_running", None) or math.inf
         if self._held and (tokens := getattr(member.engine, "cache_tokens", None)):
-            # Of a block, half is free at its end and half is what it has of a prompt, which it shares with none.
+            # Of that block, half is free at the request's end; half has the end of its prompt, shared with none.
             each = self._held / self._ended_s + getattr(member.engine, "cache_block", 0)
             member.most = min(member.most, tokens / each)
         # Where requests are queued, a load that counts for more keeps none away.

@@ -153,15 +153,33 @@ async def test_a_server_that_comes_back_while_the_trainer_trains_gets_the_newer_
     assert engine.model_step == 2
 
 
-async def test_the_wait_for_a_train_step_is_no_part_of_the_time_to_come_back_in(vllm, connect, ask):
-    engine, weights = connect(vllm, bucket_device="cpu", start_limit_s=0.5), Weights(step=1)
+async def test_the_wait_for_a_train_step_is_no_part_of_the_time_to_come_back_in(vllm, connect, ask, monkeypatch):
+    engine, weights = connect(vllm, bucket_device="cpu", start_limit_s=60.0), Weights(step=1)
+    loop, ended = asyncio.get_running_loop(), threading.Event()
+
+    class Turn:
+        """A train step ends an hour after somebody begins to wait for it."""
+
+        def acquire(self) -> None:
+            if not ended.is_set():
+                loop.call_soon_threadsafe(an_hour_later)
+                ended.wait()
+
+        def release(self) -> None:
+            pass
+
+    def an_hour_later() -> None:
+        now = loop.time
+        monkeypatch.setattr(loop, "time", lambda: now() + 3600)
+        # After what is due by then.
+        loop.call_soon(loop.call_soon, ended.set)
+
     await engine.bring_up()
     await engine.load_weights(weights.live, 1)
     await vllm.kill()
     await vllm.start()
     engine._lose("it was killed")
-    weights.turn.acquire()
-    asyncio.get_running_loop().call_later(1.0, weights.turn.release)
+    monkeypatch.setattr(weights.live, "_turn", Turn())
     await engine.bring_up()
     assert vllm.calls.count("POST /start_weight_update") == 2, "it was given up, and tried again"
     assert (await engine.generate(ask())).model_steps.tolist() == [1] * 4

@@ -320,7 +320,7 @@ async def test_engines_for_running_servers_know_what_they_serve(tiny, tmp_path, 
     assert [engine.max_context_tokens for engine in engines] == [48, 48]
     for engine in engines:
         await engine.bring_up()
-    weights = [("w", torch.ones(1))]
+    weights = [("model.embed_tokens.weight", torch.ones(1))]
     await asyncio.gather(*(engine.load_weights(weights, 1) for engine in engines))
     assert len(set(server.loaded)) == 1
     assert server.loaded[0].is_relative_to(tmp_path / "weights")
@@ -359,6 +359,8 @@ async def test_engines_for_running_servers_know_what_they_serve(tiny, tmp_path, 
         ({"servers": 1, "gpus": [[1, 1]]}, r"gpus names GPUs for each .* got \[\[1, 1\]\]"),
         ({"servers": 1, "gpus": [[-1]]}, "gpus.* = -1: .*greater than or equal to 0"),
         ({"urls": ["http://127.0.0.1:1"], "gpus": [[0]]}, "gpus names GPUs for each of the servers = 0"),
+        ({"servers": 1, "gpus": [[0, 1, 2]]}, r"3 GPUs, of which it would use 1: options = \['--tensor-parallel-"),
+        ({"servers": 2, "gpus": [[0], [1, 2, 3, 4]], "options": ["-tp=2"]}, "4 GPUs, of which it would use 2: "),
         ({"servers": 1, "environment": {"CUDA_VISIBLE_DEVICES": "0"}}, r"use gpus, as \[\[0\], \[1\]\]"),
         ({"servers": 1, "start_limit_s": 0}, "'start_limit_s' = 0: .*greater than 0"),
         ({"server": 1}, "did you mean 'servers'"),
@@ -367,6 +369,21 @@ async def test_engines_for_running_servers_know_what_they_serve(tiny, tmp_path, 
 def test_arguments_that_do_not_fit_are_named(tiny, tmp_path, arguments, message):
     with pytest.raises(ConfigError, match=message):
         build(tiny, tmp_path, **arguments)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--tensor-parallel-size", "4"],
+        ["-tp", "2", "--pipeline-parallel-size=2"],
+        ["--tp-size=2", "--dp", "2"],
+        ["--data-parallel-size=4"],
+        ["--config", "vllm.yaml"],
+        ["--config=vllm.yaml"],
+    ],
+)
+def test_options_by_which_a_server_uses_all_gpus_that_it_is_given_are_known(tiny, tmp_path, options):
+    build(tiny, tmp_path, servers=1, gpus=[[0, 1, 2, 3]], options=options)
 
 
 async def test_an_address_at_which_something_else_answers_is_named(tiny, tmp_path):

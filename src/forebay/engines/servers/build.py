@@ -11,7 +11,9 @@ The servers of a run share one folder of weights, which all of them must see.
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -37,6 +39,9 @@ from forebay.models.images import placeholder_of
 DIALECTS: dict[str, type[Dialect]] = {"vllm": Dialect, "sglang": SGLang}
 
 _ASK_LIMIT_S = 10.0
+
+_SPLIT = re.compile(r"(?:-parallel-size|-[tpd]p(?:-size)?)[ =](\d+)")
+"""An option by which a server uses several GPUs, and how many."""
 
 
 class HTTPArguments(StrictModel, strict=True):
@@ -85,6 +90,13 @@ class HTTPArguments(StrictModel, strict=True):
         each = [len(own) * (len(own) == len(set(own))) for own in self.gpus or ()]
         if self.gpus is not None and (len(each) != self.servers or 0 in each):
             raise ConfigError(f"gpus names GPUs for each of the servers = {self.servers} to start, got {self.gpus}")
+        split = math.prod(map(int, _SPLIT.findall(text := " ".join(self.options))))
+        # A file of the server's own options may have it.
+        if max(each, default=0) > split and "--config" not in text:
+            raise ConfigError(
+                f"gpus gives a server {max(each)} GPUs, of which it would use {split}: options = "
+                f"['--tensor-parallel-size', '{max(each)}'] splits its model over all of them"
+            )
         if "CUDA_VISIBLE_DEVICES" in (self.environment or ()):
             raise ConfigError("environment sets CUDA_VISIBLE_DEVICES, which the run does: use gpus, as [[0], [1]]")
         for url in self.urls:
@@ -128,19 +140,22 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     # Adapters are small, and servers read them from files only. Those of others may be on other machines.
     by_files = not settings.servers or transfer_options is None or lora_rank or settings.weights_folder
     bucket_device = None if by_files else "cpu" if device is None else f"cuda:{device}"
-    if bucket_device and kind == "sglang":
-        _check_is_first(device)
+    # SGLang sees one GPU, as number 0, and the handles of the trainer's memory carry the trainer's number.
+    if bucket_device and kind == "sglang" and device:
+        raise ConfigError(
+            f"SGLang shares only the first GPU that the run sees, and device is 'cuda:{device}': choose it by "
+            f"CUDA_VISIBLE_DEVICES and leave device out"
+        )
     served, shared = _served(kind, model_folder, scratch if settings.servers else None)
     key = os.environ.get(settings.api_key_env or "", "").strip() or None
     if settings.api_key_env is not None and key is None:
         raise ConfigError(f"api_key_env: the environment variable {settings.api_key_env} is not set")
-    folder = scratch / "weights" if settings.weights_folder is None else Path(settings.weights_folder)
+    folder = Path(settings.weights_folder or scratch / "weights").resolve()
     dtype = surroundings.dtype if settings.servers else None
+    files = WeightFiles(folder, served, written_out=shared, starting_dtype=dtype, bucket_device=bucket_device)
     engine = partial(
         HTTPEngine,
-        files=WeightFiles(
-            folder.resolve(), served, written_out=shared, starting_dtype=dtype, bucket_device=bucket_device
-        ),
+        files=files,
         dialect=dialect,
         tokenizer=surroundings.tokenizer,
         start_limit_s=settings.start_limit_s,
@@ -196,8 +211,10 @@ def _served(kind: str, model_folder: Path, scratch: Path | None) -> tuple[Path, 
     if kind == "vllm":
         import torch
 
-        if (scratch is None or not torch.cuda.is_available()) and (shared := shared_weights(model_folder)):
-            return model_folder if scratch is None else write_untied(model_folder, scratch / "model", shared), shared
+        if scratch is None:
+            return model_folder, shared_weights(model_folder)
+        if not torch.cuda.is_available() and (shared := shared_weights(model_folder)):
+            return write_untied(model_folder, scratch / "model", shared), shared
     return model_folder, {}
 
 
@@ -233,15 +250,6 @@ def _at_address(
     check_arguments("engine", kind, HTTPArguments, {**arguments, "urls": [url]})
     model, context = _ask(url.rstrip("/"), wanted, key)
     return engine(url.rstrip("/"), model=model, max_context_tokens=context)
-
-
-def _check_is_first(gpu: int | None) -> None:
-    # SGLang sees one GPU, as number 0, and the handles of the trainer's memory carry the trainer's number.
-    if gpu:
-        raise ConfigError(
-            f"SGLang shares only the first GPU that the run sees, and device is 'cuda:{gpu}': choose it by "
-            f"CUDA_VISIBLE_DEVICES and leave device out"
-        )
 
 
 def _ask(url: str, wanted: int | None, key: str | None) -> tuple[str, int]:

@@ -237,14 +237,11 @@ class WeightFiles:
                 memory = bucket.memory
                 yield f"model-{number:05}.safetensors", dict(views(bucket.layout, memory.data))
             return
-        names: dict[int, str] = {}
-        # Of several that share their memory the first.
-        for own, tensor in weights.items():
-            names.setdefault(tensor.data_ptr(), own)
+        # Backwards, so that of several that share their memory the first stays.
+        names = {tensor.data_ptr(): own for own, tensor in reversed(weights.items())}
         kept = {own: weights[own].detach().cpu().contiguous() for own in names.values()}
         if is_whole:
-            shared = [(name, kept[source]) for name, source in self._written_out.items() if source in kept]
-            kept.update({name: tensor.clone() for name, tensor in shared})
+            kept |= {name: kept[source].clone() for name, source in self._written_out.items()}
         yield "model.safetensors" if is_whole else "adapter_model.safetensors", kept
 
     def close(self) -> None:

@@ -114,11 +114,7 @@ GRACE_S = 5.0
 
 @asynccontextmanager
 async def serve(
-    buffer: ReplayBuffer,
-    address: str | os.PathLike[str],
-    *,
-    token: str | None = None,
-    **limits: Any,
+    buffer: ReplayBuffer, address: str | os.PathLike[str], *, token: str | None = None, **limits: Any
 ) -> AsyncIterator[BufferServer]:
     """Serve `buffer` at `address` for the time of the block; the buffer may be used here as well.
 
@@ -149,10 +145,9 @@ async def serve(
         OSError: something else is at the address.
     """
     checked = Limits(**limits)
-    if checked.max_live is not None and buffer.limit is not None:
+    if (most := checked.max_live) is not None and buffer.limit is not None:
         raise ValueError(
-            f"either puts wait (max_live {checked.max_live}) or old groups are evicted "
-            f"(limit {buffer.limit}); leave one out"
+            f"either puts wait (max_live {most}) or old groups are evicted (limit {buffer.limit}); leave one out"
         )
     listener, found = await listen(Address.parse(address), token)
     server = BufferServer(buffer, found, token=token, limits=checked)

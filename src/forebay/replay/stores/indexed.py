@@ -218,9 +218,8 @@ class _Cell:
     def add(self, row: StorageItem) -> None:
         self.size += 1
         self._buckets[row.oldest_model_step, row.staleness, row.train_step].add(row)
-        if self.priorities is not None and not self.priorities.add(row.timestamp_id, row.uid, row.priority):
-            # The next draw makes it anew.
-            self.priorities = None
+        if self.priorities is not None:
+            self.priorities.add(row.timestamp_id, row.uid, row.priority)
 
     def remove(self, row: StorageItem) -> None:
         self.size -= 1

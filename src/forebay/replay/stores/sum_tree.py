@@ -14,8 +14,10 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 class SumTree:
@@ -33,15 +35,20 @@ class SumTree:
 
     def __init__(self, timestamp_ids: Sequence[int], uids: Sequence[int], priorities: Sequence[float]) -> None:
         """One entry per row in each, in any order of rows."""
-        ids, values = np.array(timestamp_ids, np.int64), np.array(priorities, float)
+        self._late: dict[int, tuple[int, float]] = {}
+        """Rows that came back to a place for which there is no leaf; the next draw makes all leaves anew."""
+        columns = np.array(timestamp_ids, np.int64), np.array(uids, np.int64), np.array(priorities, float)
+        self._build(*columns)
+
+    def _build(self, ids: NDArray[np.int64], uids: NDArray[np.int64], priorities: NDArray[Any]) -> None:
         order = np.argsort(ids, kind="stable")
-        self._ids, self._uids = (array("q", column[order].tobytes()) for column in (ids, np.array(uids, np.int64)))
+        self._ids, self._uids = (array("q", column[order].tobytes()) for column in (ids, uids))
         """The timestamp_id, ascending, and the uid of each leaf."""
         self._is_there = bytearray(b"\1") * len(order)
         """Whether the row of each leaf is not taken out."""
-        # As many leaves are free as are taken, so that a new tree is needed only when the rows have doubled.
+        # As many leaves are free as are taken, so that this is done again only when the rows have doubled.
         level = np.zeros(2 << len(order).bit_length())
-        level[: len(order)] = values[order]
+        level[: len(order)] = priorities[order]
         levels = [level]
         while len(level) > 1:
             level = level[::2] + level[1::2]
@@ -49,22 +56,27 @@ class SumTree:
         # Node i has the children 2i and 2i + 1; the second half are the leaves. Node 0 is not used.
         self._sums = array("d", np.concatenate([[0.0], *reversed(levels)]).tobytes())
 
-    def add(self, timestamp_id: int, uid: int, priority: float) -> bool:
-        """Put in a row that is not there yet; False if no leaf is free for it, and a new tree is needed."""
+    def __len__(self) -> int:
+        return self._is_there.count(1) + len(self._late)
+
+    def add(self, timestamp_id: int, uid: int, priority: float) -> None:
+        """Put in a row that is not there yet."""
         leaf = bisect_left(self._ids, timestamp_id)
         if leaf == len(self._ids) < len(self._sums) // 2:
             self._ids.append(timestamp_id)
             self._uids.append(uid)
             self._is_there.append(1)
-        # Its place is between two others, or all are in use.
+        # No leaf is free for it: its place is between two others, or all are in use.
         elif leaf == len(self._ids) or self._ids[leaf] != timestamp_id:
-            return False
+            self._late[timestamp_id] = uid, priority
+            return
         self._uids[leaf], self._is_there[leaf] = uid, 1
         self._set(leaf, priority)
-        return True
 
     def discard(self, timestamp_id: int) -> None:
         """Take out a row; one that is not there is ignored."""
+        if self._late.pop(timestamp_id, None) is not None:
+            return
         leaf = bisect_left(self._ids, timestamp_id)
         if leaf < len(self._ids) and self._ids[leaf] == timestamp_id:
             self._take_out(leaf)
@@ -74,6 +86,8 @@ class SumTree:
 
         `random` gives a number of [0, 1) for each row of another priority.
         """
+        if self._late:
+            self._merge_late()
         drawn: list[int] = []
         while len(drawn) < count:
             leaf = self._find(random() * self._sums[1]) if self._sums[1] > 0 else self._is_there.find(1)
@@ -82,6 +96,14 @@ class SumTree:
             drawn.append(self._uids[leaf])
             self._take_out(leaf)
         return drawn
+
+    def _merge_late(self) -> None:
+        kept = np.frombuffer(self._is_there, bool)
+        leaves = np.frombuffer(self._sums)[len(self._sums) // 2 :][: len(kept)]
+        new = list(self._late), *zip(*self._late.values(), strict=True)
+        self._late = {}
+        columns = zip((self._ids, self._uids, leaves), new, strict=True)
+        self._build(*(np.concatenate([np.asarray(old)[kept], late]) for old, late in columns))
 
     def _find(self, target: float) -> int:
         """The leaf at which the running sum exceeds `target`; its priority is not 0."""

@@ -1,7 +1,5 @@
 """The first import of a process that others are forked from: it leaves the run's terminal and folder alone."""
 
-from __future__ import annotations
-
 import os
 import sys
 

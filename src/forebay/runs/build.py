@@ -304,14 +304,13 @@ def build_trainer(
         ConfigError: the model or the training's settings do not fit.
     """
     engine_dtype = rollout_parts.engine_precision(config)
-    model: Any = ModelFolder(folder=model_folder, dtype=base_precision(config, engine_dtype))
     if device is None and config.cluster is None:
         device = _trainer_device(config)
         if launched.beside is not None:
             ranks = launched.beside.ranks(device, config.folder)
     with errors_about("[train] cannot be built", ValueError):
         return TrainController(
-            model,
+            ModelFolder(folder=model_folder, dtype=base_precision(config, engine_dtype)),
             config.train,
             pad_token_id=tokenizer.pad_token_id,
             total_steps=config.steps,
@@ -332,8 +331,7 @@ def find_teacher(config: RunConfig, tokenizer: Any) -> ModelFolder:
     Raises:
         ConfigError: there is none, or its tokens are not those of `tokenizer`.
     """
-    source = config.train.teacher or ""
-    folder = resolve_model(source, seed=config.seed)
+    folder = resolve_model(source := config.train.teacher or "", seed=config.seed)
     if load_tokenizer(folder).get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
             f"train.teacher = {source!r} has another vocabulary than the model: a teacher reads the "
@@ -344,14 +342,13 @@ def find_teacher(config: RunConfig, tokenizer: Any) -> ModelFolder:
 
 def _trainer_device(config: RunConfig) -> str:
     device = find_device(config.device)
-    if device.type == "cuda" and config.train.ranks > 1 and launched.beside is None:
-        # NCCL refuses two ranks on one GPU, and ranks take the first GPUs.
-        count = torch.cuda.device_count()
-        if config.train.ranks > count or ":" in config.device:
-            raise ConfigError(
-                f"train.ranks = {config.train.ranks} on device {config.device!r} needs as many GPUs, from "
-                f"the first on, and torch sees {count}: lower train.ranks, or set device = 'cpu'"
-            )
+    ranks, count = config.train.ranks, torch.cuda.device_count()
+    # NCCL refuses two ranks on one GPU, and ranks take the first GPUs.
+    if device.type == "cuda" and ranks > 1 and not launched.beside and (ranks > count or ":" in config.device):
+        raise ConfigError(
+            f"train.ranks = {ranks} on device {config.device!r} needs as many GPUs, from the first on, and torch "
+            f"sees {count}: lower train.ranks, or set device = 'cpu'"
+        )
     return str(device)
 
 
@@ -420,5 +417,4 @@ def _examples(
     # Drawn before examples are made: each is rendered and turned into tokens.
     order = np.random.default_rng(config.seed).permutation(len(places))
     shown, drawn = Demonstrations(tokenizer), [places[place] for place in order[:most]]
-    examples: list[Example] = [shown.example(prompts[index], tools) for prompts, index, tools in drawn]
-    return examples, [*map(shown.example, held_out)]
+    return [shown.example(prompts[index], tools) for prompts, index, tools in drawn], [*map(shown.example, held_out)]

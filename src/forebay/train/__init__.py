@@ -3,8 +3,6 @@
 Importing this package loads neither torch nor transformers; a name that needs them does, when it is used.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from forebay.lazy import lazy_names

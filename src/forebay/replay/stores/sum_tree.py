@@ -37,8 +37,7 @@ class SumTree:
         """One entry per row in each, in any order of rows."""
         self._late: dict[int, tuple[int, float]] = {}
         """Rows that came back to a place for which there is no leaf; the next draw makes all leaves anew."""
-        columns = np.array(timestamp_ids, np.int64), np.array(uids, np.int64), np.array(priorities, float)
-        self._build(*columns)
+        self._build(np.array(timestamp_ids, np.int64), np.array(uids, np.int64), np.array(priorities, float))
 
     def _build(self, ids: NDArray[np.int64], uids: NDArray[np.int64], priorities: NDArray[Any]) -> None:
         order = np.argsort(ids, kind="stable")
@@ -55,9 +54,6 @@ class SumTree:
             levels.append(level)
         # Node i has the children 2i and 2i + 1; the second half are the leaves. Node 0 is not used.
         self._sums = array("d", np.concatenate([[0.0], *reversed(levels)]).tobytes())
-
-    def __len__(self) -> int:
-        return self._is_there.count(1) + len(self._late)
 
     def add(self, timestamp_id: int, uid: int, priority: float) -> None:
         """Put in a row that is not there yet."""

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -87,14 +88,9 @@ def load_sharded(
 def _sharded_class(base: Any, mesh: DeviceMesh, config: ParallelConfig, *, precision: Precision, device: str) -> Any:
     """A class of models like `base` whose loader reads the slices of `mesh` that are this rank's."""
 
-    class Meshes:
-        """The loader asks one of these for the mesh."""
-
-        def get_mesh(self, _: Any) -> DeviceMesh:
-            return mesh
-
-    def prepare(_cls: Any, /, distributed: Any, **_: Any) -> tuple[Any, dict[str, str], Meshes]:
-        return distributed, {"": "cpu" if config.offload else device}, Meshes()
+    def prepare(_cls: Any, /, distributed: Any, **_: Any) -> tuple[Any, dict[str, str], Any]:
+        # The loader asks the last one for the mesh.
+        return distributed, {"": "cpu" if config.offload else device}, SimpleNamespace(get_mesh=lambda _: mesh)
 
     def distribute(_cls: Any, /, model: Any, distributed: Any, _: Any) -> Any:
         # FSDP must know which weights are one; the loader ties them last.

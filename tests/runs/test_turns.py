@@ -206,10 +206,11 @@ def run_file(ranks: int, servers: int, **arguments: Any) -> RunConfig:
 def layouts(draw: st.DrawFn) -> tuple[list[int], list[Seat]]:
     count = draw(st.integers(1, 6))
     ranks, servers = draw(st.integers(1, count)), draw(st.integers(1, 4))
-    arguments: dict[str, Any] = {"options": [f"--tensor-parallel-size={draw(st.integers(1, min(count, 2)))}"]}
+    each = draw(st.integers(1, min(count, 2)))
+    arguments: dict[str, Any] = {"options": [f"--tensor-parallel-size={each}"]}
     if draw(st.booleans()):
-        gpus = st.lists(st.integers(0, count - 1), min_size=1, max_size=2, unique=True)
-        arguments = {"gpus": draw(st.lists(gpus, min_size=servers, max_size=servers))}
+        gpus = st.lists(st.integers(0, count - 1), min_size=each, max_size=each, unique=True)
+        arguments["gpus"] = draw(st.lists(gpus, min_size=servers, max_size=servers))
     config = run_file(ranks, servers, **arguments)
     return rank_gpus(config, count), engine_seats(config, count)
 

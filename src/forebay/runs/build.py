@@ -261,8 +261,7 @@ def build_run(
         observe_buffer(run.record, run.manager.replay_buffer)
     if config.history_gb:
         _begin_history(run, resume_step)
-    values = partial(live_values, run.status, run.manager)
-    run.live_file = LiveFile(run.folder, run.place, values, run.status.count_buffer)
+    run.live_file = LiveFile(folder, run.place, partial(live_values, run.status, run.manager), run.status.count_buffer)
     run.display.on_note = run.live_file.note
     return run
 
@@ -342,9 +341,9 @@ def find_teacher(config: RunConfig, tokenizer: Any) -> ModelFolder:
 
 def _trainer_device(config: RunConfig) -> str:
     device = find_device(config.device)
-    ranks, count = config.train.ranks, torch.cuda.device_count()
+    ranks, count = config.train.ranks, torch.cuda.device_count() if device.type == "cuda" else 0
     # NCCL refuses two ranks on one GPU, and ranks take the first GPUs.
-    if device.type == "cuda" and ranks > 1 and not launched.beside and (ranks > count or ":" in config.device):
+    if count and ranks > 1 and launched.beside is None and (ranks > count or ":" in config.device):
         raise ConfigError(
             f"train.ranks = {ranks} on device {config.device!r} needs as many GPUs, from the first on, and torch "
             f"sees {count}: lower train.ranks, or set device = 'cpu'"

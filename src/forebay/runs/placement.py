@@ -273,10 +273,9 @@ def is_apart(config: RunConfig) -> bool:
     So is one rank on a CPU whose run generates meanwhile: in one interpreter each would wait for the other. On
     a GPU it stays in the run's process, where engines read its memory; so with a loss of a script or a notebook.
     """
-    if config.cluster is not None or config.train.ranks > 1:
-        return True
+    is_spread = config.cluster is not None or config.train.ranks > 1
     is_beside = config.produce.mode == "separate" and not config.train.loss.startswith("__main__:")
-    return is_beside and find_device(config.device).type == "cpu"
+    return is_spread or (is_beside and find_device(config.device).type == "cpu")
 
 
 def yields_memory(config: RunConfig) -> bool:

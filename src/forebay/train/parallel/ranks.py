@@ -362,11 +362,16 @@ def set_interface(address: str) -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
+_BEGINNING = threading.Lock()
+
+
 def _begin(process: Any, *, imports_main: bool) -> None:
-    # multiprocessing itself has no word for a process that needs nothing of the script.
-    told = {k: v for k, v in spawn.get_preparation_data(process.name).items() if imports_main or "main" not in k}
-    with patch.object(spawn, "get_preparation_data", return_value=told):
-        process.start()
+    # multiprocessing itself has no word for a process that needs nothing of the script. Two threads that replace its
+    # function at once would leave one's in place.
+    with _BEGINNING:
+        told = {k: v for k, v in spawn.get_preparation_data(process.name).items() if imports_main or "main" not in k}
+        with patch.object(spawn, "get_preparation_data", return_value=told):
+            process.start()
 
 
 def _serve(socks: Sequence[socket.socket], environment: Mapping[str, str]) -> None:

@@ -163,7 +163,9 @@ class RayCluster:
             if is_first:
                 self._start_others(trainer)
             if trainer:
-                self._trainer = RayTrainer(self._trainer_actors[0], all_started(trainer)["trainer"])
+                self._trainer = RayTrainer(
+                    self._trainer_actors[0], all_started(trainer)["trainer"], self._config.train.overlong
+                )
         except ConfigError as error:
             if is_first:
                 raise

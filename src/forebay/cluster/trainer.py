@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,9 +30,9 @@ from forebay.io.shared import Layout, MemoryFile
 from forebay.models import load_tokenizer
 from forebay.models.starting_weights import AdaptersRefusedError
 from forebay.runs.placement import PartLost
-from forebay.train.batch import TrainBatch
+from forebay.train.batch import Groups, TrainBatch
 from forebay.train.parallel.ranks import EXPECTED, RankError
-from forebay.types import ByteArray, FloatArray, RolloutState
+from forebay.types import ByteArray, FloatArray
 from forebay.watching.stalls import StallError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class RayTrainer:
         metrics = trainer.fit(groups).metrics
     """
 
-    def __init__(self, actor: Any, pids: Sequence[int]) -> None:
+    def __init__(self, actor: Any, pids: Sequence[int], overlong: str | float = "train") -> None:
         self.pids = {"trainer": pids[0], **{f"rank {rank}": pid for rank, pid in enumerate(pids[1:])}}
         """Process ids of "trainer", "rank 0" and so on."""
         self.lost_because = ""
@@ -58,9 +58,14 @@ class RayTrainer:
         self.model_step = 0
         """Completed train steps."""
         self._actor = actor
+        self._overlong = overlong
+
+    def collect(self, groups: Groups | TrainBatch) -> TrainBatch:
+        """As `TrainController.collect`: flat arrays travel as they lie; rollouts would be pickled one by one."""
+        return groups if isinstance(groups, TrainBatch) else TrainBatch.from_groups(groups, overlong=self._overlong)
 
     def fit(
-        self, groups: Iterable[Sequence[RolloutState]], *, stale_thresholds: int | Mapping[str, int] | None = None
+        self, groups: Groups | TrainBatch, *, stale_thresholds: int | Mapping[str, int] | None = None
     ) -> TrainBatch:
         """One train step; the batch has its metrics.
 
@@ -69,15 +74,14 @@ class RayTrainer:
             FloatingPointError: the training diverged.
             PartLost: the trainer's process has ended, or hangs.
         """
-        # Flat arrays travel as they lie; rollouts would be pickled one by one.
-        batch = TrainBatch.from_groups(groups)
+        batch = self.collect(groups)
         batch.metrics = self._call("fit", batch, stale_thresholds)
         self.model_step += 1
         return batch
 
-    def pack(self, groups: Iterable[Sequence[RolloutState]]) -> TrainBatch:
+    def pack(self, groups: Groups) -> TrainBatch:
         """A packed batch, as of `TrainController.pack`; PartLost as of `fit`."""
-        packed: TrainBatch = self._call("call", "pack", TrainBatch.from_groups(groups))
+        packed: TrainBatch = self._call("call", "pack", self.collect(groups))
         return packed
 
     def compute_logprobs(self, batch: TrainBatch) -> FloatArray:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,9 +27,9 @@ from forebay.models import Precision, attention_choices, find_device, precision_
 from forebay.models.loading import model_config
 from forebay.produce.strategies.context import GroupGenerator
 from forebay.runs.config import CLUSTERS, RunConfig, check_cluster
-from forebay.train.batch import TrainBatch
+from forebay.train.batch import Groups, TrainBatch
 from forebay.train.parallel.place import find_place
-from forebay.types import FloatArray, RolloutState
+from forebay.types import FloatArray
 from forebay.watching.activity import Activities
 
 RetryListener = Callable[[str | None, str | int | None, str], None]
@@ -103,15 +103,18 @@ class Trainer(Protocol):
     def model_step(self) -> int:
         """The step of the weights: completed train steps."""
 
+    def collect(self, groups: Groups | TrainBatch) -> TrainBatch:
+        """The batch of these groups; in any thread, beside `fit`."""
+
     def fit(
-        self, groups: Iterable[Sequence[RolloutState]], *, stale_thresholds: int | Mapping[str, int] | None = None
+        self, groups: Groups | TrainBatch, *, stale_thresholds: int | Mapping[str, int] | None = None
     ) -> TrainBatch:
         """Make one train step on `groups`, and return the batch that was trained."""
 
     async def sync_weights(self, rollout_controller: Any) -> int:
         """Give the current weights to what generates; the bytes that one engine was given."""
 
-    def pack(self, groups: Iterable[Sequence[RolloutState]]) -> TrainBatch:
+    def pack(self, groups: Groups) -> TrainBatch:
         """A batch as the trainer cuts it."""
 
     def compute_logprobs(self, batch: TrainBatch) -> FloatArray:

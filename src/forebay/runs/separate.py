@@ -4,7 +4,7 @@
 
     produce_loop (background)   groups --> replay buffer --> next_batch
                                                                 |
-    sync -> evaluate --+-> next_batch -> fit -> forget_consumed +-> report --+
+    sync -> evaluate --+-> next_batch -> fit -> forget_consumed +-> report --+   (the next batch is taken during `fit`)
                        |      ^ waits for the deciding put                   |
                        |   when due: sync and evaluate, production pauses; checkpoint, it goes on
                        +-----------------------------------------------------+
@@ -60,6 +60,7 @@ async def run_separate(run: Run) -> None:
                     await run.manager.shutdown()
                 else:
                     await run.manager.pause_produce()
+                await steps.give_back_ahead(run)
                 await steps.rescue(run, error)
                 raise
     finally:
@@ -73,13 +74,19 @@ async def _train(run: Run) -> None:
         batch = await steps.next_batch(run, train_step)
         if batch is None:
             break
+        steps.begin_ahead(run, train_step + 1)
         metrics = await steps.fit(run, batch.rollout_states)
         await steps.forget_consumed(run, train_step)
         # Before the guard may lower the interval: `fit` let servers forget weights if this sync is due.
         sync = steps.is_due(train_step, run.sync_interval)
         steps.report(run, train_step, batch, metrics)
+        limit = run.lag_limit
         steps.guard(run, train_step, metrics)
+        if run.lag_limit != limit:
+            # It may be staler than is allowed from now on.
+            await steps.give_back_ahead(run)
         await _after_step(run, train_step, sync=sync)
+    await steps.give_back_ahead(run)
     await run.manager.pause_produce()
 
 

@@ -5,6 +5,7 @@
     sync_weights -> evaluate
     repeat, colocated: produce -> fit -> forget_consumed -> sync_weights -> report
     repeat, separate:  next_batch -> fit -> forget_consumed -> report -> production_paused: sync_weights
+                            '-- begin_ahead: the next batch is taken meanwhile
             when due:  evaluate, begin_checkpoint
     finish
 
@@ -27,7 +28,7 @@ from forebay.config import ConfigError
 from forebay.engines import EngineLost
 from forebay.io.safe_files import publish, unfinished
 from forebay.produce import ProduceBatchResult, ProductionError
-from forebay.runs.build import Run
+from forebay.runs.build import Ahead, Run
 from forebay.runs.checkpoints import begin_checkpoint as begin_checkpoint
 from forebay.runs.checkpoints import checkpoint, checkpoint_written, compute, limit_lag, phase
 from forebay.runs.checkpoints import resume as resume
@@ -74,6 +75,9 @@ async def next_batch(run: Run, train_step: int) -> ProduceBatchResult | None:
     # Before the batch is taken: an error after it would lose its groups.
     if run.evaluating is not None and run.evaluating.done():
         await evaluation_ended(run)
+    with phase(run, "wait"):
+        if (batch := await _taken_ahead(run)) is not None:
+            return batch
     while True:
         # The manager registers its wait itself, for programs without a run too.
         with phase(run, "wait"):
@@ -84,6 +88,45 @@ async def next_batch(run: Run, train_step: int) -> ProduceBatchResult | None:
             return batch
         async with production_paused(run):
             await sync_weights(run)
+
+
+def begin_ahead(run: Run, train_step: int) -> None:
+    """Have the batch of `train_step` taken, and made into arrays, while the one before is trained.
+
+    Not where a checkpoint is made in between, by which its groups wait to be trained; and not where groups are
+    used again, by what the step before has taught.
+    """
+    config, strategies = run.config, [runner.produce_strategy for runner in run.manager.task_runners]
+    is_saved = is_due(train_step - 1, config.checkpoint_every) or train_step > config.steps
+    if is_saved or run.manager.replay_buffer.reuse is not None or not all(s.works_ahead for s in strategies):
+        return
+    is_enough = asyncio.Event()
+    taken = asyncio.create_task(_take_ahead(run, train_step, is_enough), name=f"take batch {train_step}")
+    run.ahead = Ahead(train_step, is_enough, taken)
+
+
+async def _take_ahead(run: Run, train_step: int, is_enough: asyncio.Event) -> ProduceBatchResult | None:
+    batch = await run.manager.take_ahead(run.config.batch_size, train_step, is_enough)
+    if batch is not None:
+        loop = asyncio.get_running_loop()
+        run.collected = loop.run_in_executor(None, run.trainer.collect, batch.rollout_states)
+    return batch
+
+
+async def _taken_ahead(run: Run) -> ProduceBatchResult | None:
+    """The batch that was taken ahead; None if it is not whole: then it is not taken any more."""
+    if run.ahead is None:
+        return None
+    ahead, run.ahead = run.ahead, None
+    ahead.is_enough.set()
+    return await ahead.taken
+
+
+async def give_back_ahead(run: Run) -> None:
+    """Make the groups that were taken ahead live again, if there are some."""
+    if (ahead := run.ahead) is not None and (batch := await _taken_ahead(run)) is not None:
+        run.collected = None
+        await run.manager.give_back(batch.rollout_states, ahead.train_step)
 
 
 @contextlib.asynccontextmanager
@@ -104,6 +147,8 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
         FloatingPointError: the training diverged.
         EngineLost: all servers are lost for good.
     """
+    # First: the next one may be there after the next wait.
+    collected, run.collected = run.collected, None
     if run.saving is not None and run.saving.done():
         await checkpoint_written(run)
     try:
@@ -121,9 +166,10 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
                 is_replaced = is_due(run.train_step + 1, run.sync_interval)
                 await run.turns.train(keep_weights=not is_replaced or run.controller.takes_adapters)
             fit_step = partial(run.trainer.fit, stale_thresholds=thresholds)
-            batch = await compute(run, fit_step, groups)
+            batch = await compute(run, fit_step, groups if collected is None else await collected)
     except (ValueError, FloatingPointError, EngineLost) as error:
-        # A train step that did not happen: its batch is live again.
+        # A train step that did not happen: its batch is live again, after the one that follows it.
+        await give_back_ahead(run)
         await run.manager.give_back(groups, run.train_step + 1)
         if isinstance(error, EngineLost):
             raise
@@ -251,6 +297,7 @@ async def close(run: Run) -> None:
         if run.saving is not None:
             # All that follows is needed for it.
             stack.push_async_callback(end_saving, run, run.saving)
-        if run.evaluating is not None:
-            run.evaluating.cancel()
-            stack.push_async_callback(asyncio.wait, [run.evaluating])
+        for task in (run.evaluating, run.ahead and run.ahead.taken):
+            if task is not None:
+                task.cancel()
+                stack.push_async_callback(asyncio.wait, [task])

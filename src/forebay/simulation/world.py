@@ -274,6 +274,10 @@ class TimedTrainer:
         self.model_step = 0
         self.steps: list[TrainedStep] = []
 
+    def collect(self, groups: list[list[RolloutState]]) -> list[list[RolloutState]]:
+        """The groups themselves."""
+        return groups
+
     def fit(
         self, groups: list[list[RolloutState]], *, stale_thresholds: Mapping[str, int] | None = None
     ) -> SimpleNamespace:

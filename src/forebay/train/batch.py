@@ -36,6 +36,7 @@ from forebay.types import (
     fill_token_fields,
 )
 
+Groups = Iterable[Sequence[RolloutState]]
 Layout = Literal["padded", "packed", "shared_prompt"]
 """How a micro-batch lies in tensors; `collate` explains them."""
 Pack = NDArray[np.int64]
@@ -126,9 +127,7 @@ class TrainBatch:
     """Measures of the steps, as ``train/NAME``."""
 
     @classmethod
-    def from_groups(
-        cls, groups: Iterable[Sequence[RolloutState]], *, temperature: float = 1.0, overlong: str | float = "train"
-    ) -> TrainBatch:
+    def from_groups(cls, groups: Groups, *, temperature: float = 1.0, overlong: str | float = "train") -> TrainBatch:
         """The batch of these groups; `temperature` holds for rollouts without their own ``sample_params``.
 
         `overlong` is for rollouts cut at their ``max_tokens``: ``filter`` gives them loss weight 0, and a

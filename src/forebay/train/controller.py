@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from forebay.models import load_model, precision_on, save_tokenizer
 from forebay.models.config import Precision
 from forebay.models.live_weights import LiveWeights
 from forebay.train import checkpoint, measures, presets, weight_sync
-from forebay.train.batch import TrainBatch
+from forebay.train.batch import Groups, TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Learner
 from forebay.train.model.critic import Critic
@@ -44,7 +44,7 @@ from forebay.train.objective.losses import batch_token_weights, steered
 from forebay.train.packing import Packer
 from forebay.train.parallel.learner import ModelFolder, RankedLearner
 from forebay.train.parallel.ranks import LocalRanks, Ranks
-from forebay.types import FloatArray, RolloutState
+from forebay.types import FloatArray
 
 logger = logging.getLogger(__name__)
 
@@ -194,11 +194,20 @@ class TrainController:
         Raises:
             ValueError: as `TrainBatch.from_groups` and `Packer.pack_pad_dispatch`.
         """
-        if not isinstance(groups, TrainBatch):
-            groups = TrainBatch.from_groups(groups, temperature=self._temperature, overlong=self.config.overlong)
+        batch = self.collect(groups)
         # In the batch, because a learner, on whatever rank, knows no controller.
-        groups.penalties = self.penalties
-        return self._packer.pack_pad_dispatch(groups, seed=(self._seed, self.train_step))
+        batch.penalties = self.penalties
+        return self._packer.pack_pad_dispatch(batch, seed=(self._seed, self.train_step))
+
+    def collect(self, groups: Groups | TrainBatch) -> TrainBatch:
+        """A batch of these groups that is not cut yet; it needs nothing of the trainer, and may be made beside `fit`.
+
+        Raises:
+            ValueError: as `TrainBatch.from_groups`.
+        """
+        if isinstance(groups, TrainBatch):
+            return groups
+        return TrainBatch.from_groups(groups, temperature=self._temperature, overlong=self.config.overlong)
 
     def mask_stale(self, batch: TrainBatch, thresholds: int | Mapping[str, int]) -> TrainBatch:
         """Leave out of the loss the tokens at or over their task's stale threshold in the next train step.
@@ -494,6 +503,3 @@ class TrainController:
                     f"{name} are NaN on tokens that the loss reads: the model gives NaN, or advantages or "
                     f"loss weights were changed after compute_{name}; then call it again"
                 )
-
-
-Groups = Iterable[Sequence[RolloutState]]

@@ -42,6 +42,7 @@ class Habits:
 
     cancels_get: float = 0.0
     gives_back: float = 0.0
+    takes_ahead: float = 0.0
     skips_commit: float = 0.0
     evaluates: float = 0.0
     saves: float = 0.0

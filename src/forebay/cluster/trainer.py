@@ -30,7 +30,7 @@ from forebay.io.shared import Layout, MemoryFile
 from forebay.models import load_tokenizer
 from forebay.models.starting_weights import AdaptersRefusedError
 from forebay.runs.placement import PartLost
-from forebay.train.batch import Groups, TrainBatch
+from forebay.train.batch import Collector, Groups, TrainBatch
 from forebay.train.parallel.ranks import EXPECTED, RankError
 from forebay.types import ByteArray, FloatArray
 from forebay.watching.stalls import StallError
@@ -58,11 +58,11 @@ class RayTrainer:
         self.model_step = 0
         """Completed train steps."""
         self._actor = actor
-        self._overlong = overlong
+        self._collector = Collector(overlong=overlong)
 
-    def collect(self, groups: Groups | TrainBatch) -> TrainBatch:
-        """As `TrainController.collect`: flat arrays travel as they lie; rollouts would be pickled one by one."""
-        return groups if isinstance(groups, TrainBatch) else TrainBatch.from_groups(groups, overlong=self._overlong)
+    def collect(self, groups: Groups) -> None:
+        """As `TrainController.collect`."""
+        self._collector.collect(groups)
 
     def fit(
         self, groups: Groups | TrainBatch, *, stale_thresholds: int | Mapping[str, int] | None = None
@@ -74,14 +74,15 @@ class RayTrainer:
             FloatingPointError: the training diverged.
             PartLost: the trainer's process has ended, or hangs.
         """
-        batch = self.collect(groups)
+        # Flat arrays travel as they lie; rollouts would be pickled one by one.
+        batch = self._collector.batch(groups)
         batch.metrics = self._call("fit", batch, stale_thresholds)
         self.model_step += 1
         return batch
 
     def pack(self, groups: Groups) -> TrainBatch:
         """A packed batch, as of `TrainController.pack`; PartLost as of `fit`."""
-        packed: TrainBatch = self._call("call", "pack", self.collect(groups))
+        packed: TrainBatch = self._call("call", "pack", self._collector.batch(groups))
         return packed
 
     def compute_logprobs(self, batch: TrainBatch) -> FloatArray:

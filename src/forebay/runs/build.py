@@ -108,8 +108,6 @@ class Run(rollout_parts.Rollouts):
     """Writes the latest checkpoint, beside everything else."""
     ahead: Ahead | None = None
     """The next batch, which is taken while the present one is trained."""
-    collected: asyncio.Future[TrainBatch] | None = None
-    """The batch that was taken ahead, as the trainer reads it."""
     evaluating: asyncio.Task[None] | None = None
     """The evaluation under way beside production."""
     best_checkpoint: str | None = None

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from forebay.agents import AgentLoop
-from forebay.aio.tasks import unless
+from forebay.aio.tasks import outlast, unless
 from forebay.config import ConfigError
 from forebay.engines import EngineLost
 from forebay.io.safe_files import publish, unfinished
@@ -108,8 +108,9 @@ def begin_ahead(run: Run, train_step: int) -> None:
 async def _take_ahead(run: Run, train_step: int, is_enough: asyncio.Event) -> ProduceBatchResult | None:
     batch = await run.manager.take_ahead(run.config.batch_size, train_step, is_enough)
     if batch is not None:
-        loop = asyncio.get_running_loop()
-        run.collected = loop.run_in_executor(None, run.trainer.collect, batch.rollout_states)
+        # `fit` raises it, of the step that it belongs to.
+        with contextlib.suppress(ValueError):
+            await asyncio.to_thread(run.trainer.collect, batch.rollout_states)
     return batch
 
 
@@ -125,7 +126,6 @@ async def _taken_ahead(run: Run) -> ProduceBatchResult | None:
 async def give_back_ahead(run: Run) -> None:
     """Make the groups that were taken ahead live again, if there are some."""
     if (ahead := run.ahead) is not None and (batch := await _taken_ahead(run)) is not None:
-        run.collected = None
         await run.manager.give_back(batch.rollout_states, ahead.train_step)
 
 
@@ -147,8 +147,6 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
         FloatingPointError: the training diverged.
         EngineLost: all servers are lost for good.
     """
-    # First: the next one may be there after the next wait.
-    collected, run.collected = run.collected, None
     if run.saving is not None and run.saving.done():
         await checkpoint_written(run)
     try:
@@ -166,7 +164,7 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
                 is_replaced = is_due(run.train_step + 1, run.sync_interval)
                 await run.turns.train(keep_weights=not is_replaced or run.controller.takes_adapters)
             fit_step = partial(run.trainer.fit, stale_thresholds=thresholds)
-            batch = await compute(run, fit_step, groups if collected is None else await collected)
+            batch = await compute(run, fit_step, groups)
     except (ValueError, FloatingPointError, EngineLost) as error:
         # A train step that did not happen: its batch is live again, after the one that follows it.
         await give_back_ahead(run)
@@ -300,4 +298,4 @@ async def close(run: Run) -> None:
         for task in (run.evaluating, run.ahead and run.ahead.taken):
             if task is not None:
                 task.cancel()
-                stack.push_async_callback(asyncio.wait, [task])
+                stack.push_async_callback(outlast, task)

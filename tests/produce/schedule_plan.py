@@ -209,6 +209,7 @@ def _members(rng, faults, longest):
 def _habits(rng):
     rates = {f.name: rng.choice([0.0, 0.0, 0.1, 0.3]) for f in fields(Habits)}
     rates["ends_early"] /= 4
+    rates["takes_ahead"] = rng.choice([0.0, 0.5, 1.0])
     rates["num_disturbances"] = rng.choice([0, 0, 4, 10])
     rates["disturbed_every_s"] = rng.choice([0.7, 4.0])
     return Habits(**rates)

@@ -95,10 +95,9 @@ def test_a_run_on_ray_is_tried_before_it_starts(ray, tmp_path):
 def test_a_run_on_ray_does_what_one_in_a_process_does(ray, tmp_path):
     held_out = {"source": "sorting", "arguments": {"length": 3, "letters": 8}, "start": 200, "size": 4}
     tasks = [{**run_config(tmp_path).tasks[0].model_dump(), "eval_data": held_out}]
-    here = run_config(tmp_path / "here", steps=3, tasks=tasks)
-    there = run_config(
-        tmp_path / "there", steps=3, tasks=tasks, cluster={"name": "ray", "arguments": {"num_workers": 2}}
-    )
+    changes = {"steps": 3, "tasks": tasks, "train": {"lr": 1e-3, "overlong": 0.5}}
+    here = run_config(tmp_path / "here", **changes)
+    there = run_config(tmp_path / "there", **changes, cluster={"name": "ray", "arguments": {"num_workers": 2}})
     for config in (here, there):
         asyncio.run(launch(config))
         check_books(config.folder, num_steps=3)
@@ -106,7 +105,7 @@ def test_a_run_on_ray_does_what_one_in_a_process_does(ray, tmp_path):
     for ours, theirs in zip(train_rows(here.folder), train_rows(there.folder), strict=True):
         for name in ("reward", "response_tokens", "samples", "staleness"):
             assert theirs[name] == ours[name]
-        for name in ("train/loss", "train/grad_norm"):
+        for name in ("train/loss", "train/grad_norm", "train/overlong_penalty"):
             assert theirs[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-7)
     assert list_checkpoints(there.folder)[-1].name == "step_000003"
     assert {span.stage for span in read_spans(there.folder)} >= {"generate", "train", "sync"}

@@ -119,7 +119,7 @@ class RankedLearner:
 
     def copy_weights(self, layout: Layout, memory: MemoryFile) -> None:
         """Put these weights into memory, adapters merged: no process has all of them beside it."""
-        self._ranks.copy_weights(layout, memory, merged=True)
+        self._ranks.copy_weights(layout, memory, merged=True, again=True)
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every adapter weight by name: a copy on the CPU."""

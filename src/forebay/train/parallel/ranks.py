@@ -96,8 +96,11 @@ class Ranks:
             self._end()
             self._waiting.shutdown(wait=False)
 
-    def copy_weights(self, layout: Layout, memory: MemoryFile, *, merged: bool) -> None:
-        """Put the weights, adapters `merged` or left out, into memory: the ranks send some at a time."""
+    def copy_weights(self, layout: Layout, memory: MemoryFile, *, merged: bool, again: bool = False) -> None:
+        """Put the weights, adapters `merged` or left out, into memory: the ranks send some at a time.
+
+        Memory that is used `again` may stay mapped where that saves time.
+        """
         places = dict(views(layout, memory.data))
         for begin in range(0, len(layout), SENT_AT_ONCE):
             names = [name for name, *_ in layout[begin : begin + SENT_AT_ONCE]]
@@ -219,11 +222,12 @@ class LocalRanks(Ranks):
         """The process ids by rank of those started here; empty after `close`."""
         return [rank.process.pid for rank in self._ranks if rank.process is not None]
 
-    def copy_weights(self, layout: Layout, memory: MemoryFile, *, merged: bool) -> None:
+    def copy_weights(self, layout: Layout, memory: MemoryFile, *, merged: bool, again: bool = False) -> None:
         """The ranks all write there at the same time, if they are on this machine."""
         if self._home != LOOPBACK:
             return super().copy_weights(layout, memory, merged=merged)
-        self.call("copy_weights", [(layout, merged, memory.path, memory.inode, memory.num_bytes)] * self.num_ranks)
+        arguments = layout, merged, again, memory.path, memory.inode, memory.num_bytes
+        self.call("copy_weights", [arguments] * self.num_ranks)
 
     def close(self) -> None:
         """End all ranks."""

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from forebay.io.shared import Layout, lay_out, map_once
+from forebay.io.shared import Layout, lay_out, map_once, mapped
 from forebay.models import precision_on
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
@@ -148,9 +148,11 @@ class RankWorker:
         """Move them back to its device."""
         self.learner.onload()
 
-    def copy_weights(self, layout: Layout, merged: bool, path: str, inode: int, num_bytes: int) -> None:
+    def copy_weights(self, layout: Layout, merged: bool, again: bool, path: str, inode: int, num_bytes: int) -> None:
         """Write this rank's blocks of these weights into memory that the caller has on this machine."""
-        self.learner.copy_weights(layout, map_once(path, inode, num_bytes), merged=merged)
+        # The first touch of a page that is mapped anew takes longer than to fill it.
+        data = (mapped if again else map_once)(path, inode, num_bytes)
+        self.learner.copy_weights(layout, data, merged=merged)
 
     def blocks(self, names: Sequence[str], merged: bool) -> list[list[Any]]:
         """This rank's blocks of these weights, adapters `merged` or left out: name, place, content."""

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from multiprocessing import forkserver
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import safetensors
 import torch
 
+from forebay.io.shared import MemoryFile, lay_out, views
 from forebay.train import LocalRanks, TrainConfig, TrainController
 from forebay.train.objective.losses import POLICY_LOSSES
 
@@ -139,3 +141,25 @@ def test_what_it_is_forked_from_is_out_of_reach_of_ctrl_c_and_of_files_in_the_cu
     # Threads would be missing in what is forked, with the locks that they hold.
     assert len(os.listdir(f"/proc/{pid}/task")) == 1
     ranks.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_only_memory_that_is_used_again_stays_mapped(make_model, process):
+    trainer = trainer_for(make_model(), process)
+    maps = Path(f"/proc/{process.pids[0]}/maps")
+    weights = dict(trainer.live_weights().sizes())
+    layout, num_bytes = lay_out(weights.items())
+
+    def num_mapped():
+        return maps.read_text().count("forebay-weights")
+
+    before = num_mapped()
+    for _ in range(2):
+        assert dict(trainer._learner.weights()).keys() == weights.keys()
+    assert num_mapped() == before
+    memory = MemoryFile(num_bytes)
+    for _ in range(2):
+        trainer.live_weights().copy_to(layout, memory)
+    assert num_mapped() == before + 1
+    given = dict(trainer._learner.weights())
+    assert all(torch.equal(value, given[name]) for name, value in views(layout, memory.data))

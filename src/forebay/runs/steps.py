@@ -93,12 +93,13 @@ async def next_batch(run: Run, train_step: int) -> ProduceBatchResult | None:
 def begin_ahead(run: Run, train_step: int) -> None:
     """Have the batch of `train_step` taken, and made into arrays, while the one before is trained.
 
-    Not where a checkpoint is made in between, by which its groups wait to be trained; and not where groups are
-    used again, by what the step before has taught.
+    Not where a checkpoint is made in between, by which its groups wait to be trained; where groups are used
+    again, by what the step before has taught; or where servers sleep while ranks train.
     """
     config, strategies = run.config, [runner.produce_strategy for runner in run.manager.task_runners]
-    is_saved = is_due(train_step - 1, config.checkpoint_every) or train_step > config.steps
-    if is_saved or run.manager.replay_buffer.reuse is not None or not all(s.works_ahead for s in strategies):
+    is_last = train_step > config.steps or is_due(train_step - 1, config.checkpoint_every)
+    waits = is_last or run.turns is not None or run.manager.replay_buffer.reuse is not None
+    if waits or not all(strategy.works_ahead for strategy in strategies):
         return
     is_enough = asyncio.Event()
     taken = asyncio.create_task(_take_ahead(run, train_step, is_enough), name=f"take batch {train_step}")

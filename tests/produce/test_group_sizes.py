@@ -15,7 +15,7 @@ from forebay.plan.turns import num_running
 from forebay.runs.config import RunConfig
 from forebay.train import TrainBatch, TrainConfig
 from forebay.train.objective.advantages import find_advantage
-from forebay.types import Status
+from forebay.types import Status, expire_group
 
 
 def place_of(state):
@@ -104,6 +104,21 @@ async def test_a_group_that_lost_members_after_it_had_grown_does_not_grow_again(
     left = [group[0], group[2]]
     left[0].reward, left[1].reward = {"score": 1.0}, {"score": 0.0}
     assert ctx.rules.further_members(left) == []
+
+
+async def test_ids_of_further_members_that_left_do_not_come_again():
+    """Found by a random schedule: they failed, and the others expired in the buffer and were generated again."""
+    ctx = context([1, 0], (2, 4))
+    firsts = (await ctx.generate_group(make_group("t", 0, k=2)))[:2]
+    expire_group(firsts)
+    again = await ctx.generate_group(firsts)
+    assert [state.rollout_id for state in again] == ["t/0/0", "t/0/1"]
+    # Scores that agree add none, and other ones may.
+    ctx = context([0, 0], (2, 4))
+    same = await ctx.generate_group(make_group("t", 1, k=2))
+    ctx.agent_loop.judge = scoring([1, 0])
+    expire_group(same)
+    assert len(await ctx.generate_group(same)) == 4
 
 
 async def test_an_interruption_before_or_after_the_decision_changes_nothing():

@@ -82,10 +82,9 @@ class GroupRules:
         firsts = [attempt[0] for attempt in split_attempts(group)]
         if len(firsts) != fewest or any(self.why_untrainable(state) is not None for state in firsts):
             return []
-        first, names = firsts[0], {state.rollout_id for state in firsts}
-        # Some of those that were added are left of a group that had grown and lost members.
-        if names & {f"{first.group_id}/{place}" for place in range(fewest, most)}:
+        if any(GROWN_KEY in state.extra_fields for state in firsts):
             return []
+        first = firsts[0]
         spread = np.var([float((state.reward or {})["score"]) for state in firsts])
         further = []
         for place in range(fewest, fewest + round(min(1.0, 4 * float(spread)) * (most - fewest))):
@@ -100,6 +99,9 @@ class GroupRules:
             )
             reset_rollout_response(state)
             further.append(state)
+        for state in (*firsts, *further) if further else ():
+            # Those that are added may leave, and their ids must not come again.
+            state.extra_fields[GROWN_KEY] = True
         return further
 
     def release_failed(self, group: list[RolloutState]) -> list[RolloutState]:
@@ -131,6 +133,8 @@ def _has_failed(attempt: Sequence[RolloutState]) -> bool:
     return any(state.status is Status.FAILED for state in attempt)
 
 
+GROWN_KEY = "grown"
+"""Entry of the `extra_fields` of all members of a group that has grown."""
 _ERROR_LENGTH = 200
 """Characters of an error message that the ledger's file keeps: the reason, not the traceback."""
 

@@ -395,7 +395,7 @@ class TrainController:
         return self.train(self.compute_advantages(batch) if comes_last else batch)
 
     async def sync_weights(self, rollout_controller: weight_sync.WeightReceiver) -> int:
-        """Give the current weights, adapters merged, to what generates, not during `train`; the bytes of one engine."""
+        """Give the current weights, adapters merged, to what generates, not during `train`; an engine's bytes."""
         step, dtype, live = self.model_step, self._engine_dtype, self.live_weights()
         return await weight_sync.sync_weights(self._learner, rollout_controller, step, dtype=dtype, live=live)
 

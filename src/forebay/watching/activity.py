@@ -68,7 +68,6 @@ class Activities:
         self.clock = clock
         # A dict is the ordered set of Python: the oldest comes first.
         self._in_flight: dict[Activity, None] = {}
-        # A new tuple at each change, so that a listener may stop while an event is being told.
         self._listeners: list[tuple[Listener, Listener]] = []
 
     def span(self, stage: str, name: Name, *, task: Name = None, group: Name = None) -> Activity:

@@ -429,7 +429,7 @@ class JsonCodec:
         try:
             return json.dumps(payload).encode()
         except TypeError as error:
-            raise ValueError(f"the payload is no JSON value ({error}); give the store a codec") from None
+            raise ValueError(f"the payload is no JSON value ({error}); hand the store a codec") from None
 
     def decode(self, data: bytes) -> Any:
         """The payload; ValueError if the bytes are no JSON."""

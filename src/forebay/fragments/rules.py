@@ -99,5 +99,5 @@ class RateLimit:
 
     @property
     def middle(self) -> float:
-        """What the difference may lie `error_buffer` below, by sampling, or above, by inserting."""
+        """The difference lies at most `error_buffer` below it, by sampling, and above it, by inserting."""
         return self.samples_per_insert * self.min_chunks

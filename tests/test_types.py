@@ -22,7 +22,6 @@ from forebay.types import (
     fill_token_fields,
     get_group_status,
     maybe_expire_group,
-    oldest_model_step,
     oldest_step_of,
     refresh_seq_staleness,
     reset_rollout_response,
@@ -297,7 +296,6 @@ def test_a_rollout_is_as_stale_as_its_oldest_labeled_token(steps: list[list[int]
     assert [state.seq_staleness for state in group] == [
         train_step - min(known) - 1 if known else 0 for known in labeled
     ]
-    assert oldest_model_step(group) == min((step for known in labeled for step in known), default=None)
 
 
 @given(st.lists(st.tuples(st.integers(UNLABELED, 4), st.integers(0, 2)), max_size=8), st.booleans())
@@ -335,7 +333,6 @@ def test_a_tool_s_tokens_do_not_make_a_rollout_stale() -> None:
     state = with_steps(0, 5, response_mask=[0, 1])
     refresh_seq_staleness([state], 6)
     assert state.seq_staleness == 0
-    assert oldest_model_step([state]) == 5
 
 
 def finished() -> RolloutState:

@@ -386,11 +386,6 @@ def update_sample_version(state: RolloutState, model_step: int) -> None:
     _write_steps(state, labeled)
 
 
-def oldest_model_step(group: Sequence[RolloutState]) -> int | None:
-    """The oldest labeled model step of any generated token in the group; None without labels."""
-    return min((step for step in map(oldest_step_of, group) if step is not None), default=None)
-
-
 def oldest_step_of(state: RolloutState) -> int | None:
     """The oldest labeled model step of any generated token of the rollout; None without labels."""
     steps, mask = state.response_model_steps, state.response_mask

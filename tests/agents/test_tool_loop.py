@@ -15,14 +15,15 @@ from chat_families import FAMILIES, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.agents import ToolAgentLoop, ToolCall, build_agent_loop
-from forebay.agents.chat.tool_calls import PARSERS, choose_parser, parse_by, parse_pattern
+from forebay.agents import ToolAgentLoop, build_agent_loop
+from forebay.agents.chat.tool_calls import PARSERS, ToolCall, choose_parser, parse_by, parse_pattern
 from forebay.aio.time_limits import MAX_OVERRUNNING
 from forebay.aio.virtual_time import run
 from forebay.config import Component, ConfigError
 from forebay.engines import RolloutController, ScriptedEngine
 from forebay.judges import ExactMatchJudge
-from forebay.tools import FunctionTool, ToolUnavailableError
+from forebay.tools import ToolUnavailableError
+from forebay.tools.base import FunctionTool
 from forebay.tools.contract import make_schema
 from forebay.types import RolloutState, SampleParams, Status
 from forebay.watching.activity import Activities

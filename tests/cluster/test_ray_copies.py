@@ -93,7 +93,8 @@ def count_lines(folder):
 
 
 async def copies_in(store):
-    storage = SQLStorage(f"sqlite:///{store}", codec=GroupCodec())
+    storage = SQLStorage(f"sqlite:///{store}")
+    storage.use_codec(GroupCodec())
     try:
         return lengths([row.item for row in await storage.get(COPIES)])
     finally:

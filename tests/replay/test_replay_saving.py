@@ -34,7 +34,8 @@ class CountsAlive(GroupCodec):
 async def test_a_save_holds_a_few_groups_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "BATCH_ROLLOUTS", PIECE_ROLLOUTS)
     codec = CountsAlive()
-    buffer = ReplayBuffer(FIFOReplayPolicy(), SQLStorage(str(tmp_path / "b.db"), codec=codec))
+    buffer = ReplayBuffer(FIFOReplayPolicy(), SQLStorage(str(tmp_path / "b.db")))
+    buffer.storage.use_codec(codec)
     await buffer.put_groups([make_group(str(n), steps=[1, 2]) for n in range(NUM_GROUPS)], "math")
     codec.decoded.clear()
     await buffer.save(tmp_path / "saved")

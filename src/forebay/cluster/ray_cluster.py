@@ -374,7 +374,7 @@ class RayCluster:
         return {
             **{f"cluster/{kind}_restarts": float(self._restarts.counts[kind]) for kind in STRATEGIES},
             "cluster/groups_retried": float(sum(them.num_retries for them in both)),
-            "cluster/requests_retried": float(sum(them.count_retries() for them in both)),
+            "cluster/requests_retried": float(sum(worker.num_retries for them in both for worker in them.ever)),
         }
 
     async def close(self) -> None:

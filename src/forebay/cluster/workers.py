@@ -116,14 +116,6 @@ class Workers:
                 return f"{text} for {age_s:.0f} s"
         return ""
 
-    def count_tokens_made(self) -> int:
-        """Tokens made so far, as of the last report; it never falls."""
-        return sum(worker.num_tokens_made for worker in self.ever)
-
-    def count_retries(self) -> int:
-        """Requests that were made again because an engine was lost, as of the last report."""
-        return sum(worker.num_retries for worker in self.ever)
-
     async def close(self) -> None:
         """Watch no more, and free what the workers hold."""
         await asyncio.gather(*(worker.close() for worker in self.ever), return_exceptions=True)
@@ -318,7 +310,7 @@ class ClusterController(EnginePool):
 
     def count_tokens_made(self) -> int:
         """Tokens that all workers' rollouts have got so far, as they said last; it never falls."""
-        return self._workers.count_tokens_made()
+        return sum(worker.num_tokens_made for worker in self._workers.ever)
 
     async def close(self) -> None:
         """Nothing: engines and workers are the cluster's, which may go on with another run."""

@@ -5,7 +5,7 @@
     difference = samples_per_insert * chunks inserted - chunks sampled
 
     readers wait --|---------------- both go on ----------------|-- writers wait
-           min_difference                                 max_difference
+        middle - error_buffer                          middle + error_buffer
 
 The rule of Reverb's rate limiter (Cassirer et al., 2021, arXiv 2102.04736), with two changes that keep it
 from standing still: a chunk that left the buffer unsampled takes its share of the difference with it, and
@@ -71,7 +71,7 @@ class RateLimit:
     """The bounds, in chunks.
 
     >>> limit = RateLimit(samples_per_insert=2.0, min_chunks=4, error_buffer=8.0)
-    >>> limit.min_difference, limit.max_difference
+    >>> limit.middle - limit.error_buffer, limit.middle + limit.error_buffer
     (0.0, 16.0)
 
     Raises:
@@ -98,11 +98,6 @@ class RateLimit:
             )
 
     @property
-    def min_difference(self) -> float:
-        """Sampling must not bring the difference below this."""
-        return self.samples_per_insert * self.min_chunks - self.error_buffer
-
-    @property
-    def max_difference(self) -> float:
-        """Inserting must not bring the difference above this."""
-        return self.samples_per_insert * self.min_chunks + self.error_buffer
+    def middle(self) -> float:
+        """The difference lies at most `error_buffer` below it, by sampling, and above it, by inserting."""
+        return self.samples_per_insert * self.min_chunks

@@ -128,13 +128,14 @@ class ReplayState:
     def may_insert(self) -> bool:
         """Whether the rate limit lets writers go on."""
         limit = self.rules.rate_limit
-        return limit is None or self.meta.difference + limit.samples_per_insert <= limit.max_difference
+        difference = self.meta.difference
+        return limit is None or difference + limit.samples_per_insert <= limit.middle + limit.error_buffer
 
     def can_serve(self, num_chunks: int) -> bool:
         """Whether there are that many, and the rate limit lets readers go on."""
-        limit, held = self.rules.rate_limit, len(self.chunks)
+        limit, held, left = self.rules.rate_limit, len(self.chunks), self.meta.difference - num_chunks
         return held >= num_chunks and (
-            limit is None or (held >= limit.min_chunks and self.meta.difference - num_chunks >= limit.min_difference)
+            limit is None or (held >= limit.min_chunks and left >= limit.middle - limit.error_buffer)
         )
 
     def serve(self, num_chunks: int, now_s: float) -> FragmentBatch:

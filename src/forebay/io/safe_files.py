@@ -196,10 +196,6 @@ def _as_list(files: Mapping[str, list[int]]) -> bytes:
 def _read_list(path: Path) -> dict[str, list[int]]:
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
-        raise DamagedError(
-            f"{str(path)!r} is missing: the folder is damaged, or of version 0.1 (begin a new run)"
-        ) from None
     except OSError as error:
         raise DamagedError(f"{str(path)!r} cannot be read: {error.strerror}") from None
     try:

@@ -395,10 +395,7 @@ class TrainController:
         return self.train(self.compute_advantages(batch) if comes_last else batch)
 
     async def sync_weights(self, rollout_controller: weight_sync.WeightReceiver) -> int:
-        """Give the current weights, adapters merged, to what generates rollouts; the bytes of one engine.
-
-        Not during `train`.
-        """
+        """Give the current weights, adapters merged, to what generates, not during `train`; an engine's bytes."""
         step, dtype, live = self.model_step, self._engine_dtype, self.live_weights()
         return await weight_sync.sync_weights(self._learner, rollout_controller, step, dtype=dtype, live=live)
 
@@ -472,13 +469,12 @@ class TrainController:
         self.train_step = self._learner.resume(Path(path))
         checkpoint.load_random(Path(path))
         saved = Path(path) / checkpoint.PENALTIES_FILE
-        if saved.exists():
-            found = json.loads(saved.read_text(encoding="utf-8"))["penalties"]
-            # One that is not steered is the config's, which may have changed. So is one that was 0: steering
-            # multiplies.
-            targets, own = self.config.penalty_targets, self.config.penalties
-            kl, entropy = (s if t and s else o for s, t, o in zip(found, targets, own, strict=True))
-            self.penalties = kl, entropy
+        found = json.loads(saved.read_text(encoding="utf-8"))["penalties"]
+        # One that is not steered is the config's, which may have changed. So is one that was 0: steering
+        # multiplies.
+        targets, own = self.config.penalty_targets, self.config.penalties
+        kl, entropy = (s if t and s else o for s, t, o in zip(found, targets, own, strict=True))
+        self.penalties = kl, entropy
         return self.train_step
 
     def _check_ready(self, batch: TrainBatch) -> None:

@@ -104,8 +104,7 @@ async def sync_weights(
         # Also a `BaseDiffersError`, which is one of these.
         except AdaptersRefusedError as refusal:
             logger.warning("all weights of step %d are handed over, adapters merged: %s", model_step, refusal)
-    takes_live = live is not None and getattr(receiver, "takes_live_weights", False)
-    if takes_live:
+    if live is not None and getattr(receiver, "takes_live_weights", False):
         weights: Any = live
     # An engine in this process casts on the way into its model: a cast copy before would be one more.
     elif getattr(receiver, "casts_weights", False):

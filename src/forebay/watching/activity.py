@@ -68,27 +68,20 @@ class Activities:
         self.clock = clock
         # A dict is the ordered set of Python: the oldest comes first.
         self._in_flight: dict[Activity, None] = {}
-        # A new tuple at each change, so that a listener may stop while an event is being told.
-        self._listeners: tuple[tuple[Listener, Listener], ...] = ()
+        self._listeners: list[tuple[Listener, Listener]] = []
 
     def span(self, stage: str, name: Name, *, task: Name = None, group: Name = None) -> Activity:
         """A context manager: what happens inside is `stage` of `name`. Any text may be a stage."""
         return Activity(self, stage, name, task, group)
 
-    def listen(self, began: Listener, ended: Listener) -> Callable[[], None]:
+    def listen(self, began: Listener, ended: Listener) -> None:
         """Call these as an activity begins (``start_s`` is set) and ends (``end_s`` and ``note`` are set).
 
-        Activities that are in flight already count as beginning now. The result ends the listening.
+        Activities that are in flight already count as beginning now.
         """
-        listener = began, ended
-        self._listeners = (*self._listeners, listener)
+        self._listeners.append((began, ended))
         for activity in self._in_flight:
             began(activity)
-
-        def stop() -> None:
-            self._listeners = tuple(other for other in self._listeners if other is not listener)
-
-        return stop
 
     def in_flight(self) -> list[Activity]:
         """All that is being done, the oldest first."""

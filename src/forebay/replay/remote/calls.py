@@ -430,13 +430,9 @@ class Outcomes(Generic[Value]):
         # A connection that is lost now brings the same key again: the newest outcomes are kept.
         self._begun.move_to_end(key)
         self._size += size
-        while self._size > MAX_REMEMBERED and len(self._begun) > 1 and self._oldest.done():
+        while self._size > MAX_REMEMBERED and len(self._begun) > 1 and next(iter(self._begun.values()))[0].done():
             self._size -= self._begun.popitem(last=False)[1][1]
         return value
-
-    @property
-    def _oldest(self) -> asyncio.Future[Value]:
-        return next(iter(self._begun.values()))[0]
 
     async def settled(self, *keys: bytes) -> None:
         """Wait for the end of the work of these keys, or of all, as far as it is being done."""

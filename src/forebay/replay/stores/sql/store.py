@@ -75,7 +75,7 @@ class SQLStorage(StorageBackend):
     is_shared = True
     is_durable = True
 
-    def __init__(self, url: str | os.PathLike[str], *, codec: Codec | None = None, create: bool = True) -> None:
+    def __init__(self, url: str | os.PathLike[str], *, create: bool = True) -> None:
         """Open the database, and make its tables if it has none and `create` says so.
 
         Raises:
@@ -84,8 +84,7 @@ class SQLStorage(StorageBackend):
         """
         self._engine = open_engine(url, create=create)
         self._glances = self._engine.dialect.name == "sqlite"
-        self._codec: Codec = JsonCodec() if codec is None else codec
-        self._is_codec_fixed = codec is not None
+        self._codec: Codec = JsonCodec()
         self._transactions = Transactions(self._engine)
         self._reading, self._writing = self._transactions.reading, self._transactions.writing
         self._worker = Worker("forebay-sql")
@@ -95,9 +94,8 @@ class SQLStorage(StorageBackend):
         self._write_together = partial(writes.write_together, self._transactions)
 
     def use_codec(self, codec: Codec) -> None:
-        """Payloads are what `codec` says, unless the store was built with a codec."""
-        if not self._is_codec_fixed:
-            self._codec = codec
+        """Payloads are what `codec` says."""
+        self._codec = codec
 
     def close(self) -> None:
         """Finish the calls that were made, end the threads, close the connections."""
@@ -431,7 +429,7 @@ class JsonCodec:
         try:
             return json.dumps(payload).encode()
         except TypeError as error:
-            raise ValueError(f"the payload is no JSON value ({error}); give the store a codec") from None
+            raise ValueError(f"the payload is no JSON value ({error}); hand the store a codec") from None
 
     def decode(self, data: bytes) -> Any:
         """The payload; ValueError if the bytes are no JSON."""

@@ -13,8 +13,7 @@ from chat_families import make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.agents import Environment, MultiTurnAgentLoop, Reply, build_agent_loop, episode_reward
-from forebay.agents.environments import LiveEnvironment
+from forebay.agents import Environment, LiveEnvironment, MultiTurnAgentLoop, Reply, build_agent_loop, episode_reward
 from forebay.aio.virtual_time import run
 from forebay.config import Component, ConfigError
 from forebay.engines import RolloutController, ScriptedEngine

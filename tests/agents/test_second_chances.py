@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from chat_families import make_tokenizer
 
-from forebay.agents import MultiTurnAgentLoop
-from forebay.agents.environments import SecondChances
+from forebay.agents import MultiTurnAgentLoop, SecondChances
 from forebay.aio.virtual_time import run
 from forebay.config import ConfigError
 from forebay.engines import RolloutController, ScriptedEngine

@@ -22,8 +22,7 @@ from forebay.aio.virtual_time import run
 from forebay.config import Component, ConfigError
 from forebay.engines import RolloutController, ScriptedEngine
 from forebay.judges import ExactMatchJudge
-from forebay.tools import ToolUnavailableError
-from forebay.tools.base import FunctionTool
+from forebay.tools import FunctionTool, ToolUnavailableError
 from forebay.tools.contract import make_schema
 from forebay.types import RolloutState, SampleParams, Status
 from forebay.watching.activity import Activities

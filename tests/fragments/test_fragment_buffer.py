@@ -5,8 +5,7 @@ import asyncio
 import pytest
 from fragment_factory import fids, make_fragment, send
 
-from forebay.fragments import FragmentIndex, FragmentMetadata, FragmentStore
-from forebay.fragments.leases import Lease
+from forebay.fragments import FragmentIndex, FragmentMetadata, FragmentStore, Lease
 
 
 async def test_a_fragment_is_served_with_its_index_and_its_payload(make, store):

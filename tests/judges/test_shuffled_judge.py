@@ -3,8 +3,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.judges import ComposedJudge, FunctionJudge, Judge, Part
-from forebay.judges.composed import ShuffledJudge
+from forebay.judges import ComposedJudge, FunctionJudge, Judge, Part, ShuffledJudge
 from forebay.types import RolloutState, Status
 
 

@@ -13,8 +13,7 @@ from schedule_plan import draw_plan
 from schedule_world import Record, ScheduleWorld, score_of, why_untrainable
 
 from forebay.aio import virtual_time
-from forebay.produce import ProduceBatchStatus, ProductionError, SyncProduceStrategyConfig
-from forebay.produce.batches import ProductionStopped
+from forebay.produce import ProduceBatchStatus, ProductionError, ProductionStopped, SyncProduceStrategyConfig
 from forebay.types import RolloutState, Status, calculate_seq_staleness
 from forebay.watching.stalls import StallError
 

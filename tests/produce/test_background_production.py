@@ -14,11 +14,12 @@ from forebay.produce import (
     ProduceBatchStatus,
     ProduceStrategy,
     ProductionError,
+    ProductionStopped,
     SyncProduceStrategyConfig,
     TaskRunner,
 )
 from forebay.produce.background import pause_tasks
-from forebay.produce.batches import HELD_UP_S, HUNGRY_BATCHES, START_GRACE_S, ProductionStopped
+from forebay.produce.batches import HELD_UP_S, HUNGRY_BATCHES, START_GRACE_S
 from forebay.replay import AsyncReplayBufferConfig, BufferClosed, ConnectionLost
 from forebay.types import RolloutState, Status
 from forebay.watching.activity import Activities

@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 
 from forebay.config import ConfigError
 from forebay.sandbox import SandboxUnavailableError
-from forebay.tools import Calculator, Python, Search, ToolError, ToolUnavailableError, build_tool, schema_of
-from forebay.tools.base import FunctionTool
+from forebay.tools import (
+    Calculator,
+    FunctionTool,
+    Python,
+    Search,
+    ToolError,
+    ToolUnavailableError,
+    build_tool,
+    schema_of,
+)
 from forebay.tools.calculator import calculate, write_number
 from forebay.tools.contract import make_schema
 

@@ -3,6 +3,7 @@
 from forebay.aio.changed import BufferClosed as BufferClosed
 from forebay.fragments.buffer import ReplayBufferActor as ReplayBufferActor
 from forebay.fragments.leases import FragmentBatch as FragmentBatch
+from forebay.fragments.leases import Lease as Lease
 from forebay.fragments.records import FragmentIndex as FragmentIndex
 from forebay.fragments.records import FragmentMetadata as FragmentMetadata
 from forebay.fragments.records import SampleFragment as SampleFragment

@@ -15,6 +15,7 @@ from forebay.judges.code import CodeJudge as CodeJudge
 from forebay.judges.composed import ComposedJudge as ComposedJudge
 from forebay.judges.composed import FunctionJudge as FunctionJudge
 from forebay.judges.composed import Part as Part
+from forebay.judges.composed import ShuffledJudge as ShuffledJudge
 from forebay.judges.composed import judges_group as judges_group
 from forebay.judges.libraries import MathVerifyJudge as MathVerifyJudge
 from forebay.judges.libraries import ReasoningGymJudge as ReasoningGymJudge

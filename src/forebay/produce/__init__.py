@@ -1,6 +1,7 @@
 """Producing rollouts: prompts, sampler, strategies and the manager that runs them."""
 
 from forebay.produce.background import TaskRunner as TaskRunner
+from forebay.produce.batches import ProductionStopped as ProductionStopped
 from forebay.produce.manager import AgentLoopManager as AgentLoopManager
 from forebay.produce.progress import ProduceProgress as ProduceProgress
 from forebay.produce.prompts.dataset import DataConfig as DataConfig

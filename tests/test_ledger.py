@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.ledger import Ledger, compare_dropped
-from forebay.ledger.bias import Summary, length_bias
+from forebay.ledger import Ledger, Summary, compare_dropped
+from forebay.ledger.bias import length_bias
 from forebay.ledger.journal import read_events
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer
 from forebay.types import RolloutState, Status

@@ -18,6 +18,7 @@ from forebay.lazy import lazy_names
 
 if TYPE_CHECKING:
     from forebay.engines.local.transformers import TransformersEngine as TransformersEngine
+    from forebay.engines.servers.engine import HTTPEngine as HTTPEngine
 
 
 # The first loads torch and transformers, which the other names do without.

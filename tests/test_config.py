@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,20 @@ def test_an_override_adds_to_a_component_that_the_file_only_names() -> None:
     given = {"tasks": [{"judge": "reasoning_gym"}]}
     expected = {"tasks": [{"judge": {"name": "reasoning_gym", "shuffle_seed": 0}}]}
     assert apply_overrides(given, ["tasks.0.judge.shuffle_seed=0"]) == expected
+
+
+def test_keys_of_an_earlier_version_are_refused_with_what_to_write_now() -> None:
+    table = {
+        "name": "a",
+        "steps": 1,
+        "batch_size": 1,
+        "rollouts_per_prompt": 2,
+        "model": {"source": "tiny"},
+        "tasks": [{"name": "a", "data": {"source": "sorting"}, "judge": {"name": "exact_match"}}],
+    }
+    for key, now in RunConfig.removed_keys.items():
+        with pytest.raises(ConfigError, match=re.escape(f"unknown key '{key}', of an earlier version: {now}")):
+            parse_config(RunConfig, apply_overrides(table, [f"{key}=1"]))
 
 
 def keys_below(annotation: Any, key: str = "") -> set[str]:

@@ -248,6 +248,8 @@ def _explain(model: type[BaseModel], problem: dict[str, Any]) -> str:
     # Of a union pydantic names the member, too.
     location = [str(part) for part in problem["loc"] if not str(part).startswith("constrained-")]
     where = ".".join(location)
+    if (now := getattr(model, "removed_keys", {}).get(where)) is not None:
+        return f"unknown key {where!r}, of an earlier version: {now}"
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         # The keys accepted there, walking through lists, unions and dataclasses.
         current: list[Any] = [model]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import tomli_w
 from pydantic import BaseModel, Field, PositiveInt, field_validator, model_validator
@@ -210,6 +210,18 @@ class RunFile(BaseModel):
 
 class RunConfig(RunFile):
     """A whole run, as `forebay train` takes it."""
+
+    removed_keys: ClassVar[Mapping[str, str]] = {
+        "model.dtype": "set engine.dtype and train.dtype",
+        "model.attention": "set engine.attention and train.attention",
+        "train.schedule_warmup_steps": "it is the second entry of train.schedule",
+        "train.dual_clip": "it is the third number of train.clip",
+        "train.lam": "it is the second number of train.discount",
+        "trace": "forebay board RUN --export timeline.json writes the timeline of any run",
+        "show_every": f"rollouts are shown {NUM_SAMPLES} times in a run; forebay board shows every one",
+        "produce.strategy": "it follows from produce.mode and from the keys that are set",
+    }
+    """By a key of an earlier version, the advice that the error gives."""
 
     batch_size: int = Field(ge=1)
     """Groups, that is prompts, per train step, over all tasks."""

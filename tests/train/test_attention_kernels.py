@@ -260,7 +260,7 @@ def test_reference_and_critic_follow_the_trainer(make_groups, kernels, monkeypat
 
 def test_a_packed_row_of_16k_tokens_costs_no_mask():
     sizes = hf.Qwen3Config(
-        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16,
     )  # fmt: skip
     tokens = 16_384

@@ -14,7 +14,8 @@ a hundred. What is forked is a process like any other: it is killed, stopped and
 Tests of what is imported, or of what the death of a parent does, start theirs the usual way.
 
 The server of `multiprocessing`, from which the ranks of a trainer are forked, is forked as well: it would import
-torch anew for each program of a test. Ray starts processes without `Popen`, by `warm_workers`: its workers are asked for by `ray_worker.py`, at a socket.
+torch anew for each program of a test. Ray starts processes without `Popen`, by `warm_workers`: its workers are
+asked for by `ray_worker.py`, at a socket.
 """
 
 from __future__ import annotations

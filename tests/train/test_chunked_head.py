@@ -88,8 +88,25 @@ def results(model, micro, entropy: str):
     return output, gradients
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
-@pytest.mark.parametrize("kind", KINDS)
+LAYOUTS = ("padded", "packed", "shared_prompt")
+
+
+def cells(kinds, short):
+    """Kinds and layouts; all but the first layout, and these, are left to the long suite."""
+    return [
+        pytest.param(kind, layout, marks=() if layout == LAYOUTS[0] or (kind, layout) in short else pytest.mark.soak)
+        for kind in kinds
+        for layout in LAYOUTS
+    ]
+
+
+SHORT = [
+    *(("tied", "packed"), ("soft cap", "packed"), ("experts", "packed")),
+    *(("untied", "shared_prompt"), ("adapted head", "shared_prompt"), ("frozen head", "shared_prompt")),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), cells(KINDS, SHORT))
 def test_chunks_change_nothing(kind, layout, make_model, make_groups, monkeypatch):
     if kind == "soft cap" and layout == "shared_prompt":
         pytest.skip("a sliding window keeps no plain cache")
@@ -143,8 +160,7 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
-@pytest.mark.parametrize("kind", ["tied", "untied", "adapted head", "frozen head"])
+@pytest.mark.parametrize(("kind", "layout"), cells(["tied", "untied", "adapted head", "frozen head"], SHORT))
 def test_memory_is_bounded_and_work_linear(kind, layout, make_model, make_groups, monkeypatch):
     vocabulary, chunk = 997, 997 * 9
     changes = {"vocab_size": vocabulary, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}

@@ -180,7 +180,7 @@ def step_memory(
         trained = [learner.model] if learner.critic is None else [learner.model, learner.critic]
         parameters = [parameter for part in trained for parameter in part.parameters()]
         reached = _assign_parts(memory, learner, trained, times, 1 if teacher is not None else times)
-        # A single micro-batch is passed before, for the moments. If there are several, all weights are given gradients.
+        # A single micro-batch is passed before, for the moments. Of several, the others leave gradients behind.
         learner.rehearse(batch, packs if len(packs) == 1 else [])
         _give_state(memory, learner, batch, [p for p in parameters if p.requires_grad and p not in reached], times)
         memory.assign(learner.moments(), HOST if config.moments == "cpu" else "moments", times=times)

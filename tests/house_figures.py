@@ -45,11 +45,21 @@ def tree_of(path: Path) -> ast.Module:
 
 
 @cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))
+
+
+@cache
+def tokens_of(path: Path) -> tuple[tokenize.TokenInfo, ...]:
+    return tuple(tokenize.generate_tokens(io.StringIO(text_of(path)).readline))
+
+
+@cache
 def docstrings(path: Path) -> tuple[ast.Constant, ...]:
     """Docstrings of modules, classes and functions, and the notes under fields and constants."""
     return tuple(
         statement.value
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(body := getattr(node, "body", None), list)
         for statement in body
         if isinstance(statement, ast.Expr)
@@ -60,15 +70,14 @@ def docstrings(path: Path) -> tuple[ast.Constant, ...]:
 
 @cache
 def comments(path: Path) -> tuple[str, ...]:
-    tokens = tokenize.generate_tokens(io.StringIO(text_of(path)).readline)
-    return tuple(token.string for token in tokens if token.type == tokenize.COMMENT)
+    return tuple(token.string for token in tokens_of(path) if token.type == tokenize.COMMENT)
 
 
 @cache
 def code_lines(path: Path) -> int:
     prose = {line for text in docstrings(path) for line in range(text.lineno, (text.end_lineno or 0) + 1)}
     code: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(text_of(path)).readline):
+    for token in tokens_of(path):
         if token.type not in _NO_CODE:
             code.update(range(token.start[0], token.end[0] + 1))
     return len(code - prose)
@@ -79,7 +88,7 @@ def contracts() -> list[str]:
     return [
         f"{name_of(path)}:{node.lineno} {node.name}"
         for path in FILES
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.ClassDef)
         and any(re.fullmatch(r"(Protocol|ABC)\b.*", ast.unparse(base).split(".")[-1]) for base in node.bases)
     ]
@@ -183,7 +192,7 @@ def import_circles() -> list[list[str]]:
 
 
 def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -46,6 +46,7 @@ from house_figures import (
     import_circles,
     late_beginnings,
     nobody_sentences,
+    nodes_of,
     print_figures,
     tree_of,
     what_sentences,
@@ -83,7 +84,7 @@ def functions() -> dict[str, int]:
     return {
         f"{path.relative_to(SOURCE)}:{node.lineno} {node.name}": (node.end_lineno or 0) - node.lineno + 1
         for path in FILES
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
 
@@ -117,7 +118,7 @@ def test_classes_inherit_from_few_of_our_own() -> None:
     bases = {
         node.name: [name for base in node.bases if (name := _simple_name(base))]
         for path in FILES
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.ClassDef)
     }
 

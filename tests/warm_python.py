@@ -13,7 +13,9 @@ A fresh interpreter takes five seconds of CPU to import torch and transformers, 
 a hundred. What is forked is a process like any other: it is killed, stopped and waited for in the same way.
 Tests of what is imported, or of what the death of a parent does, start theirs the usual way.
 
-Ray starts processes without `Popen`, by `warm_workers`: its workers are asked for by `ray_worker.py`, at a socket.
+The server of `multiprocessing`, from which the ranks of a trainer are forked, is forked as well: it would import
+torch anew for each program of a test. Ray starts processes without `Popen`, by `warm_workers`: its workers are
+asked for by `ray_worker.py`, at a socket.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ import uuid
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +86,7 @@ class Server:
             with listening, theirs:
                 given = [theirs.fileno(), listening.fileno()]
                 # It ends when this process does: its socket closes.
-                command = [sys.executable, __file__, *map(str, given)]
+                command = [sys.executable, __file__, *map(str, given), self.address]
                 self.process = _Popen(command, pass_fds=given, start_new_session=True)
         return self.socket
 
@@ -148,7 +151,12 @@ class WarmPopen(_Popen):  # type: ignore[type-arg]
 
 @contextmanager
 def warm_python() -> Iterator[None]:
-    """While open, Python programs that this process starts are forked from the server."""
+    """While open, Python programs that this process starts are forked from the server.
+
+    So is the server of `multiprocessing`, also after it is closed.
+    """
+    SERVER.begin()
+    fork_servers_from(os.environ.get(ADDRESS, SERVER.address))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", WarmPopen)
         yield
@@ -264,8 +272,42 @@ def become(told: dict[str, Any], descriptors: list[int]) -> list[str]:
     return told["args"]
 
 
+def fork_servers_from(address: str) -> None:
+    """Have the server of `multiprocessing` that this process may start forked as well, by the server at `address`.
+
+    It would import what its own processes share, torch and transformers among it.
+    """
+
+    def start(path: Any, args: list[Any], passed: Any) -> int:
+        kept = sorted(map(int, passed))
+        # Not closed: what was asked for ends with who asked.
+        asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        asked.connect(f"\0{address}")
+        ends, status = os.pipe()
+        told = {"args": args[-2:], "cwd": os.getcwd(), "env": dict(os.environ), "kept": kept, "session": False}
+        socket.send_fds(asked, [json.dumps(told).encode()], [status, 0, 1, 2, *kept])
+        os.close(status)
+        pid = int(asked.recv(100))
+        FORK_SERVERS[pid] = ends, asked
+        return pid
+
+    def waitpid(pid: int, options: int) -> tuple[int, int]:
+        if pid not in FORK_SERVERS:
+            return os.waitpid(pid, options)
+        return (pid, signal.SIGKILL) if select.select([FORK_SERVERS[pid][0]], [], [], 0)[0] else (0, 0)
+
+    # The process is no child of this one: the operating system does not tell whether it is there.
+    forkserver.util = types.SimpleNamespace(**vars(util) | {"spawnv_passfds": start})  # type: ignore[attr-defined]
+    forkserver.os = types.SimpleNamespace(**vars(os) | {"waitpid": waitpid})  # type: ignore[attr-defined]
+
+
+FORK_SERVERS: dict[int, tuple[int, socket.socket]] = {}
+"""By their numbers: what tells that one has ended, and what it ends with."""
+
+
 def run(args: list[str]) -> None:
     """What the interpreter would: ``-c code``, ``-m module`` or a file, with its arguments."""
+    sys.orig_argv = [sys.executable, *args]
     if args[0] == "-c":
         sys.argv = ["-c", *args[2:]]
         sys.path.insert(0, "")
@@ -296,7 +338,9 @@ if __name__ == "__main__":
     # A forked process's collections would visit, and so copy, all of that.
     gc.collect()
     gc.freeze()
-    wanted = serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))
+    *descriptors, address = sys.argv[1:]
+    wanted = serve(*(socket.socket(fileno=int(number)) for number in descriptors))
+    fork_servers_from(address)
     try:
         run(wanted)
     except SystemExit as leaving:

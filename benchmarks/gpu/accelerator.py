@@ -154,8 +154,9 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """The median of `repeats` calls, after one to warm up; fewer calls where time is short."""
-        call()
+        """The median of `repeats` calls, after one to warm up; fewer calls where time is short, or on a CPU."""
+        if not self.tiny:
+            call()
         times: list[float] = []
         while len(times) < self.repeats and not (times and self.left_s() < 2 * times[-1]):
             times.append(self.seconds_of(call))

@@ -112,7 +112,7 @@ def _measure(bench: Bench, size: str, case: Case) -> Row:
         raise Unavailable(str(error)) from error
     shape = {"prompt": 8, "response": 12} if bench.tiny else {"prompt": 256, "response": 512}
     vocabulary = bench.config(size).vocab_size
-    groups = make_groups(4 if bench.tiny else case.num_groups, 8, vocabulary=vocabulary, **shape)
+    groups = make_groups(2 if bench.tiny else case.num_groups, 8, vocabulary=vocabulary, **shape)
     batches = []
     with version_01_head() if case.old_head else _nothing():
         seconds = bench.seconds(lambda: batches.append(trainer.fit(groups)))

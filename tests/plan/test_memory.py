@@ -76,8 +76,8 @@ def total(step) -> int:
 
 
 def batch() -> TrainBatch:
-    """Two micro-batches of 1024 tokens."""
-    return TrainBatch.from_examples(([group] * 32, [1] * 96) for group in range(4) for _ in range(4))
+    """Two micro-batches of 512 tokens."""
+    return TrainBatch.from_examples(([group] * 32, [1] * 96) for group in range(2) for _ in range(4))
 
 
 def measured_bytes(model_config: Any, config: TrainConfig) -> int:
@@ -102,13 +102,13 @@ def measured_bytes(model_config: Any, config: TrainConfig) -> int:
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 @pytest.mark.parametrize(("kind", "settings"), CASES, ids=lambda case: str(case))
 def test_a_plan_is_within_a_tenth_of_the_allocations(kind: str, settings: dict[str, Any]) -> None:
-    config = TrainConfig(token_budget=1024, **settings)
+    config = TrainConfig(token_budget=512, **settings)
     planned = step_memory(MODELS[kind], config, batch())
     assert total(planned) == pytest.approx(measured_bytes(MODELS[kind], config), rel=0.1)
 
 
 def test_parts_are_exact_where_they_follow_from_the_sizes() -> None:
-    planned = step_memory(MODELS["qwen3"], TrainConfig(token_budget=1024), batch())
+    planned = step_memory(MODELS["qwen3"], TrainConfig(token_budget=512), batch())
     weights = 4 * planned.num_parameters
     assert planned.parts["weights"] == planned.parts["gradients"] == weights
     # AdamW's two moments, and a step count by parameter.
@@ -119,7 +119,7 @@ def test_parts_are_exact_where_they_follow_from_the_sizes() -> None:
 
 
 def test_frozen_weights_have_neither_gradients_nor_moments() -> None:
-    planned = step_memory(MODELS["qwen3"], TrainConfig(token_budget=1024, frozen=("*layers",)), batch())
+    planned = step_memory(MODELS["qwen3"], TrainConfig(token_budget=512, frozen=("*layers",)), batch())
     outside = 4 * (2 * 2000 * 128 + 128)
     assert planned.parts["gradients"] == planned.gradient_bytes == outside
     assert planned.parts["moments"] == pytest.approx(2 * outside, rel=1e-3)
@@ -132,19 +132,19 @@ def test_a_tower_for_images_has_gradients_and_moments_though_text_is_planned() -
     tower = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     tower |= {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 7}
     config = LlavaConfig(vision_config=tower, text_config=MODELS["qwen3"].to_dict(), image_token_id=9)
-    planned = step_memory(config, TrainConfig(token_budget=1024), batch())
+    planned = step_memory(config, TrainConfig(token_budget=512), batch())
     weights = 4 * planned.num_parameters
     assert planned.parts["gradients"] == planned.gradient_bytes == weights
     assert planned.parts["moments"] == pytest.approx(2 * weights, rel=1e-3)
-    frozen = step_memory(config, TrainConfig(token_budget=1024, frozen=("model.vision_tower",)), batch())
+    frozen = step_memory(config, TrainConfig(token_budget=512, frozen=("model.vision_tower",)), batch())
     assert frozen.parts["gradients"] == frozen.gradient_bytes < weights
     assert frozen.parts["moments"] == pytest.approx(2 * frozen.gradient_bytes, rel=1e-3)
-    ranks = step_memory(config, TrainConfig(token_budget=1024, ranks=2), batch())
+    ranks = step_memory(config, TrainConfig(token_budget=512, ranks=2), batch())
     assert ranks.parts["moments"] == pytest.approx(weights, rel=1e-3)
 
 
 def test_a_divergence_over_the_likeliest_tokens_is_planned() -> None:
-    config = TrainConfig(token_budget=1024, kl_coef=0.1)
+    config = TrainConfig(token_budget=512, kl_coef=0.1)
     top = config.model_copy(update={"kl_estimator": "top_64"})
     plain, planned = (step_memory(MODELS["llama"], each, batch(), teacher=MODELS["qwen3"]) for each in (config, top))
     assert planned.parts["reference"] == plain.parts["reference"]
@@ -156,8 +156,8 @@ def test_a_divergence_over_the_likeliest_tokens_is_planned() -> None:
 def test_moments_elsewhere_or_shorter_are_planned(kind: Any) -> None:
     if kind == "8bit":
         pytest.importorskip("bitsandbytes")
-    full = step_memory(MODELS["qwen3"], TrainConfig(token_budget=1024), batch())
-    planned = step_memory(MODELS["qwen3"], TrainConfig(token_budget=1024, moments=kind), batch())
+    full = step_memory(MODELS["qwen3"], TrainConfig(token_budget=512), batch())
+    planned = step_memory(MODELS["qwen3"], TrainConfig(token_budget=512, moments=kind), batch())
     share = 0 if kind == "cpu" else (1 + 4 / 256) / 4
     assert planned.parts.get("moments", 0) == pytest.approx(share * full.parts["moments"], rel=0.05)
     assert total(planned) == pytest.approx(total(full) - (1 - share) * full.parts["moments"], rel=0.01)
@@ -165,7 +165,7 @@ def test_moments_elsewhere_or_shorter_are_planned(kind: Any) -> None:
 
 def test_replicas_hold_copies_and_tensor_ranks_all_of_the_embeddings() -> None:
     def parts(**parallel: int) -> Any:
-        config = TrainConfig(token_budget=1024, ranks=4, parallel=parallel)
+        config = TrainConfig(token_budget=512, ranks=4, parallel=parallel)
         return step_memory(MODELS["qwen3"], config, batch()).parts
 
     sliced, copied, split = parts(), parts(replicas=2), parts(tensor=2)
@@ -180,7 +180,7 @@ def test_replicas_hold_copies_and_tensor_ranks_all_of_the_embeddings() -> None:
 
 def test_experts_that_stay_on_their_rank_are_not_gathered() -> None:
     def gathered(**parallel: Any) -> int:
-        config = TrainConfig(token_budget=1024, ranks=4, parallel=parallel)
+        config = TrainConfig(token_budget=512, ranks=4, parallel=parallel)
         return step_memory(MODELS["qwen3_moe"], config, batch()).parts["gathered layers"]
 
     # Three matrices of each expert, in float32; this layer, the next one, and gradients.
@@ -191,7 +191,7 @@ def test_experts_that_stay_on_their_rank_are_not_gathered() -> None:
 
 def test_ranks_gather_in_bfloat16_and_keep_slices_in_float32() -> None:
     def parts(dtype: Any) -> Any:
-        config = TrainConfig(token_budget=1024, ranks=2, dtype=dtype, kl_coef=0.1)
+        config = TrainConfig(token_budget=512, ranks=2, dtype=dtype, kl_coef=0.1)
         return step_memory(MODELS["qwen3"], config, batch()).parts
 
     whole, half = parts("float32"), parts("bfloat16")
@@ -211,7 +211,7 @@ def test_a_planned_model_has_no_content() -> None:
         num_attention_heads=64,
         num_key_value_heads=8,
     )
-    planned = step_memory(huge, TrainConfig(token_budget=1024, dtype="bfloat16"), batch())
+    planned = step_memory(huge, TrainConfig(token_budget=512, dtype="bfloat16"), batch())
     # More than the machines that run this test have.
     assert total(planned) > 45e9
 

@@ -33,6 +33,11 @@ PLANS = [
     ("8b_lora", "H100-80GB", "", 44),
     ("8b_lora_vllm", "H100-80GB", "", 62),
 ]
+WORDS = 151936
+"""Of the real models."""
+FEW_WORDS = 1000
+"""Of those of one layer."""
+SMALL = ["batch_size=8", "tasks.0.data.size=200", "tasks.0.data.arguments={size=200}"]
 PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 
 
@@ -40,7 +45,7 @@ def plan(name: str, gpu: str, overrides: str, folder: Path, *, num_layers: int |
     kind, hidden, mlp, layers, heads, key_heads, tied = SIZES[name]
     AutoConfig.for_model(
         kind,
-        vocab_size=151936,
+        vocab_size=WORDS if num_layers is None else FEW_WORDS,
         hidden_size=hidden,
         intermediate_size=mlp,
         num_hidden_layers=num_layers or layers,
@@ -51,7 +56,8 @@ def plan(name: str, gpu: str, overrides: str, folder: Path, *, num_layers: int |
         tie_word_embeddings=tied,
     ).save_pretrained(folder)
     file = ROOT / "recipes" / "one_gpu" / f"{name}.toml"
-    config = load_config(RunConfig, file, [f"model.source={folder}", *overrides.split()])
+    few = [] if num_layers is None else ["batch_size=8"]
+    config = load_config(RunConfig, file, [f"model.source={folder}", *overrides.split(), *few])
     return make_plan(config, parse_devices(gpu), prompt_tokens=256)
 
 
@@ -87,8 +93,10 @@ def test_a_run_fits_as_the_page_says(name: str, gpu: str, overrides: str, gib: i
 
 
 def plan_scenes(gpu: str, overrides: list[str], folder: Path, *, num_layers: int, depth: int):
-    """Of Qwen2.5-VL-3B, with fewer layers perhaps."""
-    text = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": num_layers}
+    """Of Qwen2.5-VL-3B, with fewer layers perhaps, and then fewer words and scenes."""
+    overrides = overrides if num_layers > 1 else [*overrides, *SMALL]
+    text = {"vocab_size": WORDS if num_layers > 1 else FEW_WORDS, "hidden_size": 2048, "intermediate_size": 11008}
+    text |= {"num_hidden_layers": num_layers}
     text |= {"num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 128000}
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
     tower = {"depth": depth, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 2048}
@@ -116,7 +124,7 @@ def test_a_vision_language_model_can_be_planned(
     assert len(config.model_dump()["train"]["frozen"]) == (not overrides)
     assert " ".join(overrides) in (ROOT / "recipes" / "shapes" / "gpu.toml").read_text().replace("'", "")
     (data,) = load_data(config)
-    answers = Counter(prompt.reward_model["ground_truth"] for prompt in [*data.training][:200])
+    answers = Counter(prompt.reward_model["ground_truth"] for prompt in data.training)
     assert len(answers) > 4
     assert len(data.held_out) == 200
 

@@ -142,7 +142,8 @@ def test_a_run_that_does_not_fit_is_told_the_first_changes_that_help(model: Path
 
 
 def test_a_device_that_is_far_too_small_is_told_so(thin_model: Path) -> None:
-    plan = make_plan(run_config(thin_model), device(4 * 2**20, is_gpu=False), prompt_tokens=32)
+    config = run_config(thin_model, train={"token_budget": 512})
+    plan = make_plan(config, device(4 * 2**20, is_gpu=False), prompt_tokens=32)
     assert plan.advised_bytes is None
     assert "Take a smaller model or a larger device" in verdict(plan)
 
@@ -391,18 +392,19 @@ def test_a_server_beside_the_trainer_gets_what_that_leaves(thin_model: Path, mon
     # The folder has no tokenizer.
     monkeypatch.setattr("forebay.plan.estimate._longest_prompt", lambda *_: 32)
     server = {"name": "vllm", "arguments": {"servers": 1, "python": "python"}}
+    train = {"token_budget": 256}
     device = parse_devices("L4-24GB")
 
     def share(device: Device = device, mode: str = "colocated", **arguments: Any) -> float | None:
         engine = {"name": "vllm", "arguments": {**server["arguments"], **arguments}}
-        config = run_config(thin_model, engine=engine, produce={"mode": mode})
+        config = run_config(thin_model, engine=engine, produce={"mode": mode}, train=train)
         found: float | None = fit_memory(config, device)[0].engine.arguments.get("memory_share")
         return found
 
     shares = [share(offload=offload) for offload in ("none", "moments", "all")]
     assert shares == sorted(shares)
     assert 0.85 < shares[0] <= shares[-1] < 0.95
-    parts = make_plan(run_config(thin_model), device).parts
+    parts = make_plan(run_config(thin_model, train=train), device).parts
     stay = parts["trainer: weights"] + 600 * 2**20 + 512 * 2**20
     assert shares[1] == pytest.approx(0.95 * (1 - stay / device.memory_bytes), abs=2e-3)
     # In a separate run they take turns just so.

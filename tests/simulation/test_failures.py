@@ -103,7 +103,7 @@ def test_more_failures_never_make_a_run_faster():
         return simulate(config, cluster(engines=2, failures_per_hour=rate, restart_s=60), steps=15).step_s
 
     # 11 s, 17.7 s and 41.5 s with standard deviations of 3 s: an engine is away for 0%, 40% and 73%.
-    means = [mean(step_s(rate, seed) for seed in range(4)) for rate in (0, 40, 160)]
+    means = [mean(step_s(rate, seed) for seed in range(2)) for rate in (0, 40, 160)]
     assert all(more > 1.2 * fewer for fewer, more in pairwise(means)), means
 
 

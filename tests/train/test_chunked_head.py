@@ -88,8 +88,25 @@ def results(model, micro, entropy: str):
     return output, gradients
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
-@pytest.mark.parametrize("kind", KINDS)
+LAYOUTS = ("padded", "packed", "shared_prompt")
+
+
+def cells(kinds, short):
+    """Kinds and layouts; all but the first layout, and these, are left to the long suite."""
+    return [
+        pytest.param(kind, layout, marks=() if layout == LAYOUTS[0] or (kind, layout) in short else pytest.mark.soak)
+        for kind in kinds
+        for layout in LAYOUTS
+    ]
+
+
+SHORT = [
+    *(("tied", "packed"), ("soft cap", "packed"), ("experts", "packed")),
+    *(("untied", "shared_prompt"), ("adapted head", "shared_prompt"), ("frozen head", "shared_prompt")),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), cells(KINDS, SHORT))
 def test_chunks_change_nothing(kind, layout, make_model, make_groups, monkeypatch):
     if kind == "soft cap" and layout == "shared_prompt":
         pytest.skip("a sliding window keeps no plain cache")
@@ -143,8 +160,7 @@ class Allocations(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
-@pytest.mark.parametrize("kind", ["tied", "untied", "adapted head", "frozen head"])
+@pytest.mark.parametrize(("kind", "layout"), cells(["tied", "untied", "adapted head", "frozen head"], SHORT))
 def test_memory_is_bounded_and_work_linear(kind, layout, make_model, make_groups, monkeypatch):
     vocabulary, chunk = 997, 997 * 9
     changes = {"vocab_size": vocabulary, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
@@ -288,7 +304,7 @@ def test_log_probabilities_and_entropies_have_the_gradients_of_torch(entropy):
 
 
 def test_a_large_vocabulary_takes_little_memory_beyond_the_model():
-    """16,384 tokens: the head of 152,000 words against one of 256, weights, gradients and moments apart."""
+    """8,192 tokens: the head of 152,000 words against one of 256, weights, gradients and moments apart."""
 
     def beyond(vocabulary):
         config = LlamaConfig(
@@ -299,9 +315,9 @@ def test_a_large_vocabulary_takes_little_memory_beyond_the_model():
             num_attention_heads=12,
             num_key_value_heads=1,
         )
-        settings = TrainConfig(token_budget=16_384, dtype="bfloat16", layout="padded")
+        settings = TrainConfig(token_budget=8192, dtype="bfloat16", layout="padded")
         # Two micro-batches: the second finds gradients that are there.
-        examples = [(np.zeros(1, np.int64), np.zeros(16_383, np.int64))] * 2
+        examples = [(np.zeros(1, np.int64), np.zeros(8191, np.int64))] * 2
         memory = step_memory(config, settings, TrainBatch.from_examples(examples))
         return sum(memory.parts.get(kind, 0) for kind in ("logits", "activations"))
 

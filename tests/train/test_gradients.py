@@ -67,8 +67,18 @@ def test_a_train_step_has_the_gradient_of_the_formula(make_model, make_groups, n
     assert batch.metrics["train/loss"] == pytest.approx(loss, abs=1e-5)
 
 
-@pytest.mark.parametrize("loss", ["clipped", "gspo", "cispo"])
-@pytest.mark.parametrize("normalization", ["token-mean", "sequence-mean", 8])
+LOSSES, NORMALIZATIONS = ("clipped", "gspo", "cispo"), ("token-mean", "sequence-mean", 8)
+
+
+# The short suite has each loss with one normalization.
+@pytest.mark.parametrize(
+    ("loss", "normalization"),
+    [
+        pytest.param(loss, normalization, marks=() if row == column else pytest.mark.soak)
+        for row, loss in enumerate(LOSSES)
+        for column, normalization in enumerate(NORMALIZATIONS)
+    ],
+)
 def test_micro_batches_layouts_and_order_do_not_change_the_gradient(make_model, make_groups, loss, normalization):
     settings = {"loss": loss, "normalization": normalization, "old_noise": 0.2}
     expected, batch = gradient(make_model(), make_groups(masked=True), **settings)

@@ -3,9 +3,8 @@
 import json
 import logging
 import os
-import signal
 import sys
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from pathlib import Path
 from types import ModuleType
 
@@ -55,20 +54,26 @@ def halved(inputs, config):
 
 
 GAE = {"advantage": "gae", "critic_lr": 1e-3}
+# Each kind of number that goes to the process or comes from it, and each layout.
 CASES = [
-    {"layout": "padded"},
-    {"layout": "packed", "loss": "gspo", "normalization": "sequence-mean"},
-    {"layout": "packed", "token_budget": 40},
-    {"layout": "shared_prompt", "loss": "cispo"},
     {"mini_batches": 3, "epochs": 2, "kl_coef": 0.1, "entropy_coef": 0.01, "schedule": "cosine"},
     {**GAE, "layout": "shared_prompt", "mini_batches": 2},
     {**GAE, "lora_rank": 2, "kl_coef": 0.1, "layout": "packed"},
     {"gradient_checkpointing": True, "correction": "token_tis", "weight_decay": 0.1},
-    {"frozen": ["*embed_tokens", "*layers.0", "*layers.1.*_proj"], "kl_coef": 0.1},
     {"moments": "8bit"},
     {"moments": "cpu"},
     {"dtype": "bfloat16"},
     {"loss": f"{__name__}:halved"},
+    *(
+        pytest.param(settings, marks=pytest.mark.soak)
+        for settings in (
+            {"layout": "padded"},
+            {"layout": "packed", "loss": "gspo", "normalization": "sequence-mean"},
+            {"layout": "packed", "token_budget": 40},
+            {"layout": "shared_prompt", "loss": "cispo"},
+            {"frozen": ["*embed_tokens", "*layers.0", "*layers.1.*_proj"], "kl_coef": 0.1},
+        )
+    ),
 ]
 
 
@@ -128,11 +133,10 @@ def test_a_script_whose_trainer_is_apart_needs_no_main_guard(make_model, tmp_pat
 
 
 def test_what_it_is_forked_from_is_out_of_reach_of_ctrl_c_and_of_files_in_the_current_folder(tmp_path, monkeypatch):
-    # Killed, it is started again.
-    LocalRanks(1).close()
-    before = forkserver._forkserver._forkserver_pid
-    os.kill(before, signal.SIGKILL)
-    os.waitid(os.P_PID, before, os.WEXITED | os.WNOWAIT)
+    # A new one, started as ever: that of this process is there already, or may be forked itself.
+    for name in ("address", "alive_fd", "pid"):
+        monkeypatch.setattr(forkserver._forkserver, f"_forkserver_{name}", None)
+    monkeypatch.setattr(forkserver, "util", util)
     (tmp_path / "csv.py").write_text("raise RuntimeError('not the one that is meant')")
     monkeypatch.chdir(tmp_path)
     ranks = LocalRanks(1)
@@ -141,6 +145,8 @@ def test_what_it_is_forked_from_is_out_of_reach_of_ctrl_c_and_of_files_in_the_cu
     # Threads would be missing in what is forked, with the locks that they hold.
     assert len(os.listdir(f"/proc/{pid}/task")) == 1
     ranks.close()
+    # It ends then.
+    os.close(forkserver._forkserver._forkserver_alive_fd)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from forebay.models import Precision
 from forebay.models.config import Attention
@@ -53,6 +53,8 @@ class MemoryPeak(TorchDispatchMode):
         self._vocabulary = vocabulary
         self._counted: dict[int, tuple[str, int]] = {}
         self._now: Counter[str] = Counter()
+        self.flop = 0
+        """Floating-point operations so far."""
         self.host_peak = 0
         """The most bytes of kind `HOST`."""
         self.reset()
@@ -88,6 +90,8 @@ class MemoryPeak(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
+        if count := flop_registry.get(function.overloadpacket):
+            self.flop += count(*args, **(kwargs or {}), out_val=result)
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._counted:
                 is_logits = tensor.ndim > 1 and tensor.shape[-1] == self._vocabulary
@@ -133,10 +137,10 @@ def step_memory(
 ) -> StepMemory:
     """The peak of one optimizer step on one device and rank, whose part of a mini-batch is `batch`.
 
-    `model_config` is transformers' config of the model. Two micro-batches are passed, if there are as many:
-    the second finds the gradients of the first. Importance weights are taken as computed before. `attention`
-    is the kernel (`planned_attention`), whatever the config's. The policy's weights are `held` so. `teacher`
-    is the config of ``train.teacher``.
+    `model_config` is transformers' config of the model. If there are several micro-batches, the largest comes
+    last: it finds the gradients of the others. Importance weights are taken as computed before. `attention` is
+    the kernel (`planned_attention`), whatever the config's. The policy's weights are `held` so. `teacher` is
+    the config of ``train.teacher``.
 
     Raises:
         ValueError: the model cannot be trained so, or `batch` does not fit the token budget.
@@ -176,21 +180,20 @@ def step_memory(
         trained = [learner.model] if learner.critic is None else [learner.model, learner.critic]
         parameters = [parameter for part in trained for parameter in part.parameters()]
         reached = _assign_parts(memory, learner, trained, times, 1 if teacher is not None else times)
-        # The first step makes the moments. Counting operations keeps activations alive, so it is done apart.
-        with FlopCounterMode(display=False) as flop:
-            learner.rehearse(batch, packs[:1])
-        _train_tower(memory, learner, batch, [p for p in parameters if p.requires_grad and p not in reached], times)
-        kept = 1 if config.moments == "8bit" else times
-        memory.assign(learner.moments(), HOST if config.moments == "cpu" else "moments", times=kept)
+        # A single micro-batch is passed before, for the moments. Of several, the others leave gradients behind.
+        learner.rehearse(batch, packs if len(packs) == 1 else [])
+        _give_state(memory, learner, batch, [p for p in parameters if p.requires_grad and p not in reached], times)
+        memory.assign(learner.moments(), HOST if config.moments == "cpu" else "moments", times=times)
         memory.reset()
-        learner.rehearse(batch, packs)
+        before = memory.flop
+        learner.rehearse(batch, packs[:1])
     parts = {kind: memory.peak[kind] for kind in KINDS if memory.peak[kind]}
     if config.ranks > 1:
         parts = _of_one_rank(parts, trained, config, times)
     host_bytes = memory.host_peak // config.parallel.context + parts.pop(HOST, 0)
     return StepMemory(
         parts=parts,
-        flop=flop.get_total_flops(),
+        flop=memory.flop - before,
         tokens=int(batch.lengths[packs[0]].sum()),
         gradient_bytes=4 * sum(p.numel() for p in parameters if p.requires_grad),
         num_parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
@@ -218,21 +221,18 @@ def _assign_parts(
     memory.assign(weights, "weights", times=times)
     if learner.ref_model is not None:
         memory.assign(learner.ref_model.state_dict().values(), "reference", times=reference_times)
-    for parameter in (parameter for part in trained for parameter in part.parameters()):
+    for parameter in (p for part in trained for p in part.parameters() if p.requires_grad):
         # A gradient counts as an activation, as every new storage does, until it is complete.
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(reach)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(reach)  # type: ignore[no-untyped-call]
     return reached
 
 
-def _train_tower(
-    memory: MemoryPeak, learner: Learner, batch: TrainBatch, tower: Sequence[nn.Parameter], times: int
-) -> None:
-    """Give moments, and gradients for the next passes, to a tower for images, which text leaves out."""
+def _give_state(memory: MemoryPeak, learner: Learner, batch: TrainBatch, rest: list[nn.Parameter], times: int) -> None:
+    """Give moments, and gradients, to weights that no pass has come to; a text never comes to a tower for images."""
     # The first gradients become moments.
     for _ in range(2):
         learner.rehearse(batch, [])
-        for parameter in tower:
+        for parameter in rest:
             parameter.grad = torch.zeros_like(parameter)
             memory.assign([parameter.grad], "gradients", times=times)
 

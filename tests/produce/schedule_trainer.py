@@ -176,13 +176,15 @@ class Trainer:
     async def sync(self):
         """Give the engines the weights of the latest step."""
         async with self.switch:
+            # A disturbance syncs while the next step ends.
+            step = self.step
             if self.chance("updates_in_flight"):
-                await self.world.controller.update_weights([], self.step)
+                await self.world.controller.update_weights([], step)
             else:
                 await self.manager.pause_produce()
                 await self.check_paused()
-                await self.world.controller.update_weights([], self.step)
-            self.model_step = self.step
+                await self.world.controller.update_weights([], step)
+            self.model_step = step
             await self.manager.continue_produce(self.model_step)
 
     async def evaluate(self):

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from warm_python import warm_python
+from warm_python import warm_fork_servers, warm_python
 
 # Read by torch, tokenizers and the hub client when a test module first imports them.
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+
+warm_fork_servers()
 
 SOAK = os.environ.get("FOREBAY_SOAK") == "1"
 

@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import sys
-from multiprocessing import forkserver
+from multiprocessing import forkserver, util
 from types import ModuleType
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 
 from forebay.train import LocalRanks, TrainConfig, TrainController
 from forebay.train.objective.losses import POLICY_LOSSES
+from warm_python import START_OWN
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +132,7 @@ def test_what_it_is_forked_from_is_out_of_reach_of_ctrl_c_and_of_files_in_the_cu
     before = forkserver._forkserver._forkserver_pid
     os.kill(before, signal.SIGKILL)
     os.waitid(os.P_PID, before, os.WEXITED | os.WNOWAIT)
+    monkeypatch.setattr(util, "spawnv_passfds", START_OWN)
     (tmp_path / "csv.py").write_text("raise RuntimeError('not the one that is meant')")
     monkeypatch.chdir(tmp_path)
     ranks = LocalRanks(1)
@@ -139,3 +141,4 @@ def test_what_it_is_forked_from_is_out_of_reach_of_ctrl_c_and_of_files_in_the_cu
     # Threads would be missing in what is forked, with the locks that they hold.
     assert len(os.listdir(f"/proc/{pid}/task")) == 1
     ranks.close()
+    forkserver._forkserver._stop()

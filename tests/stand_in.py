@@ -10,6 +10,7 @@ Ray starts it in place of its `setup_worker.py`, and knows the worker by the num
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -48,10 +49,8 @@ def main(args: list[str]) -> int:
         pid = int(asked.recv(100))
 
         def hand_on(number: int, _: object) -> None:
-            try:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.kill(pid, number)
-            except ProcessLookupError:
-                pass  # it has just ended
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, hand_on)

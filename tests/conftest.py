@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from warm_python import warm_fork_servers, warm_python
+from warm_python import ADDRESS, SERVER, warm_fork_servers, warm_python
 
 # Read by torch, tokenizers and the hub client when a test module first imports them.
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
@@ -48,6 +48,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         return None
     config.option.loadscopereorder = False
     return ByFile(config, log)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    # One for all workers, which find it by their environment.
+    os.environ[ADDRESS] = SERVER.begun()
 
 
 def pytest_collection_finish() -> None:

@@ -77,6 +77,13 @@ class Server:
             socket.send_fds(asked, [json.dumps(told).encode()], descriptors)
             return int(asked.recv(100))
 
+    def begun(self) -> str:
+        """Its address, once it has been started."""
+        with self.lock:
+            if not self.is_origin:
+                self.begin()
+            return self.address
+
     def begin(self) -> socket.socket:
         """Start it, if it has not been; the socket at which it is asked."""
         if self.socket is None and ADDRESS in os.environ:
@@ -200,9 +207,7 @@ def warm_workers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # A program of a test, which a process with a server of its own has started.
         if ADDRESS not in os.environ:
-            with SERVER.lock:
-                SERVER.begin()
-            patch.setenv(ADDRESS, SERVER.address)
+            patch.setenv(ADDRESS, SERVER.begun())
         patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", STAND_IN)
         yield
 
@@ -213,10 +218,7 @@ def stand_in(args: Sequence[Any], kept: Sequence[int] = ()) -> list[str]:
     It is handed on the descriptors `kept`. A SIGKILL ends both, other signals that end a process are handed on, and
     the end of who started it is seen by neither.
     """
-    with SERVER.lock:
-        if not SERVER.is_origin:
-            SERVER.begin()
-    told = ",".join(map(str, [SERVER.address, *kept]))
+    told = ",".join(map(str, [SERVER.begun(), *kept]))
     # Without the environment's folders and the site's packages it starts in no time.
     return [sys.executable, "-ES", STAND_IN, f"--from={told}", *map(str, args)]
 

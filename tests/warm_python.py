@@ -13,22 +13,24 @@ A fresh interpreter takes five seconds of CPU to import torch and transformers, 
 a hundred. What is forked is a process like any other: it is killed, stopped and waited for in the same way.
 Tests of what is imported, or of what the death of a parent does, start theirs the usual way.
 
-The server of `multiprocessing`, from which the ranks of a trainer are forked, is forked as well: it would import
-torch anew for each program of a test. Ray starts processes without `Popen`, by `warm_workers`: its workers are
-asked for by `ray_worker.py`, at a socket.
+Two libraries start processes without `Popen`: Ray its workers (`warm_workers`), and multiprocessing the fork server
+of a trainer's ranks (`warm_fork_servers`). Both start `stand_in.py` for it, which asks for the process at a socket.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import fcntl
 import gc
 import inspect
+import io
 import json
 import os
 import runpy
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -39,9 +41,9 @@ import traceback
 import types
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import forkserver, util
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +53,9 @@ MAX_MESSAGE_BYTES = 190_000
 MAX_DESCRIPTORS = 16
 ADDRESS = "WARM_PYTHON"
 """The environment's name for a server's address."""
-RAY_WORKER = str(Path(__file__).with_name("ray_worker.py"))
+STAND_IN = str(Path(__file__).with_name("stand_in.py"))
+START_OWN = util.spawnv_passfds
+"""How multiprocessing itself starts its fork server."""
 _Popen = subprocess.Popen
 _execute_child = _Popen._execute_child  # type: ignore[attr-defined]
 
@@ -62,6 +66,8 @@ class Server:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.socket: socket.socket | None = None
+        self.is_origin = False
+        """This process was forked from it, and asks at its address alone."""
         self.address = f"warm-python-{uuid.uuid4().hex}"
         """In the abstract namespace of sockets, where other processes ask."""
 
@@ -72,12 +78,20 @@ class Server:
             socket.send_fds(asked, [json.dumps(told).encode()], descriptors)
             return int(asked.recv(100))
 
+    def begun(self) -> str:
+        """Its address, once it has been started."""
+        with self.lock:
+            if not self.is_origin:
+                self.begin()
+            return self.address
+
     def begin(self) -> socket.socket:
         """Start it, if it has not been; the socket at which it is asked."""
         if self.socket is None and ADDRESS in os.environ:
             # A program of a test: that of the test itself.
+            self.address = os.environ[ADDRESS]
             self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self.socket.connect(f"\0{os.environ[ADDRESS]}")
+            self.socket.connect(f"\0{self.address}")
         if self.socket is None:
             listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             listening.bind(f"\0{self.address}")
@@ -86,7 +100,7 @@ class Server:
             with listening, theirs:
                 given = [theirs.fileno(), listening.fileno()]
                 # It ends when this process does: its socket closes.
-                command = [sys.executable, __file__, *map(str, given), self.address]
+                command = [sys.executable, __file__, *map(str, given)]
                 self.process = _Popen(command, pass_fds=given, start_new_session=True)
         return self.socket
 
@@ -102,8 +116,7 @@ class WarmPopen(_Popen):  # type: ignore[type-arg]
     def _execute_child(self, *given: Any) -> None:
         asked = inspect.signature(_execute_child).bind(self, *given).arguments
         args, env = asked["args"], asked["env"]
-        is_python = isinstance(args, list) and len(args) > 1 and str(args[0]) == sys.executable
-        if not is_python or not (str(args[1]) in ("-c", "-m") or str(args[1]).endswith(".py")):
+        if not is_program(args):
             _execute_child(self, *given)
             return
         ends, status = os.pipe()
@@ -149,16 +162,38 @@ class WarmPopen(_Popen):  # type: ignore[type-arg]
         return self.returncode
 
 
+class StandInPopen(_Popen):  # type: ignore[type-arg]
+    """`subprocess.Popen` of the server's processes, whose children have to outlive them: see `stand_in`."""
+
+    def __init__(self, args: Any, *others: Any, **options: Any) -> None:
+        if type(self) is StandInPopen and is_program(args):
+            args = stand_in(args[1:], options.get("pass_fds", ()))
+        super().__init__(args, *others, **options)
+
+
+def is_program(args: Any) -> bool:
+    """Whether it is the command of a Python program, without options for the interpreter."""
+    is_python = isinstance(args, list) and len(args) > 1 and str(args[0]) == sys.executable
+    return is_python and (str(args[1]) in ("-c", "-m") or str(args[1]).endswith(".py"))
+
+
 @contextmanager
 def warm_python() -> Iterator[None]:
     """While open, Python programs that this process starts are forked from the server.
 
-    So is the server of `multiprocessing`, also after it is closed.
+    Those of asyncio have a stand-in, which takes their place for `os.kill`, but not for SIGSTOP.
     """
-    SERVER.begin()
-    fork_servers_from(os.environ.get(ADDRESS, SERVER.address))
+    start = asyncio.create_subprocess_exec
+
+    async def start_warm(*args: Any, **options: Any) -> Any:
+        command = list(map(str, args))
+        if is_program(command):
+            args = stand_in(command[1:], options.get("pass_fds", ()))
+        return await start(*args, **options)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", WarmPopen)
+        patch.setattr(asyncio, "create_subprocess_exec", start_warm)
         yield
 
 
@@ -173,11 +208,40 @@ def warm_workers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # A program of a test, which a process with a server of its own has started.
         if ADDRESS not in os.environ:
-            with SERVER.lock:
-                SERVER.begin()
-            patch.setenv(ADDRESS, SERVER.address)
-        patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", RAY_WORKER)
+            patch.setenv(ADDRESS, SERVER.begun())
+        patch.setattr(ray_constants, "SETUP_WORKER_FILENAME", STAND_IN)
         yield
+
+
+def stand_in(args: Sequence[Any], kept: Sequence[int] = ()) -> list[str]:
+    """The command of a child that stands for the Python program with these arguments, forked from the server.
+
+    It is handed on the descriptors `kept`. A SIGKILL ends both, other signals that end a process are handed on, and
+    the end of who started it is seen by neither.
+    """
+    told = ",".join(map(str, [SERVER.begun(), *kept]))
+    # Without the environment's folders and the site's packages it starts in no time.
+    return [sys.executable, "-ES", STAND_IN, f"--from={told}", *map(str, args)]
+
+
+def interpreter(folder: Path) -> str:
+    """A program in `folder` to take for the interpreter, whose programs are forked from the server."""
+    program = folder / "warm_python"
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(stand_in([]))} "$@"\n')
+    program.chmod(0o755)
+    return str(program)
+
+
+def warm_fork_servers() -> None:
+    """From now on the fork server of multiprocessing is forked from the server, here and in the server's processes."""
+
+    def start(path: Any, args: list[Any], kept: list[int]) -> int:
+        """As `multiprocessing.util.spawnv_passfds`."""
+        if "from multiprocessing.forkserver import main" in str(args[-1]):
+            args = stand_in(["-c", args[-1]], kept)
+        return START_OWN(path, args, kept)  # type: ignore[no-any-return]
+
+    util.spawnv_passfds = start  # type: ignore[attr-defined]
 
 
 def import_all() -> None:
@@ -193,12 +257,16 @@ def import_all() -> None:
     from forebay.models import ModelConfig, load_model, load_tokenizer, resolve_model
 
     folder = resolve_model(ModelConfig(source="tiny"), seed=0)
-    load_model(folder)
+    # It draws its progress; that a run does not is a test's to see.
+    with contextlib.redirect_stderr(io.StringIO()):
+        load_model(folder)
     load_tokenizer(folder)
 
 
 def serve(owner: socket.socket, listening: socket.socket) -> list[str]:
     """Fork for every request until the owner closes; the forked process returns its arguments."""
+    SERVER.is_origin, SERVER.address = True, listening.getsockname()[1:].decode()
+    warm_fork_servers()
     statuses: dict[int, int] = {}
     begun: dict[socket.socket, list[int]] = {owner: []}
     woken, wakes = os.pipe()
@@ -265,44 +333,12 @@ def become(told: dict[str, Any], descriptors: list[int]) -> list[str]:
     os.chdir(told["cwd"])
     os.environ.clear()
     os.environ.update(told["env"])
+    subprocess.Popen = StandInPopen  # type: ignore[misc]
     # Remembered from the server's environment.
     tempfile.tempdir = None
     own = [path for path in told["env"].get("PYTHONPATH", "").split(os.pathsep) if path]
     sys.path[:] = [*own, *(path for path in sys.path[1:] if path not in own)]
     return told["args"]
-
-
-def fork_servers_from(address: str) -> None:
-    """Have the server of `multiprocessing` that this process may start forked as well, by the server at `address`.
-
-    It would import what its own processes share, torch and transformers among it.
-    """
-
-    def start(path: Any, args: list[Any], passed: Any) -> int:
-        kept = sorted(map(int, passed))
-        # Not closed: what was asked for ends with who asked.
-        asked = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        asked.connect(f"\0{address}")
-        ends, status = os.pipe()
-        told = {"args": args[-2:], "cwd": os.getcwd(), "env": dict(os.environ), "kept": kept, "session": False}
-        socket.send_fds(asked, [json.dumps(told).encode()], [status, 0, 1, 2, *kept])
-        os.close(status)
-        pid = int(asked.recv(100))
-        FORK_SERVERS[pid] = ends, asked
-        return pid
-
-    def waitpid(pid: int, options: int) -> tuple[int, int]:
-        if pid not in FORK_SERVERS:
-            return os.waitpid(pid, options)
-        return (pid, signal.SIGKILL) if select.select([FORK_SERVERS[pid][0]], [], [], 0)[0] else (0, 0)
-
-    # The process is no child of this one: the operating system does not tell whether it is there.
-    forkserver.util = types.SimpleNamespace(**vars(util) | {"spawnv_passfds": start})  # type: ignore[attr-defined]
-    forkserver.os = types.SimpleNamespace(**vars(os) | {"waitpid": waitpid})  # type: ignore[attr-defined]
-
-
-FORK_SERVERS: dict[int, tuple[int, socket.socket]] = {}
-"""By their numbers: what tells that one has ended, and what it ends with."""
 
 
 def run(args: list[str]) -> None:
@@ -338,9 +374,7 @@ if __name__ == "__main__":
     # A forked process's collections would visit, and so copy, all of that.
     gc.collect()
     gc.freeze()
-    *descriptors, address = sys.argv[1:]
-    wanted = serve(*(socket.socket(fileno=int(number)) for number in descriptors))
-    fork_servers_from(address)
+    wanted = serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))
     try:
         run(wanted)
     except SystemExit as leaving:

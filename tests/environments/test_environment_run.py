@@ -23,6 +23,7 @@ from forebay.environments.workers.worker_pool import ProcessWorkers
 from forebay.metrics import read_jsonl
 from forebay.runs.folder import list_checkpoints, saved_as
 from forebay.runs.record.history import list_parts
+from warm_python import warm_python
 
 
 def resumed(config, changes):
@@ -145,7 +146,8 @@ class Murderous(ProcessWorkers):
 async def test_a_killed_worker_is_started_again(tmp_path):
     mode = f"{__name__}:Murderous"
     config = small_run(tmp_path, steps=4, environment={"mode": mode}, eval_episodes=1)
-    await launch(config)
+    with warm_python():
+        await launch(config)
     assert len(Murderous.groups) == 1
     assert os.getpgrp() not in Murderous.groups
     assert rows_of(config)[-1]["worker_restarts"] == 1

@@ -123,9 +123,10 @@ def nursery(warm):
         yield nursery
 
 
-def kill_until_finished(nursery, rng, folder, steps, start, resume, within_s, store="memory"):
+def kill_until_finished(nursery, rng, folder, steps, start, resume, within_s, store="memory", most_kills=1000):
     """Kill the run again and again until it is left to finish, at any instant from its start to its end.
 
+    After so many kills of the nursery it is left.
     In a durable `store`, what is finished at the instant of a kill is not generated again by the next start.
     """
     finished, num_bytes = set(), 0
@@ -139,7 +140,7 @@ def kill_until_finished(nursery, rng, folder, steps, start, resume, within_s, st
         done = step_of(checkpoints[-1]) if checkpoints else 0
         arguments = resume if checkpoints else start
         kind = rng.random()
-        if kind < 0.2 or done >= steps:
+        if kind < 0.2 or done >= steps or nursery.num_kills >= most_kills:
             assert nursery.run(*arguments)
             assert not finished & taken_up_since(books, num_bytes)
             return
@@ -285,7 +286,7 @@ def check_real_books(folder, store, steps=STEPS, batch_size=BATCH_SIZE):
     check_books(folder, samplers, trained, steps, batch_size, store)
 
 
-def kill_real_runs(nursery, places, tmp_path, min_kills, seed, kinds):
+def kill_real_runs(nursery, places, tmp_path, min_kills, seed, kinds, most_kills=1000):
     """How many runs were finished, and how many kills it took."""
     (tmp_path / "run.toml").write_text(RUN_FILE)
     rng, number, nursery.num_kills = random.Random(seed), 0, 0
@@ -299,13 +300,13 @@ def kill_real_runs(nursery, places, tmp_path, min_kills, seed, kinds):
         output = f"output={folder.parent}"
         start = ["train", tmp_path / "run.toml", output, *changes, "--overwrite", environment]
         resume = ["train", "--resume", folder, environment]
-        kill_until_finished(nursery, rng, folder, STEPS, start, resume, 0.25, store)
+        kill_until_finished(nursery, rng, folder, STEPS, start, resume, 0.25, store, most_kills)
         check_real_run(folder, store)
     return number, nursery.num_kills
 
 
 def test_a_separate_run_with_a_real_model_survives_kills(nursery, tmp_path):
-    kill_real_runs(nursery, None, tmp_path, min_kills=2, seed=3, kinds=["sqlite"])
+    kill_real_runs(nursery, None, tmp_path, min_kills=2, seed=3, kinds=["sqlite"], most_kills=4)
 
 
 def copies(store):

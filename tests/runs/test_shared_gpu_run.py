@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import sys
 import textwrap
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from forebay.runs.checkpoints import limit_lag
 from forebay.runs.config import RunConfig
 from forebay.runs.launch import launch
 from forebay.train import TrainController
+from warm_python import interpreter
 
 HTTP_TESTS = Path(__file__).parents[1] / "engines/http"
 
@@ -71,7 +71,7 @@ def config(tmp_path: Path, gpus=((0,),), **changes) -> RunConfig:
     (package / "api_server.py").write_text(textwrap.dedent(SERVER))
     environment = {"PYTHONPATH": f"{tmp_path / 'lib'}:{os.environ.get('PYTHONPATH', '')}"}
     environment["STATE"] = str(tmp_path / "state_{server}.json")
-    arguments = {"servers": len(gpus), "python": sys.executable, "gpus": gpus, "environment": environment}
+    arguments = {"servers": len(gpus), "python": interpreter(tmp_path), "gpus": gpus, "environment": environment}
     task = {
         "name": "sorting",
         "data": {"source": "sorting", "arguments": {"length": 3, "letters": 5}, "size": 60},

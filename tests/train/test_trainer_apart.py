@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import sys
 from multiprocessing import forkserver, util
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from forebay.io.shared import MemoryFile, lay_out, views
 from forebay.train import LocalRanks, TrainConfig, TrainController
 from forebay.train.objective.losses import POLICY_LOSSES
+from warm_python import START_OWN
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +135,12 @@ def test_a_script_whose_trainer_is_apart_needs_no_main_guard(make_model, tmp_pat
 
 
 def test_what_it_is_forked_from_is_out_of_reach_of_ctrl_c_and_of_files_in_the_current_folder(tmp_path, monkeypatch):
-    # A new one, started as ever: that of this process is there already, or may be forked itself.
-    for name in ("address", "alive_fd", "pid"):
-        monkeypatch.setattr(forkserver._forkserver, f"_forkserver_{name}", None)
-    monkeypatch.setattr(forkserver, "util", util)
+    # Killed, it is started again.
+    LocalRanks(1).close()
+    before = forkserver._forkserver._forkserver_pid
+    os.kill(before, signal.SIGKILL)
+    os.waitid(os.P_PID, before, os.WEXITED | os.WNOWAIT)
+    monkeypatch.setattr(util, "spawnv_passfds", START_OWN)
     (tmp_path / "csv.py").write_text("raise RuntimeError('not the one that is meant')")
     monkeypatch.chdir(tmp_path)
     ranks = LocalRanks(1)
@@ -145,8 +149,7 @@ def test_what_it_is_forked_from_is_out_of_reach_of_ctrl_c_and_of_files_in_the_cu
     # Threads would be missing in what is forked, with the locks that they hold.
     assert len(os.listdir(f"/proc/{pid}/task")) == 1
     ranks.close()
-    # It ends then.
-    os.close(forkserver._forkserver._forkserver_alive_fd)
+    forkserver._forkserver._stop()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

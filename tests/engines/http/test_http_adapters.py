@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from forebay.models.config import TinyConfig
 from forebay.models.starting_weights import AdaptersRefusedError, BaseDiffersError
 from forebay.models.tiny import write_tiny
 from forebay.train.weight_sync import sync_weights
+from warm_python import stand_in
 
 RANK = 3
 
@@ -281,7 +283,7 @@ async def test_own_servers_begin_with_the_base_and_take_adapters(tiny, tmp_path,
         f"""#!/bin/sh
 echo "$VLLM_ALLOW_RUNTIME_LORA_UPDATING $*" >> {tmp_path}/commands
 for argument; do [ "$last" = --port ] && port=$argument; last=$argument; done
-exec {Path(__import__("sys").executable)} -c '
+exec {shlex.join(stand_in(["-c"]))} '
 import asyncio, sys
 sys.path.insert(0, "{Path(__file__).parent}")
 from conftest import FakeVLLM

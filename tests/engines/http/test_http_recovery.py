@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from forebay.engines.servers.engine import HTTPEngine, State
 from forebay.engines.servers.launch import LocalServer
 from forebay.engines.weights.files import WeightFiles
 from forebay.types import RolloutState, SampleParams, Status
+from warm_python import stand_in
 
 WEIGHTS = [("w", torch.ones(2))]
 
@@ -149,7 +149,7 @@ asyncio.run(main())
 async def test_a_server_of_this_machine_that_hangs_is_started_anew(tmp_path, ask, monkeypatch):
     hangs = tmp_path / "hangs"
     local = LocalServer(
-        lambda port: [sys.executable, "-c", PROGRAM, str(Path(__file__).parent), str(port), str(hangs)],
+        lambda port: stand_in(["-c", PROGRAM, Path(__file__).parent, port, hangs]),
         log=tmp_path / "log",
     )
     engine = HTTPEngine(local, model="policy", max_context_tokens=64, files=WeightFiles(tmp_path / "weights"))

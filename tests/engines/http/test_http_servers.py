@@ -27,6 +27,7 @@ from forebay.engines.weights.files import WeightFiles, shared_weights, write_unt
 from forebay.models import ModelConfig, load_model, load_tokenizer
 from forebay.models.config import TinyConfig
 from forebay.models.tiny import write_tiny
+from warm_python import stand_in
 
 # Answers every GET, has a child that outlives it unless it is ended, and prints that child's id.
 SERVER = """
@@ -173,7 +174,7 @@ asyncio.run(main())
 
 def fake_engine(tmp_path: Path, program: str = FAKE) -> HTTPEngine:
     server = LocalServer(
-        lambda port: [sys.executable, "-c", program, str(Path(__file__).parent), str(port)],
+        lambda port: stand_in(["-c", program, Path(__file__).parent, port]),
         log=tmp_path / "server.log",
     )
     return HTTPEngine(server, model="policy", max_context_tokens=64, files=WeightFiles(tmp_path / "weights"))

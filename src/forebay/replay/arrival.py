@@ -22,7 +22,7 @@ from forebay.aio.changed import Changes
 from forebay.replay.format.packed import HeldGroup, PackedPayload, as_stored
 from forebay.replay.format.values import Checker
 from forebay.replay.groups import StoredGroup, copy_group
-from forebay.replay.query import show_value
+from forebay.replay.query import check_whole, show_value
 from forebay.replay.stores.contract import STALEST, StorageBackend, StorageItem, TagValue, check_priority, check_tags
 from forebay.types import FIELDS, RolloutState, SampleParams, Status, expire_group, label_and_fill
 
@@ -53,11 +53,13 @@ class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         Raises:
             TypeError: there is no such keyword.
-            ValueError: the threshold is not positive, or a tag or the priority cannot be stored.
+            ValueError: a step is no whole number, the threshold is not positive, or a tag or the priority cannot
+            be stored.
         """
-        check_threshold(task_name, keywords.get("stale_threshold"))
+        steps = {name: check_whole(name, keywords.get(name)) for name in ("model_step", "current_train_step")}
+        threshold = check_threshold(task_name, keywords.get("stale_threshold"))
         tags, priority = check_tags(keywords.get("tags")), check_priority(keywords.get("priority"))
-        given: dict[str, Any] = {**keywords, "tags": tags, "priority": priority}
+        given: dict[str, Any] = {**keywords, **steps, "stale_threshold": threshold, "tags": tags, "priority": priority}
         return cls(**given)
 
 
@@ -80,10 +82,12 @@ LABEL_AT_ONCE = 256
 """Groups labeled between two turns of the event loop; with arrays to make it takes about 10 ms."""
 
 
-def check_threshold(task_name: str, threshold: int | None) -> None:
-    """ValueError if the stale threshold is not positive; None stands for no threshold."""
-    if threshold is not None and threshold <= 0:
-        raise ValueError(f"the stale threshold of task {task_name!r} must be positive, got {threshold}")
+def check_threshold(task_name: str, threshold: int | None) -> int | None:
+    """The stale threshold; ValueError if it is no positive whole number. None stands for no threshold."""
+    whole: int | None = check_whole(f"the stale threshold of task {task_name!r}", threshold)
+    if whole is not None and whole <= 0:
+        raise ValueError(f"the stale threshold of task {task_name!r} must be positive, got {whole}")
+    return whole
 
 
 def label_group(group: Sequence[RolloutState], model_step: int | None) -> HeldGroup:

@@ -360,10 +360,14 @@ def broken_filter(samples):
 
 
 @pytest.mark.parametrize(
-    "answer", [None, [], [3], "ragged"], ids=["None", "empty", "no rollouts", "ragged token fields"]
+    "answer",
+    [None, [], [3], "ragged", "no status"],
+    ids=["None", "empty", "no rollouts", "ragged token fields", "no status"],
 )
 async def test_malformed_groups_fail_with_a_reason(answer):
     async def generate_group(states, **kwargs):
+        if answer == "no status":
+            return states
         if answer != "ragged":
             return answer
         for state in states:
@@ -374,7 +378,7 @@ async def test_malformed_groups_fail_with_a_reason(answer):
     loop = ScriptedLoop()
     loop.generate_group = generate_group
     manager = make_manager({"t": loop})
-    with pytest.raises(ProductionError, match=r"RolloutState|returned 0 rollouts|logprobs has 1 entries"):
+    with pytest.raises(ProductionError, match=r"RolloutState|returned 0 rollouts|logprobs has 1 entries|without a status"):
         await manager.produce_batch(1, 1, 0)
 
 

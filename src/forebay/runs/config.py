@@ -55,7 +55,7 @@ class TaskConfig(StrictModel):
     """Which prompts an epoch has, and in which order: ``shuffled``, ``curriculum``, ``difficulty``,
     ``prioritized``, or ``package.module:Class`` with a ``plan``."""
     sample: SampleParams = SampleParams()
-    weight: float = Field(default=1.0, ge=0)
+    weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """The task's share of each batch, relative to the other tasks; 0: only evaluated."""
     overlong_prompts: Literal["error", "drop"] = "error"
     """For prompts that leave no room for a response: ``error`` or ``drop``."""
@@ -98,7 +98,7 @@ class ProduceConfig(StrictModel):
     staleness_rule: str = "drop"
     """For groups that got too old: ``drop``, ``requeue``, ``admit``, ``mask``, ``correct``, or
     ``package.module:Class``. Separate mode: ``correct``."""
-    over_sample_threshold: float = Field(default=0.0, ge=0)
+    over_sample_threshold: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Share of a batch that is kept in flight beyond what the batch needs. Separate mode: 0.5."""
     enable_partial_rollout: bool = False
     """Interrupted rollouts go on from their tokens; otherwise they start over. Separate mode: true."""

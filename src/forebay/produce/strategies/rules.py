@@ -202,7 +202,8 @@ def check_form(returned: object, given: Sequence[RolloutState], lengths: Sequenc
 
     Raises:
         TypeError: it is not a list of rollouts.
-        ValueError: other rollouts than the given ones, or token-level fields of different lengths.
+        ValueError: other rollouts than the given ones, one without a status, or token-level fields of different
+            lengths.
     """
     if not isinstance(returned, list) or not all(isinstance(state, RolloutState) for state in returned):
         raise TypeError(f"the agent loop must return a list of RolloutState, got {returned!r:.80}")
@@ -225,6 +226,8 @@ def check_form(returned: object, given: Sequence[RolloutState], lengths: Sequenc
         if 0 < length < len(state.response_ids):
             _extend_token_fields(state, length)
     for state in returned:
+        if state.status is Status.INIT:
+            raise ValueError(f"the agent loop left rollout {state.rollout_id!r} without a status: set how it ended")
         fill_token_fields(state)
     return returned
 

@@ -324,16 +324,8 @@ def _constant(length: int, value: Any, dtype: Any) -> NDArray[Any]:
 
 
 # A group that is not wholly COMPLETED takes the first of these that any of its members has.
-_GROUP_PRECEDENCE = (
-    Status.FAILED,
-    Status.ABORTED,
-    Status.MAX_TRIES,
-    Status.EXPIRED,
-    Status.FILTERED,
-    Status.SKIPPED,
-    Status.INIT,
-    Status.ARCHIVED,
-)
+_PRECEDENCE = "failed", "aborted", "max_tries", "expired", "filtered", "skipped", "init", "archived"
+_GROUP_PRECEDENCE = tuple(map(Status, _PRECEDENCE))
 
 _FINISHED_OF_ITSELF = frozenset({"stop", "length", "tool_calls"})
 

@@ -378,7 +378,8 @@ async def test_malformed_groups_fail_with_a_reason(answer):
     loop = ScriptedLoop()
     loop.generate_group = generate_group
     manager = make_manager({"t": loop})
-    with pytest.raises(ProductionError, match=r"RolloutState|returned 0 rollouts|logprobs has 1 entries|without a status"):
+    reasons = r"RolloutState|returned 0 rollouts|logprobs has 1 entries|without a status"
+    with pytest.raises(ProductionError, match=reasons):
         await manager.produce_batch(1, 1, 0)
 
 

@@ -547,3 +547,10 @@ async def test_steps_and_thresholds_are_whole_numbers(buffer, name, value):
     with pytest.raises(ValueError, match="must be a whole number"):
         await buffer.take_batch({"math": 1}, train_step=value)
     assert len(buffer) == 0
+
+
+async def test_no_group_at_all_is_no_empty_group(buffer):
+    await buffer.put([], "math")
+    with pytest.raises(TypeError, match="NoneType"):
+        await buffer.put(None, "math")
+    assert len(buffer) == 0

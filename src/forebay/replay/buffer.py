@@ -156,7 +156,7 @@ class ReplayBuffer:
         receipt: bytes | None = None,
     ) -> tuple[list[StorageItem], list[StorageItem]]:
         """Put the groups; their rows, and those evicted for them."""
-        given = (group for group in groups if group)
+        given = (group for group in groups if group is None or len(group))
         label = partial(arriving.label_group, model_step=how.model_step)
         if not (listed := await map_in_turns(label, given, arriving.LABEL_AT_ONCE)):
             return [], []

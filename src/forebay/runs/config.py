@@ -333,6 +333,11 @@ class RunConfig(RunFile):
                 f"record = true repeats what happened to groups in memory, and replay.store is "
                 f"{self.replay.store!r}: leave one of the two out"
             )
+        if self.replay.limit is not None and self.replay.limit < self.batch_size:
+            raise ConfigError(
+                f"replay.limit = {self.replay.limit} groups hold no whole batch of batch_size = {self.batch_size}, "
+                f"and the run would wait for one for ever: raise the limit, or leave it out"
+            )
         if self.evaluate.mode == "beside" and self.produce.mode != "separate":
             raise ConfigError(
                 "evaluate.mode = 'beside' needs production that goes on beside training: set produce.mode = "

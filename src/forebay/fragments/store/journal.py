@@ -19,7 +19,7 @@ import operator
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -141,22 +141,20 @@ class WorkerDropped(msgspec.Struct, array_like=True, tag=True):
 
 
 Change: TypeAlias = Added | Served | LeaseEnded | VersionSet | WorkerDropped
-C = TypeVar("C", bound=Change)
 
 # Numbers of numpy and others that are whole are taken as such.
 _encode = msgspec.msgpack.Encoder(enc_hook=operator.index).encode
 _decode = msgspec.msgpack.Decoder(Change).decode
 
 
-def checked(change: C) -> C:
+def checked(change: Any) -> Any:
     """`change` as it is read back: before the state follows it, for one that cannot be kept would spoil the journal.
 
     Raises:
         ValueError: a caller gave a value of another type than the change has.
     """
     try:
-        kept: C = _decode(_encode(change))
-        return kept
+        return _decode(_encode(change))
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"a fragment buffer cannot keep {change!r:.300}: {error}") from None
 

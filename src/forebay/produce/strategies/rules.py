@@ -31,9 +31,8 @@ from forebay.replay.stores.contract import TagValue
 from forebay.tracebacks import raised_at
 from forebay.types import (
     FAILED_AT_KEY,
-    TOKEN_FIELDS,
+    FIELDS,
     TRAJECTORY_OF_KEY,
-    UNLABELED,
     RolloutState,
     Status,
     fill_token_fields,
@@ -234,9 +233,7 @@ def check_form(returned: object, given: Sequence[RolloutState], lengths: Sequenc
 
 def _extend_token_fields(state: RolloutState, length: int) -> None:
     """Where a continuation extended ``response_ids`` only, fill the other fields as for a new response."""
-    defaults = {"logprobs": np.nan, "response_mask": 1, "response_model_steps": UNLABELED}
-    for name in TOKEN_FIELDS:
-        array = getattr(state, name)
-        if name in defaults and len(array) == length:
-            rest = np.full(len(state.response_ids) - length, defaults[name], array.dtype)
+    for name, rule in FIELDS.items():
+        if rule.fill is not None and len(array := getattr(state, name)) == length:
+            rest = np.full(len(state.response_ids) - length, rule.fill, array.dtype)
             setattr(state, name, np.concatenate([array, rest]))

@@ -113,8 +113,7 @@ class ReplayState:
 
     def set_version(self, session_id: str, model_version: int) -> None:
         """The weights are those now; what is too old for them, or of another session, is dropped."""
-        change = journal.checked(journal.VersionSet(session_id, model_version))
-        self.changes.append(change)
+        self.changes.append(change := journal.checked(journal.VersionSet(session_id, model_version)))
         session_id, model_version = change.session_id, change.model_version
         if session_id != self.meta.session_id:
             self._drop_chunks(list(self.chunks), "session")

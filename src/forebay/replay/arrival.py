@@ -112,11 +112,9 @@ def check_group(group: Sequence[RolloutState]) -> None:
     """Look at every value of the rollouts that a store or a snapshot has to hold.
 
     Here, when they are put, and not when the first snapshot is written. Every put pays for it, so plain
-    values are left to `marshal`, which walks them in C and refuses other objects and subclasses; the bytes
-    that it makes are thrown away. A `Checker` looks at each value only of a group that `marshal` refuses.
-    Large values are kept away from it, because it would copy them. It takes every object with a buffer for
-    bytes, so an array of Python objects in ``extra_fields`` is not looked into; in `mm_info` and
-    `routed_experts` it is.
+    values are left to `marshal`, which walks them in C and refuses subclasses, and to msgspec; the bytes
+    that it makes are thrown away. A `Checker` looks at each value only of a group that one of the two refuses.
+    Large values are kept away from them, because they would copy them.
 
     Raises:
         TypeError: a member is no `RolloutState`, or a field is of a type that it never has.
@@ -146,7 +144,9 @@ def check_group(group: Sequence[RolloutState]) -> None:
     try:
         # Later formats write a value seen before as a reference, and so accept one that holds itself.
         marshal.dumps(small, 2)
-    except ValueError:
+        # It also takes what no snapshot holds: complex numbers, `...`, code.
+        msgspec.msgpack.encode(small)
+    except (ValueError, TypeError, OverflowError):
         for state in group:
             _check_each(state, _SMALL)
 

@@ -244,10 +244,7 @@ class PlainCodec(GroupCodec):
         if isinstance(payload, list | PackedPayload) and payload and isinstance(payload[0], RolloutState):
             self._has_groups = True
             return super().encode(payload)
-        try:
-            return json.dumps(payload).encode()
-        except TypeError as error:
-            raise ValueError(f"the payload is no JSON value ({error}); give the store a codec") from None
+        return json.dumps(payload, default=_refuse).encode()
 
     def decode(self, data: bytes) -> Any:
         """The payload; ValueError if the bytes are neither a group nor JSON."""
@@ -256,6 +253,10 @@ class PlainCodec(GroupCodec):
     def status(self, value: str) -> Any:
         """The status as the payloads show it: text beside JSON values."""
         return super().status(value) if self._has_groups else value
+
+
+def _refuse(value: object) -> None:
+    raise ValueError(f"a payload with {type(value).__name__} is no JSON value; give the store a codec")
 
 
 # Stores do not know rollouts, so they are told here.

@@ -542,9 +542,10 @@ async def test_steps_and_thresholds_are_whole_numbers(buffer, name, value):
     words = name.replace("stale_threshold", "the stale threshold of task 'math'")
     with pytest.raises(ValueError, match=f"{words} must be a whole number, got {value!r}; give an int"):
         await buffer.put(make_group(), "math", **{name: value})
-    with pytest.raises(ValueError, match="must be a whole number"):
+    # A server has its own words.
+    with pytest.raises(ValueError, match="must be a whole number|Expected `int"):
         await buffer.refresh_staleness({"math": value}, 3)
-    with pytest.raises(ValueError, match="must be a whole number"):
+    with pytest.raises(ValueError, match="must be a whole number|Expected `int"):
         await buffer.take_batch({"math": 1}, train_step=value)
     assert len(buffer) == 0
 

@@ -80,5 +80,7 @@ def test_length_counts_generated_tokens_only():
 def test_nothing_to_evaluate_is_an_error():
     with pytest.raises(ValueError, match="no groups"):
         Evaluator().evaluate([])
+    with pytest.raises(ValueError, match="no rollouts"):
+        Evaluator().evaluate([[rollout(1.0)], []])
     with pytest.raises(ValueError, match="no reward"):
         Evaluator().evaluate([[rollout(None)]])

@@ -65,10 +65,10 @@ class Evaluator:
         numbers that judges give beside the score.
 
         Raises:
-            ValueError: there are no groups, or one is neither judged nor failed.
+            ValueError: there are no groups, or a rollout is neither judged nor failed, or a group is empty.
         """
-        if not groups:
-            raise ValueError("nothing to evaluate: no groups were given")
+        if not groups or not all(groups):
+            raise ValueError("nothing to evaluate: no groups were given, or one has no rollouts")
         by_task: dict[str, list[Sequence[RolloutState]]] = defaultdict(list)
         for group in groups:
             by_task[str(group[0].task_name)].append(group)

@@ -324,16 +324,7 @@ def _constant(length: int, value: Any, dtype: Any) -> NDArray[Any]:
 
 
 # A group that is not wholly COMPLETED takes the first of these that any of its members has.
-_GROUP_PRECEDENCE = (
-    Status.FAILED,
-    Status.ABORTED,
-    Status.MAX_TRIES,
-    Status.EXPIRED,
-    Status.FILTERED,
-    Status.SKIPPED,
-    Status.INIT,
-    Status.ARCHIVED,
-)
+_PRECEDENCE = [*map(Status, ("failed", "aborted", "max_tries", "expired", "filtered", "skipped", "init", "archived"))]
 
 _FINISHED_OF_ITSELF = frozenset({"stop", "length", "tool_calls"})
 
@@ -357,7 +348,7 @@ def get_group_status(group: Sequence[RolloutState]) -> Status:
     statuses = [state.status for state in group]
     if statuses.count(Status.COMPLETED) == len(statuses):
         return Status.COMPLETED
-    for status in _GROUP_PRECEDENCE:
+    for status in _PRECEDENCE:
         if status in statuses:
             return status
     raise TypeError(f"the statuses of rollouts are of the enum Status, got {statuses}")

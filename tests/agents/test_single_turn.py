@@ -142,6 +142,8 @@ def test_a_tokenizer_without_chat_template_is_refused_at_once(tokenizer) -> None
     tokenizer.name_or_path = "models/base"
     with pytest.raises(ValueError, match=r"'models/base' has no chat template.*put a chat_template\.jinja"):
         SingleTurnAgentLoop(ScriptedController(tokenizer), None, tokenizer, sample_params=PARAMS)
+    with pytest.raises(ValueError, match="the given tokenizer, None' has no chat template"):
+        SingleTurnAgentLoop(ScriptedController(tokenizer), sample_params=PARAMS)
 
 
 def test_a_rendered_prompt_is_an_int32_array(tokenizer) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 from fragment_factory import fids, make_fragment, send
 
@@ -318,3 +319,36 @@ async def test_a_save_that_failed_keeps_no_later_one_from_its_place(make_plain, 
     saved = make_plain(database_config={"path": tmp_path / "saved"})
     assert fids(await saved.fetch_fragments(1)) == [0]
     assert not (tmp_path / "saved.tmp").exists()
+
+
+async def test_what_a_journal_cannot_keep_is_refused_before_anything_changes(make_plain, store, tmp_path):
+    buffer = make_plain()
+    for name, metadata in (
+        ("", FragmentMetadata("w", 0, -1, "")),
+        ("x", FragmentMetadata("w", "0", -1, "")),
+        ("x", FragmentMetadata("w", 0, None, "")),
+        ("x", FragmentMetadata(None, 0, -1, "")),
+        ("x", FragmentMetadata("w", 2**70, -1, "")),
+        (None, FragmentMetadata("w", 0, -1, "")),
+    ):
+        with pytest.raises(ValueError, match="cannot keep"):
+            await buffer.add_fragment(name, metadata)
+    with pytest.raises(ValueError, match=r"session_id='s', model_version=1.5"):
+        await buffer.update_model_version("s", 1.5)
+    with pytest.raises(ValueError, match="worker_uuid=None"):
+        await buffer.remove_worker(None)
+    assert (await buffer.metrics())["added_fragments"] == 0
+    await send(buffer, store, "w", [0])
+    await buffer.close()
+    assert fids(await make_plain().fetch_fragments(1)) == [0]
+
+
+async def test_numbers_of_numpy_are_kept_as_numbers(make_plain, store):
+    buffer = make_plain()
+    await buffer.update_model_version("s", np.int32(4))
+    name = store.add_fragment(make_fragment())
+    await buffer.add_fragment(name, FragmentMetadata("w", np.int64(0), np.int64(4), "s"))
+    await buffer.close()
+    again = make_plain()
+    assert (await again.metrics())["model_version"] == 4
+    assert await again.fetch_fragments(1) == [(FragmentIndex("w", 0), name)]

@@ -562,7 +562,8 @@ async def test_a_cancelled_call_loses_nothing_that_is_in_flight():
 
 
 def test_settings_that_make_no_sense_are_refused():
-    for wrong in ({"max_staleness": -1}, {"over_sample_threshold": -0.1}, {"staleness_rule": "dorp"}):
+    too_many = {"over_sample_threshold": float("inf")}
+    for wrong in ({"max_staleness": -1}, {"over_sample_threshold": -0.1}, {"staleness_rule": "dorp"}, too_many):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             AsyncProduceStrategyConfig(**wrong)
 

@@ -360,10 +360,14 @@ def broken_filter(samples):
 
 
 @pytest.mark.parametrize(
-    "answer", [None, [], [3], "ragged"], ids=["None", "empty", "no rollouts", "ragged token fields"]
+    "answer",
+    [None, [], [3], "ragged", "no status"],
+    ids=["None", "empty", "no rollouts", "ragged token fields", "no status"],
 )
 async def test_malformed_groups_fail_with_a_reason(answer):
     async def generate_group(states, **kwargs):
+        if answer == "no status":
+            return states
         if answer != "ragged":
             return answer
         for state in states:
@@ -374,7 +378,8 @@ async def test_malformed_groups_fail_with_a_reason(answer):
     loop = ScriptedLoop()
     loop.generate_group = generate_group
     manager = make_manager({"t": loop})
-    with pytest.raises(ProductionError, match=r"RolloutState|returned 0 rollouts|logprobs has 1 entries"):
+    reasons = r"RolloutState|returned 0 rollouts|logprobs has 1 entries|without a status"
+    with pytest.raises(ProductionError, match=reasons):
         await manager.produce_batch(1, 1, 0)
 
 
@@ -515,3 +520,14 @@ async def test_more_than_the_batch_is_produced_side_by_side_and_no_more_than_wan
     assert sorted(loop.started) == list(range(10))
     assert max(running for running, _ in most) == 4
     assert max(running for running, is_beyond in most if is_beyond) == 4
+
+
+@pytest.mark.parametrize("step", [None, -1, 1.5, "2"])
+async def test_a_model_step_that_is_none_is_refused_before_anything_starts(step):
+    manager = make_manager({"t": (loop := ScriptedLoop())})
+    with pytest.raises(ValueError, match=f"model_step must be a whole number, 0 for the first weights, got {step!r}"):
+        await manager.produce_batch(1, 1, step)
+    with pytest.raises(ValueError, match="model_step must be a whole number"):
+        await manager.continue_produce(step)
+    assert manager.model_step == 0
+    assert not loop.started

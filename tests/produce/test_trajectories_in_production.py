@@ -96,8 +96,9 @@ def group_name(group) -> str:
 
 
 def test_attempts_must_still_be_the_given_ones() -> None:
-    given = [RolloutState([], rollout_id=i, group_id="g") for i in range(2)]
-    extra = RolloutState([], rollout_id="0/1", group_id="g", extra_fields={TRAJECTORY_OF_KEY: 0})
+    fields = {"group_id": "g", "status": Status.COMPLETED}
+    given = [RolloutState([], rollout_id=i, **fields) for i in range(2)]
+    extra = RolloutState([], rollout_id="0/1", extra_fields={TRAJECTORY_OF_KEY: 0}, **fields)
     assert check_form([given[0], extra, given[1]], given, [0, 0])
     # Those of an earlier try are gone, and new ones are there.
     assert check_form([*given, extra], [given[0], extra, given[1]], [0, 0, 0])

@@ -534,3 +534,24 @@ async def test_a_batch_that_is_cancelled_half_way_is_given_back(make_store, trai
         await taking
     assert names(row.item for row in await buffer.storage.get({})) == ["a", "b"]
     assert await buffer.count("math", ARCHIVED) == 0
+
+
+@pytest.mark.parametrize("name", ["model_step", "current_train_step", "stale_threshold"])
+@pytest.mark.parametrize("value", [1.5, float("nan"), "3"])
+async def test_steps_and_thresholds_are_whole_numbers(buffer, name, value):
+    words = name.replace("stale_threshold", "the stale threshold of task 'math'")
+    with pytest.raises(ValueError, match=f"{words} must be a whole number, got {value!r}; give an int"):
+        await buffer.put(make_group(), "math", **{name: value})
+    # A server has its own words.
+    with pytest.raises(ValueError, match=r"must be a whole number|Expected `int"):
+        await buffer.refresh_staleness({"math": value}, 3)
+    with pytest.raises(ValueError, match=r"must be a whole number|Expected `int"):
+        await buffer.take_batch({"math": 1}, train_step=value)
+    assert len(buffer) == 0
+
+
+async def test_no_group_at_all_is_no_empty_group(buffer):
+    await buffer.put([], "math")
+    with pytest.raises(TypeError, match="NoneType"):
+        await buffer.put(None, "math")
+    assert len(buffer) == 0

@@ -6,6 +6,7 @@ import sqlite3
 import threading
 from random import Random
 
+import numpy as np
 import pytest
 import sqlalchemy as sa
 from replay_factory import make_group, make_row, make_state, names, same, uids
@@ -219,8 +220,33 @@ async def test_a_payload_of_another_codec_costs_no_group(open_store, sql_url):
         await buffer.get(1, "math", COMPLETED)
     assert [row.item for row in await open_store().get({})] == [{"no": "group"}]
     await buffer.put(make_group("a"), "code")
-    with pytest.raises(ValueError, match="codec that wrote it"):
-        await open_store().get({"task_name": "code"})
+    [row] = await open_store().get({"task_name": "code"})
+    assert row.item[0].group_id == make_group("a")[0].group_id
+
+
+async def test_a_store_that_no_buffer_has_holds_groups_too(open_store):
+    store = open_store()
+    assert await store.put(make_row(make_group("a"), status=COMPLETED)) == 0
+    [row] = await store.take([0])
+    assert (row.status, names([row.item])) == (COMPLETED, ["a"])
+    other = IndexedStorage()
+    await other.put(make_row(make_group("b"), status=COMPLETED))
+    store.load_state_dict(other.state_dict())
+    [row] = await open_store().get({})
+    assert same(list(row.item), make_group("b"))
+
+
+async def test_a_train_step_of_numpy_is_a_number_in_the_database(open_store):
+    buffer = ReplayBuffer(FIFOReplayPolicy(), open_store())
+    steps = {"model_step": np.int64(1), "current_train_step": np.int64(3)}
+    await buffer.put(make_group("a", num_tokens=1), "math", **steps)
+    await buffer.refresh_staleness({"math": np.int64(9)}, np.int64(4))
+    [row] = await open_store().get({}, rows_only=True)
+    assert row.staleness == 2
+    groups, _ = await buffer.take_batch({"math": np.int64(1)}, train_step=np.int64(5))
+    assert names(groups["math"]) == ["a"]
+    await buffer.restore(np.int64(4))
+    assert names(await buffer.get(1, "math", COMPLETED)) == ["a"]
 
 
 async def test_draws_by_priority(store):

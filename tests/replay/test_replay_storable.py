@@ -49,6 +49,7 @@ async def refused(buffer, group, *, task="math", kind=(TypeError, ValueError)):
         ({"sample_params": {"max_tokens": 5}}, "sample_params must be a SampleParams, or None, got"),
         ({"reward": {"score": 1.0, "judge": Strange()}}, r"reward\['judge'\] is a .*Strange"),
         ({"extra_fields": {"path": [Path("a")]}}, r"extra_fields\['path'\]\[0\] is a pathlib"),
+        ({"extra_fields": {"number": 1 + 2j}}, r"extra_fields\['number'\] is a .*complex"),
         ({"extra_fields": {"text": Text("a")}}, r"extra_fields\['text'\] is a .*Text"),
         ({"mm_info": {"pixels": Strange()}}, r"mm_info\['pixels'\] is a .*Strange"),
         ({"mm_info": {"all": np.array([Strange()])}}, r"mm_info\['all'\]\.flat\[0\] is a .*Strange"),
@@ -84,7 +85,8 @@ VALUES = st.recursive(
     | st.text(max_size=2)
     | st.binary(max_size=2)
     | st.floats()
-    | st.sampled_from([Strange(), Path("a"), Text("a"), np.float32(1), np.zeros(2)]),
+    | st.sampled_from([Strange(), Path("a"), Text("a"), np.float32(1), np.zeros(2), np.array([Strange()])])
+    | st.sampled_from([1 + 2j, ...]),
     lambda inner: (
         st.lists(inner, max_size=2)
         | st.dictionaries(st.text(max_size=2) | st.integers(), inner, max_size=2)

@@ -426,3 +426,9 @@ def test_a_run_that_stalls_says_what_hangs_and_is_saved(tmp_path, evaluates):
         train(tmp_path, tasks=[task], produce=produce)
     if not evaluates:
         assert list_checkpoints(tmp_path / "run")
+
+
+def test_a_limit_below_a_batch_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"replay.limit = 3 groups hold no whole batch of batch_size = 4"):
+        config(tmp_path, replay={"limit": BATCH_SIZE - 1})
+    assert config(tmp_path, replay={"limit": BATCH_SIZE}).replay.limit == BATCH_SIZE

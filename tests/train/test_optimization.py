@@ -20,6 +20,13 @@ def test_schedules_by_hand():
     assert schedule_factor("linear", 9, warmup_steps=0, total_steps=4) == 0.0
 
 
+@pytest.mark.parametrize("key", ["lr", "weight_decay", "critic_lr", "entropy_coef"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_rate_that_no_weight_survives_is_refused(key, value):
+    with pytest.raises(ValueError, match=rf"{key}[\s\S]*finite number"):
+        TrainConfig(**{key: value})
+
+
 def test_a_falling_schedule_needs_its_end():
     with pytest.raises(ValueError, match="'cosine' needs total_steps"):
         Optimizer(nn.Linear(1, 1), TrainConfig(lr=1.0, schedule="cosine"))

@@ -21,21 +21,12 @@ import torch
 from forebay.cluster.calls import beside, result_of, signs_of_life
 from forebay.cluster.library import cause_of, find_modules_in, import_ray, trace_of, why
 from forebay.cluster.supervisor import BEAT_EVERY_S, SILENCE_LIMIT_S, START_LIMIT_S
-from forebay.train.parallel.ranks import (
-    BESIDE,
-    START,
-    FailedCall,
-    RankError,
-    Ranks,
-    free_meeting,
-    set_interface,
-    silence,
-)
+from forebay.train.parallel import ranks
 from forebay.train.parallel.worker import RankWorker
 from forebay.watching.stalls import StallError
 
 
-class RayRanks(Ranks):
+class RayRanks(ranks.Ranks):
     """Rank actors, which meet as it is made; for the process of the trainer.
 
     ::
@@ -54,7 +45,7 @@ class RayRanks(Ranks):
         order = sorted(range(len(actors)), key=lambda number: places[number][0])
         self._actors, meeting = [actors[number] for number in order], places[order[0]][1]
         arguments = (len(actors), meeting, device, threads, search_path)
-        self.pids: list[int] = self._ask(START, [(rank, *arguments) for rank in range(len(actors))])
+        self.pids: list[int] = self._ask(ranks.START, [(rank, *arguments) for rank in range(len(actors))])
         """The process id of each rank's actor."""
 
     def call(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
@@ -66,21 +57,21 @@ class RayRanks(Ranks):
 
     def _answer(self, number: int, method: str, arguments: Sequence[Any]) -> Any:
         actor, exceptions = self._actors[number], import_ray().exceptions
-        if method == START:
+        if method == ranks.START:
             # Its process may only be on its way there.
             call, limit_s = actor.start.remote(*arguments), START_LIMIT_S
         else:
-            caller = beside(actor.call) if method in BESIDE else actor.call
+            caller = beside(actor.call) if method in ranks.BESIDE else actor.call
             call, limit_s = caller.remote(method, *arguments), SILENCE_LIMIT_S
         try:
             return asyncio.run(result_of(call, signs_of_life(actor), method, every_s=BEAT_EVERY_S, limit_s=limit_s))
         except StallError:
-            raise RankError(silence(number, limit_s, method)) from None
+            raise ranks.RankError(ranks.silence(number, limit_s, method)) from None
         except exceptions.RayTaskError as error:
             cause = cause_of(error)
-            raise FailedCall(type(cause).__name__, str(cause), trace_of(error)) from None
+            raise ranks.FailedCall(type(cause).__name__, str(cause), trace_of(error)) from None
         except exceptions.RayError as error:
-            raise RankError(f"rank {number} died in {method}: {why(error)}") from None
+            raise ranks.RankError(f"rank {number} died in {method}: {why(error)}") from None
 
     def _end(self) -> None:
         for actor in self._actors:
@@ -96,7 +87,7 @@ class RankActor:
     def place(self) -> tuple[str, str]:
         """The id of its machine, and the address there where ranks may meet, as torch reads it."""
         ray = import_ray()
-        meeting = free_meeting(ray.util.get_node_ip_address())
+        meeting = ranks.free_meeting(ray.util.get_node_ip_address())
         return ray.get_runtime_context().get_node_id(), meeting
 
     def start(
@@ -105,7 +96,7 @@ class RankActor:
         """Meet the other ranks; the process id."""
         find_modules_in(search_path)
         # A machine's own name may lead to its loopback, where other machines' ranks find no peer.
-        set_interface(import_ray().util.get_node_ip_address())
+        ranks.set_interface(import_ray().util.get_node_ip_address())
         torch.set_num_threads(threads)
         self._worker = RankWorker(rank, num_ranks, meeting, device=device)
         return os.getpid()

@@ -64,10 +64,11 @@ class ReplayState:
         """Take the fragments in, or drop them; one that is here already changes nothing."""
         fragments = list(fragments)
         new = {each: metadata for each, metadata in fragments if not self.references.knows(each)}
-        self._add(new, len(fragments) - len(new), now_s)
+        self._add(journal.checked(journal.Added(new, len(fragments) - len(new))), now_s)
 
-    def _add(self, new: dict[str, FragmentMetadata], num_duplicates: int, now_s: float) -> None:
-        self.changes.append(journal.Added(new, num_duplicates))
+    def _add(self, added: journal.Added, now_s: float) -> None:
+        self.changes.append(added)
+        new, num_duplicates = added.fragments, added.num_duplicates
         meta, is_chunk = self.meta, self.rules.fragments_per_chunk == 1
         session_id, min_version = meta.session_id, self._min_version
         whole: list[tuple[Fragment, ...]] = []
@@ -112,7 +113,8 @@ class ReplayState:
 
     def set_version(self, session_id: str, model_version: int) -> None:
         """The weights are those now; what is too old for them, or of another session, is dropped."""
-        self.changes.append(journal.VersionSet(session_id, model_version))
+        self.changes.append(change := journal.checked(journal.VersionSet(session_id, model_version)))
+        session_id, model_version = change.session_id, change.model_version
         if session_id != self.meta.session_id:
             self._drop_chunks(list(self.chunks), "session")
             self._drop(self.sequences.drop_all(), "session")
@@ -203,7 +205,7 @@ class ReplayState:
 
     def drop_worker(self, worker_uuid: str, reason: str = "silent_worker") -> None:
         """Drop the partial chunk of a worker that sends no more; its whole chunks stay."""
-        self.changes.append(journal.WorkerDropped(worker_uuid))
+        self.changes.append(journal.checked(journal.WorkerDropped(worker_uuid)))
         self._drop(self.sequences.drop_worker(worker_uuid), reason)
 
     def advance(self, now_s: float) -> None:
@@ -291,8 +293,8 @@ class ReplayState:
 
     def _replay(self, change: journal.Change) -> None:
         match change:
-            case journal.Added(fragments, num_duplicates):
-                self._add(fragments, num_duplicates, now_s=0.0)
+            case journal.Added():
+                self._add(change, now_s=0.0)
             case journal.Served(fragment_ids, lease_s):
                 self._serve([self._chunk_of[each] for each in fragment_ids], 0.0, lease_s)
             case journal.LeaseEnded(number, is_expired):

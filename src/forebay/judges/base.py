@@ -68,7 +68,7 @@ class Judge(ABC):
             cls.waits = True
 
     def __init__(self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, max_retries: int = DEFAULT_MAX_RETRIES) -> None:
-        if timeout_s is not None and timeout_s <= 0:
+        if timeout_s is not None and not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive or None, got {timeout_s}")
         if max_retries < 0:
             raise ValueError(f"max_retries must not be negative, got {max_retries}")

@@ -20,17 +20,8 @@ from forebay.engines.base import DEFAULT_MAX_BATCH
 from forebay.engines.weights.buckets import BUCKET_BYTES
 from forebay.plan.hardware import HOST_BYTES_PER_S, MIB, Device
 from forebay.plan.memory import StepMemory, step_memory
+from forebay.runs import placement
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import (
-    SERVERS,
-    engine_seat,
-    gpus_per_server,
-    num_engines,
-    rank_gpus,
-    shares_ray_gpu,
-    takes_turns,
-    tries_beside,
-)
 from forebay.train.batch import TrainBatch
 
 CONTEXT_BYTES = 600 * MIB
@@ -51,10 +42,10 @@ def memory_by_turn(
     beside = is_server_beside(config, device)
     # An engine that takes adapters keeps the starting weights beside those that it merges them into.
     doubled = config.train.lora_rank and config.engine.arguments.get("takes_adapters", True) and not beside
-    gpus = gpus_per_server(config)
+    gpus = placement.gpus_per_server(config)
     weights = step.num_parameters * engine_itemsize(config) * (2 if doubled else 1) // gpus
     cache = num_running(config) * longest * cache_bytes_per_token(config, hugging_face) // gpus
-    is_server = config.engine.name in SERVERS
+    is_server = config.engine.name in placement.SERVERS
     name = "server" if is_server else "engine"
     given = config.engine.arguments.get("cache_tokens", "auto")
     if isinstance(given, int):
@@ -107,26 +98,33 @@ def turn_cost(config: RunConfig, device: Device, step: StepMemory) -> dict[str, 
     # Weights of a server that new ones replace are not kept, but for adapters' base and by SGLang.
     has_base = config.train.lora_rank and config.engine.arguments.get("takes_adapters", True)
     replaced = 0 if has_base or config.engine.name == "sglang" else 1 / config.produce.sync_weights_interval
-    num_here = engines_by_place(config, device)[0] / gpus_per_server(config)
+    num_here = engines_by_place(config, device)[0] / placement.gpus_per_server(config)
     kept = (1 - replaced) * num_here * step.num_parameters * engine_itemsize(config)
     stay, stay_beside = (sum(_left(config, step.parts, beside=beside).values()) for beside in (False, True))
-    sleeping = sum(engine_seat(config, number, device.count).is_shared for number in range(num_engines(config)))
+    sleeping = sum(
+        placement.engine_seat(config, number, device.count).is_shared
+        for number in range(placement.num_engines(config))
+    )
     return {"sleeping": sleeping, "turn_s": (stay - stay_beside + kept) / HOST_BYTES_PER_S}
 
 
 def engines_by_place(config: RunConfig, device: Device) -> tuple[int, int]:
     """How many engines lie in the trainer's memory, and how many on the fullest GPU without a trainer."""
     if config.cluster is not None:
-        return (1, 0) if shares_ray_gpu(config) else (0, 1)
+        return (1, 0) if placement.shares_ray_gpu(config) else (0, 1)
     if config.engine.name == "transformers":
-        return 1 + tries_beside(config), 0
+        return 1 + placement.tries_beside(config), 0
     # One more process, for evaluations beside one that produces, is where that is.
-    more = [0] if config.engine.name == "process" and num_engines(config) == 1 and tries_beside(config) else []
-    numbers = [*range(num_engines(config)), *more]
+    more = (
+        [0]
+        if config.engine.name == "process" and placement.num_engines(config) == 1 and placement.tries_beside(config)
+        else []
+    )
+    numbers = [*range(placement.num_engines(config)), *more]
     if not device.is_gpu:
         return len(numbers) * (config.engine.name == "process"), 0
-    used = [gpu for number in numbers for gpu in engine_seat(config, number, device.count).gpus]
-    ranks = rank_gpus(config, device.count)
+    used = [gpu for number in numbers for gpu in placement.engine_seat(config, number, device.count).gpus]
+    ranks = placement.rank_gpus(config, device.count)
     return max(map(used.count, ranks)), max(map(used.count, {*used}.difference(ranks)), default=0)
 
 
@@ -142,7 +140,7 @@ def _warmup(config: RunConfig, hugging_face: Any) -> Mapping[str, int]:
 
 def is_server_beside(config: RunConfig, device: Device) -> bool:
     """Whether the run starts a server on a GPU of the trainer, with which it takes turns."""
-    return device.is_gpu and takes_turns(config, device.count)
+    return device.is_gpu and placement.takes_turns(config, device.count)
 
 
 def server_share(config: RunConfig, device: Device, trainer: Mapping[str, int]) -> float:
@@ -163,7 +161,7 @@ def num_running(config: RunConfig) -> int:
     """Requests that decode together in one engine."""
     under_way = config.batch_size * config.group_sizes[1] * (1 + config.produce.over_sample_threshold)
     most = config.engine.arguments.get("max_batch", DEFAULT_MAX_BATCH)
-    return int(min(-(-under_way // num_engines(config, of_production=True)), most))
+    return int(min(-(-under_way // placement.num_engines(config, of_production=True)), most))
 
 
 def decode_bytes(config: RunConfig, hugging_face: Any, num_parameters: int, longest: int) -> int:

@@ -22,7 +22,7 @@ from forebay.aio.changed import Changes
 from forebay.replay.format.packed import HeldGroup, PackedPayload, as_stored
 from forebay.replay.format.values import Checker
 from forebay.replay.groups import StoredGroup, copy_group
-from forebay.replay.query import show_value
+from forebay.replay.query import check_whole, show_value
 from forebay.replay.stores.contract import STALEST, StorageBackend, StorageItem, TagValue, check_priority, check_tags
 from forebay.types import FIELDS, RolloutState, SampleParams, Status, expire_group, label_and_fill
 
@@ -53,11 +53,13 @@ class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         Raises:
             TypeError: there is no such keyword.
-            ValueError: the threshold is not positive, or a tag or the priority cannot be stored.
+            ValueError: a step is no whole number, the threshold is not positive, or a tag or the priority cannot
+            be stored.
         """
-        check_threshold(task_name, keywords.get("stale_threshold"))
+        steps = {name: check_whole(name, keywords.get(name)) for name in ("model_step", "current_train_step")}
+        threshold = check_threshold(task_name, keywords.get("stale_threshold"))
         tags, priority = check_tags(keywords.get("tags")), check_priority(keywords.get("priority"))
-        given: dict[str, Any] = {**keywords, "tags": tags, "priority": priority}
+        given: dict[str, Any] = {**keywords, **steps, "stale_threshold": threshold, "tags": tags, "priority": priority}
         return cls(**given)
 
 
@@ -80,10 +82,12 @@ LABEL_AT_ONCE = 256
 """Groups labeled between two turns of the event loop; with arrays to make it takes about 10 ms."""
 
 
-def check_threshold(task_name: str, threshold: int | None) -> None:
-    """ValueError if the stale threshold is not positive; None stands for no threshold."""
-    if threshold is not None and threshold <= 0:
-        raise ValueError(f"the stale threshold of task {task_name!r} must be positive, got {threshold}")
+def check_threshold(task_name: str, threshold: int | None) -> int | None:
+    """The stale threshold; ValueError if it is no positive whole number. None stands for no threshold."""
+    whole: int | None = check_whole(f"the stale threshold of task {task_name!r}", threshold)
+    if whole is not None and whole <= 0:
+        raise ValueError(f"the stale threshold of task {task_name!r} must be positive, got {whole}")
+    return whole
 
 
 def label_group(group: Sequence[RolloutState], model_step: int | None) -> HeldGroup:
@@ -108,11 +112,9 @@ def check_group(group: Sequence[RolloutState]) -> None:
     """Look at every value of the rollouts that a store or a snapshot has to hold.
 
     Here, when they are put, and not when the first snapshot is written. Every put pays for it, so plain
-    values are left to `marshal`, which walks them in C and refuses other objects and subclasses; the bytes
-    that it makes are thrown away. A `Checker` looks at each value only of a group that `marshal` refuses.
-    Large values are kept away from it, because it would copy them. It takes every object with a buffer for
-    bytes, so an array of Python objects in ``extra_fields`` is not looked into; in `mm_info` and
-    `routed_experts` it is.
+    values are left to `marshal`, which walks them in C and refuses subclasses, and to msgspec; the bytes
+    that it makes are thrown away. A `Checker` looks at each value only of a group that one of the two refuses.
+    Large values are kept away from them, because they would copy them.
 
     Raises:
         TypeError: a member is no `RolloutState`, or a field is of a type that it never has.
@@ -142,7 +144,9 @@ def check_group(group: Sequence[RolloutState]) -> None:
     try:
         # Later formats write a value seen before as a reference, and so accept one that holds itself.
         marshal.dumps(small, 2)
-    except ValueError:
+        # It also takes what no snapshot holds: complex numbers, `...`, code.
+        msgspec.msgpack.encode(small)
+    except (ValueError, TypeError, OverflowError):
         for state in group:
             _check_each(state, _SMALL)
 

@@ -30,7 +30,7 @@ from forebay.replay import saving
 from forebay.replay.arrival import PutKeywords
 from forebay.replay.format.packed import GroupCodec, hand_out
 from forebay.replay.policies import ReplayPolicy
-from forebay.replay.query import QueryLike, StorageIndices
+from forebay.replay.query import QueryLike, StorageIndices, check_whole
 from forebay.replay.reuse import Reuse, superfluous
 from forebay.replay.stores.archiving import COPY_STEP, ArchivingStorage, taking
 from forebay.replay.stores.contract import StorageBackend, StorageItem, TagValue
@@ -156,7 +156,7 @@ class ReplayBuffer:
         receipt: bytes | None = None,
     ) -> tuple[list[StorageItem], list[StorageItem]]:
         """Put the groups; their rows, and those evicted for them."""
-        given = (group for group in groups if group)
+        given = (group for group in groups if group is None or len(group))
         label = partial(arriving.label_group, model_step=how.model_step)
         if not (listed := await map_in_turns(label, given, arriving.LABEL_AT_ONCE)):
             return [], []
@@ -235,6 +235,7 @@ class ReplayBuffer:
         Without `train_step` they are deleted. With it they become ARCHIVED with that step, until `commit`
         prunes them or `restore` brings them back.
         """
+        train_step = check_whole("train_step", train_step)
         async with self._lock.alone(), self._taking(train_step) as view:
             still_held = train_step is not None  # The store keeps what is ARCHIVED.
             groups: dict[str, list[Group]] = {
@@ -309,6 +310,7 @@ class ReplayBuffer:
         """
         for task, threshold in task_stale_thresholds.items():
             arriving.check_threshold(task, threshold)
+        current_train_step = check_whole("current_train_step", current_train_step)
         asked = arriving.CAN_EXPIRE if statuses is None else tuple(statuses)
         expiring = [status for status in arriving.CAN_EXPIRE if status in asked]
         async with self._lock.alone():

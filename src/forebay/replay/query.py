@@ -214,6 +214,17 @@ def is_storable_text(text: str) -> bool:
     return "\0" not in text and (text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text))
 
 
+def check_whole(name: str, value: Any) -> Any:
+    """`value` as an int, numpy's whole numbers too; None is None.
+
+    Raises:
+        ValueError: it is no whole number. A database would keep it, and no later call could read it.
+    """
+    if not isinstance(value, numbers.Integral | None):
+        raise ValueError(f"{name} must be a whole number, got {show_value(value)}; give an int")
+    return None if value is None else int(value)
+
+
 def to_float(value: Any) -> float:
     """The float nearest to a number; infinity beyond the largest."""
     try:

@@ -55,7 +55,7 @@ class TaskConfig(StrictModel):
     """Which prompts an epoch has, and in which order: ``shuffled``, ``curriculum``, ``difficulty``,
     ``prioritized``, or ``package.module:Class`` with a ``plan``."""
     sample: SampleParams = SampleParams()
-    weight: float = Field(default=1.0, ge=0)
+    weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """The task's share of each batch, relative to the other tasks; 0: only evaluated."""
     overlong_prompts: Literal["error", "drop"] = "error"
     """For prompts that leave no room for a response: ``error`` or ``drop``."""
@@ -98,7 +98,7 @@ class ProduceConfig(StrictModel):
     staleness_rule: str = "drop"
     """For groups that got too old: ``drop``, ``requeue``, ``admit``, ``mask``, ``correct``, or
     ``package.module:Class``. Separate mode: ``correct``."""
-    over_sample_threshold: float = Field(default=0.0, ge=0)
+    over_sample_threshold: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Share of a batch that is kept in flight beyond what the batch needs. Separate mode: 0.5."""
     enable_partial_rollout: bool = False
     """Interrupted rollouts go on from their tokens; otherwise they start over. Separate mode: true."""
@@ -332,6 +332,11 @@ class RunConfig(RunFile):
             raise ConfigError(
                 f"record = true repeats what happened to groups in memory, and replay.store is "
                 f"{self.replay.store!r}: leave one of the two out"
+            )
+        if self.replay.limit is not None and self.replay.limit < self.batch_size:
+            raise ConfigError(
+                f"replay.limit = {self.replay.limit} groups hold no whole batch of batch_size = {self.batch_size}, "
+                f"and the run would wait for one for ever: raise the limit, or leave it out"
             )
         if self.evaluate.mode == "beside" and self.produce.mode != "separate":
             raise ConfigError(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, Field, FiniteFloat, ValidationInfo, field_validator, model_validator
 
 from forebay.config import ConfigError, StrictModel, locate, look_up
 from forebay.models.config import AttentionKey, PrecisionKey
@@ -50,12 +50,12 @@ class TrainConfig(StrictModel):
     """
 
     # Optimizer
-    lr: float = Field(default=1e-6, gt=0)
+    lr: float = Field(default=1e-6, gt=0, allow_inf_nan=False)
     """Peak learning rate of AdamW."""
     schedule: Schedule | tuple[Schedule, Annotated[int, Field(ge=0)]] = "constant"
     """How the rate falls: ``constant``, or ``linear`` or ``cosine`` to 0 after the last train step; a pair
     such as ["cosine", 20] has the number of train steps over which it rises before."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Of matrices; norms and biases never decay."""
     adam: tuple[Share, Share, Positive] = ADAM
     """AdamW's betas, how much it keeps of the mean gradient and of the mean square, and its epsilon."""
@@ -128,7 +128,7 @@ class TrainConfig(StrictModel):
     teacher: str | None = None
     """A model with the same tokenizer, named as ``model.source`` is: the reference in place of the model
     before training, so that the trained one is distilled from it on its own rollouts."""
-    entropy_coef: float | tuple[Positive, Positive] = 0.0
+    entropy_coef: FiniteFloat | tuple[Positive, Positive] = 0.0
     """Weight of the entropy bonus; a pair is the first weight, and the entropy in nats it is steered to."""
     normalization: Literal["token-mean", "sequence-mean"] | Annotated[int, Field(ge=1)] = "token-mean"
     """A number is the fixed-length normalization: each sequence's token losses are summed and divided by it.
@@ -147,12 +147,12 @@ class TrainConfig(StrictModel):
     """The least ``ess_token`` and ``ess_sequence`` and the most ``mismatch_kl`` and ``clip_share`` allowed;
     what is left out is not watched."""
     # Critic (for advantage "gae")
-    critic_lr: float | None = Field(default=None, gt=0)
+    critic_lr: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Peak learning rate of the critic, which exists if this is given."""
     # LoRA
     lora_rank: int = Field(default=0, ge=0)
     """0 trains all weights."""
-    lora_alpha: float | None = Field(default=None, gt=0)
+    lora_alpha: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """The adapter's output is scaled by ``lora_alpha / lora_rank``; None: twice the rank."""
     lora_targets: str | tuple[str, ...] = "all-linear"
     """Names of the layers to adapt, ``all-linear`` for all but the output head."""
@@ -387,7 +387,7 @@ class WarmupConfig(BaseModel):
 
     steps: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern=r"^[1-9]\d* epochs?$")]
     """Optimizer steps, or passes over all examples as ``3 epochs``, each in an order of its own."""
-    lr: float = Field(default=1e-3, gt=0)
+    lr: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
     """Peak learning rate; it falls linearly to 0."""
     batch_size: int = Field(default=64, ge=1)
     """Conversations per step; a task's prompt and answer are one, too."""

@@ -250,8 +250,8 @@ class PromptRenderer:
     """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
-        if not tokenizer.chat_template:
-            where = tokenizer.name_or_path or "the given tokenizer"
+        if not getattr(tokenizer, "chat_template", None):
+            where = getattr(tokenizer, "name_or_path", None) or f"the given tokenizer, {tokenizer!r:.80}"
             raise ValueError(
                 f"the tokenizer of {where!r} has no chat template, so chats cannot become tokens: put a "
                 f"chat_template.jinja into that folder, set tokenizer.chat_template, or use the instruct "

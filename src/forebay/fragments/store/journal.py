@@ -15,10 +15,11 @@ any moment of a crash the payloads of all chunks and leases are there, and all o
 
 from __future__ import annotations
 
+import operator
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -57,7 +58,6 @@ class Journal:
             self._owner = struct.unpack("<Q", raw)[0] + 1 if raw is not None else 1
             transaction.put(_OWNER_KEY, struct.pack("<Q", self._owner), db=self._table)
         self._path = path
-        self._encode = msgspec.msgpack.Encoder().encode
         self._num_entries = 0
         # The first commit writes a snapshot: entries are replayed under the rules that it names.
         self._room_bytes = 0
@@ -82,9 +82,9 @@ class Journal:
         Raises:
             BufferClosed: another buffer opened the folder since.
         """
-        entry = self._encode(changes)
+        entry = _encode(changes)
         is_due = len(entry) > self._room_bytes
-        row = self._encode(take_snapshot()) if is_due else entry
+        row = _encode(take_snapshot()) if is_due else entry
         # Also where nothing has changed: a buffer that lost its folder must not answer. The owner is read
         # within the transaction, so that no other one can come between.
         with self._environment.write(len(row)) as transaction:
@@ -108,7 +108,7 @@ class Journal:
 class Added(msgspec.Struct, array_like=True, tag=True):
     """Fragments were added: the arguments and outcome of `ReplayState.add`."""
 
-    fragments: dict[str, FragmentMetadata]
+    fragments: dict[Annotated[str, msgspec.Meta(min_length=1)], FragmentMetadata]
     """The new fragments, by id."""
     num_duplicates: int
 
@@ -141,6 +141,22 @@ class WorkerDropped(msgspec.Struct, array_like=True, tag=True):
 
 
 Change: TypeAlias = Added | Served | LeaseEnded | VersionSet | WorkerDropped
+
+# Numbers of numpy and others that are whole are taken as such.
+_encode = msgspec.msgpack.Encoder(enc_hook=operator.index).encode
+_decode = msgspec.msgpack.Decoder(Change).decode
+
+
+def checked(change: Any) -> Any:
+    """`change` as it is read back: before the state follows it, for one that cannot be kept would spoil the journal.
+
+    Raises:
+        ValueError: a caller gave a value of another type than the change has.
+    """
+    try:
+        return _decode(_encode(change))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"a fragment buffer cannot keep {change!r:.300}: {error}") from None
 
 
 class Meta(msgspec.Struct):

@@ -252,7 +252,7 @@ class AsyncProduceStrategyConfig(base.ProduceStrategyConfig):
     4
     """
 
-    over_sample_threshold: float = Field(default=0.0, ge=0)
+    over_sample_threshold: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Groups kept in flight beyond the target, as a share of the task's batch."""
     enable_partial_rollout: bool = False
     """An interrupted rollout keeps its tokens and goes on from them; else it starts over."""

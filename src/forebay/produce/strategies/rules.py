@@ -31,9 +31,8 @@ from forebay.replay.stores.contract import TagValue
 from forebay.tracebacks import raised_at
 from forebay.types import (
     FAILED_AT_KEY,
-    TOKEN_FIELDS,
+    FIELDS,
     TRAJECTORY_OF_KEY,
-    UNLABELED,
     RolloutState,
     Status,
     fill_token_fields,
@@ -206,7 +205,8 @@ def check_form(returned: object, given: Sequence[RolloutState], lengths: Sequenc
 
     Raises:
         TypeError: it is not a list of rollouts.
-        ValueError: other rollouts than the given ones, or token-level fields of different lengths.
+        ValueError: other rollouts than the given ones, one without a status, or token-level fields of different
+            lengths.
     """
     if not isinstance(returned, list) or not all(isinstance(state, RolloutState) for state in returned):
         raise TypeError(f"the agent loop must return a list of RolloutState, got {returned!r:.80}")
@@ -229,15 +229,15 @@ def check_form(returned: object, given: Sequence[RolloutState], lengths: Sequenc
         if 0 < length < len(state.response_ids):
             _extend_token_fields(state, length)
     for state in returned:
+        if state.status is Status.INIT:
+            raise ValueError(f"the agent loop left rollout {state.rollout_id!r} without a status: set how it ended")
         fill_token_fields(state)
     return returned
 
 
 def _extend_token_fields(state: RolloutState, length: int) -> None:
     """Where a continuation extended ``response_ids`` only, fill the other fields as for a new response."""
-    defaults = {"logprobs": np.nan, "response_mask": 1, "response_model_steps": UNLABELED}
-    for name in TOKEN_FIELDS:
-        array = getattr(state, name)
-        if name in defaults and len(array) == length:
-            rest = np.full(len(state.response_ids) - length, defaults[name], array.dtype)
+    for name, rule in FIELDS.items():
+        if rule.fill is not None and len(array := getattr(state, name)) == length:
+            rest = np.full(len(state.response_ids) - length, rule.fill, array.dtype)
             setattr(state, name, np.concatenate([array, rest]))

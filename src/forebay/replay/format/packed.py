@@ -42,6 +42,7 @@ from forebay.replay.format.encode import (
 )
 from forebay.replay.format.values import Decoder, damage_named
 from forebay.replay.groups import StoredGroup, aged_staleness, build_states, copy_containers, copy_group
+from forebay.replay.stores.contract import StorageBackend
 from forebay.types import ROLLOUT_FIELDS, RolloutState, Status, get_group_status
 
 
@@ -227,6 +228,39 @@ class GroupCodec:
         """The status that rows carry."""
         return Status(value)
 
+
+class PlainCodec(GroupCodec):
+    """The codec of a store that was handed none: for groups, and for payloads that are JSON values.
+
+    >>> codec = PlainCodec()
+    >>> codec.decode(codec.encode({"prompt": [1, 2]})), codec.decode(codec.encode([RolloutState([])]))[0].status
+    ({'prompt': [1, 2]}, <Status.INIT: 'init'>)
+    """
+
+    _has_groups = False
+
+    def encode(self, payload: Any) -> bytes:
+        """The bytes of a group or a JSON value; ValueError if it is neither."""
+        if isinstance(payload, list | PackedPayload) and payload and isinstance(payload[0], RolloutState):
+            self._has_groups = True
+            return super().encode(payload)
+        return json.dumps(payload, default=_refuse).encode()
+
+    def decode(self, data: bytes) -> Any:
+        """The payload; ValueError if the bytes are neither a group nor JSON."""
+        return super().decode(data) if data[:1] == MAGIC[:1] else json.loads(data)
+
+    def status(self, value: str) -> Any:
+        """The status as the payloads show it: text beside JSON values."""
+        return super().status(value) if self._has_groups else value
+
+
+def _refuse(value: object) -> None:
+    raise ValueError(f"a payload with {type(value).__name__} is no JSON value; give the store a codec")
+
+
+# Stores do not know rollouts, so they are told here.
+StorageBackend.plain_codec = PlainCodec
 
 Arrays = list[NDArray[Any]]
 

@@ -36,15 +36,7 @@ import pyarrow as pa
 
 from forebay.config import errors_about
 from forebay.io.safe_files import sync
-from forebay.replay.format.tables import (
-    SCHEMAS,
-    check_table,
-    check_together,
-    group_batches,
-    read_groups,
-    read_rows,
-    rollout_batches,
-)
+from forebay.replay.format import tables
 from forebay.replay.format.values import damage_named
 from forebay.replay.groups import StoredGroup
 from forebay.replay.stores.contract import STATE_VERSION, StorageItem, copy_row
@@ -128,8 +120,8 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
             yield item
 
     # The rollouts first: a value that cannot be stored is found before any file has its final name.
-    rollouts = _write_arrow(path, "rollouts", rollout_batches(noted()))
-    groups = _write_arrow(path, "groups", group_batches(rows, train_steps))
+    rollouts = _write_arrow(path, "rollouts", tables.rollout_batches(noted()))
+    groups = _write_arrow(path, "groups", tables.group_batches(rows, train_steps))
     manifest = Manifest(
         policy=snapshot.policy,
         policy_state=dict(snapshot.policy_state),
@@ -179,10 +171,10 @@ def open_snapshot(path: Path) -> Iterator[SnapshotTables]:
         _open_arrow(path, "groups", manifest.files.groups) as groups,
         _open_arrow(path, "rollouts", manifest.files.rollouts) as rollouts,
     ):
-        tables = SnapshotTables(manifest, groups.read_all(), rollouts)
+        opened = SnapshotTables(manifest, groups.read_all(), rollouts)
         with damage_named(repr(str(path))):
-            check_together(tables.groups, rollouts)
-        yield tables
+            tables.check_together(opened.groups, rollouts)
+        yield opened
 
 
 def read_snapshot(path: Path, *, policy: str | None = None) -> Snapshot:
@@ -192,20 +184,20 @@ def read_snapshot(path: Path, *, policy: str | None = None) -> Snapshot:
         FileNotFoundError: there is nothing at `path`.
         ValueError: it is no snapshot, is damaged, or is of another format or policy.
     """
-    with open_snapshot(path) as tables:
-        manifest = tables.manifest
+    with open_snapshot(path) as opened:
+        manifest = opened.manifest
         if policy is not None and manifest.policy != policy:
             raise ValueError(
                 f"the snapshot at {str(path)!r} was taken with {manifest.policy}, this buffer uses "
                 f"{policy}; build the buffer with the same policy"
             )
         payloads: dict[int, StoredGroup] = {}
-        for index in range(tables.rollouts.num_record_batches):
-            payloads.update(read_groups(tables.rollouts.get_batch(index)))
-        items = read_rows(tables.groups)
+        for index in range(opened.rollouts.num_record_batches):
+            payloads.update(tables.read_groups(opened.rollouts.get_batch(index)))
+        items = tables.read_rows(opened.groups)
         for item in items:
             item.item = payloads[item.uid]
-        storage = tables.storage_state(items)
+        storage = opened.storage_state(items)
     return Snapshot(storage, manifest.policy, manifest.policy_state, manifest.num_evicted)
 
 
@@ -269,7 +261,7 @@ def _write_arrow(path: Path, kind: str, batches: Iterable[pa.RecordBatch]) -> Ta
     """Write one table and return what the manifest says of it."""
     # A name of its own: the file of the earlier snapshot stays until the manifest names this one.
     name = f"{kind}-{secrets.token_hex(8)}.arrow"
-    with _published(path, name) as file, pa.ipc.new_file(file, SCHEMAS[kind]) as writer:
+    with _published(path, name) as file, pa.ipc.new_file(file, tables.SCHEMAS[kind]) as writer:
         for batch in batches:
             writer.write_batch(batch)
     return TableFile(name, file.num_bytes, file.crc32)
@@ -317,5 +309,5 @@ def _open_arrow(path: Path, kind: str, entry: TableFile) -> pa.RecordBatchFileRe
         )
     with damage_named(repr(str(file))):
         reader = pa.ipc.open_file(data)
-        check_table(reader, kind)
+        tables.check_table(reader, kind)
     return reader

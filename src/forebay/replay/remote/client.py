@@ -149,7 +149,7 @@ class RemoteReplayBuffer:
     ) -> None:
         """See `ReplayBuffer.put_groups`; as `put` here, for all groups together."""
         how = Arrival.of(task_name, arrival)
-        if not (listed := [group for group in groups if group]):
+        if not (listed := [group for group in groups if group is None or len(group)]):
             return
         arguments = messages.PutArguments(secrets.token_bytes(messages.KEY_BYTES), task_name, how)
         (outcomes, evicted), _ = await self._repeat("put_groups", arguments, listed)

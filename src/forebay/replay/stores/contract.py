@@ -305,6 +305,9 @@ class StorageBackend(ABC):
             ValueError: `state` is of another version or contradicts itself; the store is as it was.
         """
 
+    plain_codec: ClassVar[type[Codec]]
+    """Makes the codec of a store that is handed none. `forebay.replay.format.packed`, which knows groups, sets it."""
+
     def use_codec(self, codec: Codec) -> None:  # noqa: B027
         """Make bytes of payloads by `codec` from now on. Stores in memory keep the objects and need none."""
 

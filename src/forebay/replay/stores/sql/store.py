@@ -20,7 +20,6 @@ Reading. Queries are compiled to SQL (`query`): counts, orders and limits are th
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -84,7 +83,7 @@ class SQLStorage(StorageBackend):
         """
         self._engine = open_engine(url, create=create)
         self._glances = self._engine.dialect.name == "sqlite"
-        self._codec: Codec = JsonCodec()
+        self._codec: Codec = self.plain_codec()
         self._transactions = Transactions(self._engine)
         self._reading, self._writing = self._transactions.reading, self._transactions.writing
         self._worker = Worker("forebay-sql")
@@ -415,31 +414,3 @@ HOLDER = "holder"
 """The name of its line in the table of facts about the store."""
 GROUPS_AT_ONCE = 32
 """Payloads of a save in memory beyond those that its writer holds: of long groups, of 5 MB each, 160 MB."""
-
-
-class JsonCodec:
-    """Payloads that are JSON values; a SQL store uses it until it is handed another codec.
-
-    >>> JsonCodec().decode(JsonCodec().encode({"prompt": [1, 2]}))
-    {'prompt': [1, 2]}
-    """
-
-    def encode(self, payload: Any) -> bytes:
-        """The payload as JSON; ValueError if it is none."""
-        try:
-            return json.dumps(payload).encode()
-        except TypeError as error:
-            raise ValueError(f"the payload is no JSON value ({error}); hand the store a codec") from None
-
-    def decode(self, data: bytes) -> Any:
-        """The payload; ValueError if the bytes are no JSON."""
-        try:
-            return json.loads(data)
-        except ValueError:
-            raise ValueError(
-                f"the payload is no JSON, it starts with {data[:8]!r}; open the store with the codec that wrote it"
-            ) from None
-
-    def status(self, value: str) -> str:
-        """The status as the payload shows it: the text itself."""
-        return value

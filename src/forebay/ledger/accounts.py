@@ -29,17 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forebay.ledger.histories import (
-    ADMITTED,
-    DROPPED,
-    LIVE,
-    MAX_COUNT,
-    TRAINED,
-    GroupId,
-    GroupLife,
-    Histories,
-    check_event,
-)
+from forebay.ledger import histories as books
 from forebay.ledger.journal import RESTARTED, Journal, read_events
 
 STATE_VERSION = 3
@@ -64,7 +54,7 @@ class Ledger:
         self._num_events = 0
         self.lost_events = 0
         """Events that are missing in the file that the ledger was read from."""
-        self._tasks: dict[str, Histories] = defaultdict(Histories)
+        self._tasks: dict[str, books.Histories] = defaultdict(books.Histories)
 
     @classmethod
     def read(cls, path: Path, *, num_bytes: int | None = None, num_events: int | None = None) -> Ledger:
@@ -98,7 +88,7 @@ class Ledger:
 
     def record(
         self,
-        group_id: GroupId,
+        group_id: books.GroupId,
         task_name: str,
         event: str,
         *,
@@ -123,13 +113,13 @@ class Ledger:
             OSError: the file takes no more, and nothing is entered; or there is no room for temporary files,
                 and the ledger must be read anew.
         """
-        check_event(event)
+        books.check_event(event)
         if group_id is None:
             raise ValueError(f"task {task_name!r}: a group without group_id cannot be accounted for")
         for name, count in (("train_step", train_step), ("num_tokens", num_tokens)):
-            if count is not None and not 0 <= count <= MAX_COUNT:
-                raise ValueError(f"group {group_id!r}: {name} must be from 0 to {MAX_COUNT}, got {count!r}")
-        if event == DROPPED and not reason:
+            if count is not None and not 0 <= count <= books.MAX_COUNT:
+                raise ValueError(f"group {group_id!r}: {name} must be from 0 to {books.MAX_COUNT}, got {count!r}")
+        if event == books.DROPPED and not reason:
             raise ValueError(f"group {group_id!r} was dropped: give the reason, got {reason!r}")
         given = {
             "reason": reason,
@@ -155,11 +145,11 @@ class Ledger:
             line = {"event": event, "time_s": self._clock(), "part": part, "reason": reason}
             self._journal.write(line)
 
-    def life(self, group_id: GroupId, task_name: str) -> GroupLife | None:
+    def life(self, group_id: books.GroupId, task_name: str) -> books.GroupLife | None:
         """The history of one group; None if it has no event."""
         return self._tasks[task_name].life(group_id, task_name) if task_name in self._tasks else None
 
-    def histories(self, task_name: str | None = None) -> Iterator[Histories]:
+    def histories(self, task_name: str | None = None) -> Iterator[books.Histories]:
         """The groups of one task, or of each."""
         return (groups for name, groups in self._tasks.items() if task_name in (None, name))
 
@@ -168,13 +158,13 @@ class Ledger:
         """The tasks that have events, in the order of their first."""
         return list(self._tasks)
 
-    def name_live(self, task_name: str) -> list[GroupId]:
+    def name_live(self, task_name: str) -> list[books.GroupId]:
         """The groups of the task that are neither trained nor dropped, in the order of their first events."""
         return self._tasks[task_name].name_live() if task_name in self._tasks else []
 
     def count_live(self) -> dict[str, int]:
         """The groups of each task that are neither trained nor dropped, by the ledger's own account."""
-        return {name: groups.counts[LIVE] + groups.counts[ADMITTED] for name, groups in self._tasks.items()}
+        return {name: one.counts[books.LIVE] + one.counts[books.ADMITTED] for name, one in self._tasks.items()}
 
     def balance(self, live: Mapping[str, int]) -> Balance:
         """Hold the books against `live`: the groups of each task that exist, as counted elsewhere.
@@ -183,12 +173,12 @@ class Ledger:
         """
         tasks: dict[str, Balance] = {}
         for task in {**self._tasks, **live}:
-            groups = self._tasks.get(task) or Histories()
+            groups = self._tasks.get(task) or books.Histories()
             places = {place.partition(":"): number for place, number in groups.counts.items()}
             tasks[task] = Balance(
                 generated=len(groups),
-                trained=groups.counts[TRAINED],
-                dropped={reason: number for (place, _, reason), number in places.items() if place == DROPPED},
+                trained=groups.counts[books.TRAINED],
+                dropped={reason: number for (place, _, reason), number in places.items() if place == books.DROPPED},
                 live=live.get(task, 0),
                 repeated=groups.num_repeated,
                 retried=groups.totals["num_retries"],
@@ -258,7 +248,7 @@ class Ledger:
                     return read
                 return cls.read(path, num_bytes=state["num_bytes"], num_events=num_events)
             for task, groups in state["tasks"].items():
-                read._tasks[task] = Histories.from_state(groups)
+                read._tasks[task] = books.Histories.from_state(groups)
             for task, number in state["repeated"].items():
                 read._tasks[task].num_repeated = number
             read._num_events = int(state["num_events"])

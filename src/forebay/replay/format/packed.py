@@ -27,19 +27,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.replay.format.encode import (
-    ARRAYS,
-    CONSTANTS,
-    EQUAL,
-    MAX_COPIED_BYTES,
-    MAX_TOKENS,
-    NOT_SENT,
-    PROMPTS,
-    VALUES,
-    Head,
-    PackedGroup,
-    pack_group,
-)
+from forebay.replay.format import encode as encoding
 from forebay.replay.format.values import Decoder, damage_named
 from forebay.replay.groups import StoredGroup, aged_staleness, build_states, copy_containers, copy_group
 from forebay.replay.stores.contract import StorageBackend
@@ -60,7 +48,7 @@ class PackedPayload(Sequence[RolloutState]):
 
     __slots__ = ("_data", "_head", "_was_sent", "staleness", "status", "steps")
 
-    def __init__(self, head: bytes, data: NDArray[np.uint8], parsed: Head) -> None:
+    def __init__(self, head: bytes, data: NDArray[np.uint8], parsed: encoding.Head) -> None:
         self._head = head
         self._data = data
         staleness: list[int] = parsed.values["seq_staleness"]
@@ -100,7 +88,7 @@ class PackedPayload(Sequence[RolloutState]):
         aged = aged_staleness(self.steps, self.staleness, train_step, reset_unlabeled=reset_unlabeled)
         self.staleness = tuple(aged)
 
-    def packed(self) -> PackedGroup:
+    def packed(self) -> encoding.PackedGroup:
         """The group as it goes to a client or into a database."""
         head = self._head
         # A head whose staleness has not changed goes on as it came.
@@ -108,7 +96,7 @@ class PackedPayload(Sequence[RolloutState]):
             parsed = read_head(head)
             parsed.values["seq_staleness"] = list(self.staleness)
             head = _encode(parsed)
-        return PackedGroup(head, [self._data.data], len(self._data))
+        return encoding.PackedGroup(head, [self._data.data], len(self._data))
 
 
 HeldGroup = StoredGroup | PackedPayload
@@ -132,12 +120,13 @@ def hold_packed(head: Any, data: Any, *, keep_packed: bool = True, what: str = "
         return StoredGroup.with_steps(read_states(parsed, _writable(array)), parsed.steps)
 
 
-def _is_filled(head: Head) -> bool:
+def _is_filled(head: encoding.Head) -> bool:
     """Whether the token fields have one length in each member."""
     counts = head.lengths["response_ids"]
     return all(
-        of_all == counts or all(length in (NOT_SENT, count) for length, count in zip(of_all, counts, strict=True))
-        for of_all in (head.lengths[name] for name in ("logprobs", *CONSTANTS))
+        of_all == counts
+        or all(length in (encoding.NOT_SENT, count) for length, count in zip(of_all, counts, strict=True))
+        for of_all in (head.lengths[name] for name in ("logprobs", *encoding.CONSTANTS))
     )
 
 
@@ -146,10 +135,10 @@ def _writable(data: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return data if data.flags.writeable else data.copy()
 
 
-def pack_out(group: Sequence[RolloutState], train_step: int | None, *, copy: bool) -> PackedGroup:
+def pack_out(group: Sequence[RolloutState], train_step: int | None, *, copy: bool) -> encoding.PackedGroup:
     """As `hand_out`, for a client: a packed group stays packed."""
     if not isinstance(group, PackedPayload):
-        return pack_group(_as_of(group, train_step, copy=copy))
+        return encoding.pack_group(_as_of(group, train_step, copy=copy))
     if train_step is not None:
         group.refresh(train_step)
     return group.packed()
@@ -205,7 +194,9 @@ class GroupCodec:
             ValueError: a rollout holds a value that cannot be stored; the message says where.
         """
         # Small arrays are left as they lie: everything is joined below.
-        packed = payload.packed() if isinstance(payload, PackedPayload) else pack_group(payload, join_small=False)
+        packed = (
+            payload.packed() if isinstance(payload, PackedPayload) else encoding.pack_group(payload, join_small=False)
+        )
         return b"".join((_PRELUDE.pack(MAGIC, len(packed.head)), packed.head, *packed.buffers))
 
     def decode(self, data: bytes) -> HeldGroup:
@@ -265,14 +256,15 @@ StorageBackend.plain_codec = PlainCodec
 Arrays = list[NDArray[Any]]
 
 _SHORTEST = {
-    name: (0 if name in ("response_ids", "logprobs") else NOT_SENT, dtype.itemsize) for name, dtype in ARRAYS.items()
+    name: (0 if name in ("response_ids", "logprobs") else encoding.NOT_SENT, dtype.itemsize)
+    for name, dtype in encoding.ARRAYS.items()
 }
 """The smallest number that may stand as a length of each array, and the bytes of an entry."""
 
-_LIMITS = {name: (np.iinfo(ARRAYS[name]).min, np.iinfo(ARRAYS[name]).max) for name in CONSTANTS}
-_VALUE_NAMES = frozenset(VALUES)
+_LIMITS = {n: (np.iinfo(encoding.ARRAYS[n]).min, np.iinfo(encoding.ARRAYS[n]).max) for n in encoding.CONSTANTS}
+_VALUE_NAMES = frozenset(encoding.VALUES)
 
-_decode_head = msgspec.msgpack.Decoder(Head).decode
+_decode_head = msgspec.msgpack.Decoder(encoding.Head).decode
 _decode_any = msgspec.msgpack.Decoder(Any).decode
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -286,7 +278,7 @@ def unpack_group(head: Any, data: Any) -> list[RolloutState]:
     return list(hold_packed(head, data, keep_packed=False))
 
 
-def read_head(data: Any) -> Head:
+def read_head(data: Any) -> encoding.Head:
     """The head of a group of at least one rollout.
 
     Raises:
@@ -301,7 +293,7 @@ def read_head(data: Any) -> Head:
     return head
 
 
-def check_head(head: Head, num_bytes: int) -> None:
+def check_head(head: encoding.Head, num_bytes: int) -> None:
     """Check that `read_states` can make rollouts of this head and so many bytes of arrays and blobs.
 
     The values in the trees are checked when they are read.
@@ -322,7 +314,7 @@ def check_head(head: Head, num_bytes: int) -> None:
     if min(head.blobs, default=0) < 0 or sent + sum(head.blobs) != num_bytes:
         raise ValueError(f"its arrays and blobs of {sent} and {head.blobs} bytes are not {num_bytes} as came")
     for name, (lowest, highest) in _LIMITS.items():
-        if missing := lengths[name].count(NOT_SENT):
+        if missing := lengths[name].count(encoding.NOT_SENT):
             constants = head.constants[name]
             if len(constants) != missing or min(constants) < lowest or max(constants) > highest:
                 raise ValueError(f"{constants[:8]} are not the {name} of {missing} rollouts")
@@ -336,26 +328,26 @@ def check_head(head: Head, num_bytes: int) -> None:
     for name, text in head.copied.items():
         _check_column(name, (0,), size)
         # A head of a megabyte could ask for gigabytes of copies.
-        if len(bytes(text)) * size > MAX_COPIED_BYTES:
+        if len(bytes(text)) * size > encoding.MAX_COPIED_BYTES:
             raise ValueError(f"{size} copies of {len(bytes(text))} bytes are too much")
     if "seq_staleness" in head.copied:
         raise ValueError("seq_staleness must be a whole number of each member")
 
 
-def _check_prompts(head: Head) -> None:
+def _check_prompts(head: encoding.Head) -> None:
     """Check the prompts, and the arrays that are made of them: few bytes could ask for much memory."""
-    lengths, data = head.lengths[PROMPTS], head.prompts
-    if len(lengths) != len(head.status) or min(lengths) < EQUAL:
-        raise ValueError(f"{lengths[:8]} are not the lengths of {PROMPTS} of {len(head.status)} rollouts")
+    lengths, data = head.lengths[encoding.PROMPTS], head.prompts
+    if len(lengths) != len(head.status) or min(lengths) < encoding.EQUAL:
+        raise ValueError(f"{lengths[:8]} are not the lengths of {encoding.PROMPTS} of {len(head.status)} rollouts")
     # Others may refer to the first prompt, which must be there itself.
-    if sum(_without_marks(lengths)) * ARRAYS["tokens"].itemsize != len(data) or lengths[0] < 0:
+    if sum(_without_marks(lengths)) * encoding.ARRAYS["tokens"].itemsize != len(data) or lengths[0] < 0:
         raise ValueError(f"its prompts are {len(data)} bytes, but should have lengths of {lengths[:8]}")
-    if lengths[0] * len(lengths) > MAX_TOKENS:
+    if lengths[0] * len(lengths) > encoding.MAX_TOKENS:
         raise ValueError(f"{len(lengths)} prompts of {lengths[0]} tokens are too much")
     prompts = [lengths[0] if length < 0 else length for length in lengths]
     counts = head.lengths["response_ids"]
     joined = sum(prompts[member] + counts[member] for member in _missing(head.lengths["tokens"]))
-    if joined > MAX_TOKENS:
+    if joined > encoding.MAX_TOKENS:
         raise ValueError(f"{joined} tokens are too much for a group")
 
 
@@ -369,7 +361,7 @@ def _check_column(name: str, column: Sequence[Any], size: int) -> None:
         raise ValueError("seq_staleness must be a whole number")
 
 
-def read_states(head: Head, data: Any) -> list[RolloutState]:
+def read_states(head: encoding.Head, data: Any) -> list[RolloutState]:
     """The rollouts of a group, whose head was checked.
 
     Raises:
@@ -387,7 +379,7 @@ def read_states(head: Head, data: Any) -> list[RolloutState]:
             _check_column(name, values[name], size)
         _check_column("seq_staleness", values["seq_staleness"], size)
     # A field that the head leaves out is None in every member.
-    columns: dict[str, Sequence[Any]] = dict.fromkeys(VALUES, (None,) * size) | {"status": head.status}
+    columns: dict[str, Sequence[Any]] = dict.fromkeys(encoding.VALUES, (None,) * size) | {"status": head.status}
     for name, column in values.items():
         columns[name] = column if len(column) == size else column * size
     for name, text in head.copied.items():
@@ -397,27 +389,27 @@ def read_states(head: Head, data: Any) -> list[RolloutState]:
     return build_states([columns[name] for name in ROLLOUT_FIELDS])
 
 
-def _read_arrays(head: Head, data: NDArray[np.uint8]) -> tuple[dict[str, Arrays], list[memoryview]]:
+def _read_arrays(head: encoding.Head, data: NDArray[np.uint8]) -> tuple[dict[str, Arrays], list[memoryview]]:
     """The arrays by field, and the blobs of the trees."""
     lengths = head.lengths
-    prompts = _split(np.frombuffer(head.prompts, ARRAYS["tokens"]), _without_marks(lengths[PROMPTS]))
+    prompts = _split(np.frombuffer(head.prompts, encoding.ARRAYS["tokens"]), _without_marks(lengths[encoding.PROMPTS]))
     first = prompts[0]
-    for member, length in enumerate(lengths[PROMPTS]):
+    for member, length in enumerate(lengths[encoding.PROMPTS]):
         if length < 0:
-            prompts[member] = first if length == NOT_SENT else first.copy()
-    arrays = {PROMPTS: prompts}
+            prompts[member] = first if length == encoding.NOT_SENT else first.copy()
+    arrays = {encoding.PROMPTS: prompts}
     end = 0
-    for name, dtype in ARRAYS.items():
+    for name, dtype in encoding.ARRAYS.items():
         sent = _without_marks(lengths[name])
         start, end = end, end + sum(sent) * dtype.itemsize
         arrays[name] = _split(data[start:end].view(dtype), sent)
     ids = arrays["response_ids"]
-    for name in CONSTANTS:
+    for name in encoding.CONSTANTS:
         if missing := _missing(lengths[name]):
             counts = [len(ids[member]) for member in missing]
             constants = head.constants[name]
             # One piece of memory for all members; filling it with one value is much faster than `repeat`.
-            made = np.empty(sum(counts), ARRAYS[name])
+            made = np.empty(sum(counts), encoding.ARRAYS[name])
             is_one = constants.count(constants[0]) == len(constants)
             made[:] = constants[0] if is_one else np.repeat(constants, counts)
             for member, part in zip(missing, _split(made, counts), strict=True):
@@ -438,7 +430,7 @@ def _without_marks(lengths: Sequence[int]) -> Sequence[int]:
 
 def _missing(lengths: Sequence[int]) -> list[int]:
     """The members whose arrays were not sent."""
-    return [member for member, length in enumerate(lengths) if length == NOT_SENT]
+    return [member for member, length in enumerate(lengths) if length == encoding.NOT_SENT]
 
 
 def _split(array: NDArray[Any], lengths: Sequence[int]) -> Arrays:

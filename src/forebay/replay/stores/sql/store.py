@@ -33,26 +33,8 @@ from forebay.replay.query import QueryLike, matches, parse_query
 from forebay.replay.stores.contract import STATE_VERSION, Codec, StorageBackend, StorageItem
 from forebay.replay.stores.errors import StoreBusy
 from forebay.replay.stores.sql import ranking, writes
+from forebay.replay.stores.sql import rows as sql_rows
 from forebay.replay.stores.sql.connections import Transactions, is_in_memory, open_engine
-from forebay.replay.stores.sql.rows import (
-    SELECT_ROWS,
-    Removed,
-    StoredPayload,
-    archive_rows,
-    attach_payloads,
-    delete_rows,
-    insert_rows,
-    insert_tasks,
-    lock_rows,
-    next_ids,
-    prepare,
-    raise_ids,
-    read_payloads,
-    read_rows,
-    replace_rows,
-    storable_uids,
-    write_priorities,
-)
 from forebay.replay.stores.sql.schema import ID_NAMES, groups, insert_or_update, meta, payloads, receipts, tags, tasks
 from forebay.replay.stores.sql.worker import Worker
 from forebay.replay.stores.state import check_state
@@ -120,7 +102,7 @@ class SQLStorage(StorageBackend):
         self, items: Sequence[StorageItem], *, receipt: bytes | None = None, aged_at: int | None = None
     ) -> list[int]:
         def make() -> writes.Write:
-            rows = [prepare(item, self._codec) for item in items]
+            rows = [sql_rows.prepare(item, self._codec) for item in items]
             return writes.Write(frozenset(item.task_name for item in items), rows, receipt, aged_at)
 
         uids: list[int] = await self._worker.share(self._write_together, make)
@@ -138,7 +120,7 @@ class SQLStorage(StorageBackend):
         def work(connection: sa.Connection) -> list[StorageItem]:
             rows = ranking.ranked_rows(connection, asked, self._codec)
             if not rows_only:
-                attach_payloads(connection, rows, self._codec)
+                sql_rows.attach_payloads(connection, rows, self._codec)
             return rows
 
         return await self._read(work)
@@ -160,10 +142,10 @@ class SQLStorage(StorageBackend):
         self, uids: Iterable[int], *, query: QueryLike | None = None, train_step: int | None = None
     ) -> list[StorageItem]:
         parsed = None if query is None else parse_query(query)
-        wanted = storable_uids(uids)
+        wanted = sql_rows.storable_uids(uids)
 
         def choose(connection: sa.Connection) -> list[StorageItem]:
-            found = lock_rows(connection, wanted, self._codec, ranking.train_steps(connection))
+            found = sql_rows.lock_rows(connection, wanted, self._codec, ranking.train_steps(connection))
             rows = [found[uid] for uid in wanted if uid in found]
             return [row for row in rows if parsed is None or matches(parsed, row)]
 
@@ -188,11 +170,11 @@ class SQLStorage(StorageBackend):
         return await self._take(drawing, train_step)
 
     async def update_priorities(self, priorities: Mapping[int, float]) -> int:
-        return await self._write(partial(write_priorities, priorities=dict(priorities)))
+        return await self._write(partial(sql_rows.write_priorities, priorities=dict(priorities)))
 
     async def evict(self, limit: int) -> list[StorageItem]:
         try:
-            evicted: Removed = await self._worker.share(self._evict, lambda: limit, undo=self._give_back)
+            evicted: sql_rows.Removed = await self._worker.share(self._evict, lambda: limit, undo=self._give_back)
         except StoreBusy as error:
             # Of a put that is stored, and would be repeated; the next one evicts what is too many by then.
             _log.warning("the buffer holds more than its limit of %d groups for now: %s", limit, error)
@@ -200,8 +182,12 @@ class SQLStorage(StorageBackend):
         return evicted.rows
 
     async def delete(self, uids: Iterable[int]) -> None:
-        wanted = storable_uids(uids)
-        await self._write(lambda connection: delete_rows(connection, lock_rows(connection, wanted, self._codec, {})))
+        wanted = sql_rows.storable_uids(uids)
+        await self._write(
+            lambda connection: sql_rows.delete_rows(
+                connection, sql_rows.lock_rows(connection, wanted, self._codec, {})
+            )
+        )
 
     async def delete_where(
         self, query: QueryLike, *, receipt: bytes | None = None, expected: int | None = None
@@ -211,7 +197,7 @@ class SQLStorage(StorageBackend):
         def work(connection: sa.Connection) -> int:
             uids = ranking.lock_matching(connection, parsed, self._codec)
             if expected in (None, len(uids)):
-                delete_rows(connection, uids)
+                sql_rows.delete_rows(connection, uids)
                 writes.keep_receipts(connection, receipt)
             return len(uids)
 
@@ -233,13 +219,13 @@ class SQLStorage(StorageBackend):
 
         def work() -> int:
             # Before the transaction: encoding takes time, and other writers wait for their turn.
-            rows = [prepare(item, self._codec, keep_payload=True) for item in listed]
-            uids = storable_uids(row.uid for row in rows)
+            rows = [sql_rows.prepare(item, self._codec, keep_payload=True) for item in listed]
+            uids = sql_rows.storable_uids(row.uid for row in rows)
             with self._writing() as connection:
-                found = lock_rows(connection, uids, self._codec, ranking.train_steps(connection))
+                found = sql_rows.lock_rows(connection, uids, self._codec, ranking.train_steps(connection))
                 known = {uid for uid, row in found.items() if parsed is None or matches(parsed, row)}
                 if expected in (None, len(known)):
-                    replace_rows(connection, [row for row in rows if row.uid in known])
+                    sql_rows.replace_rows(connection, [row for row in rows if row.uid in known])
                     writes.keep_receipts(connection, receipt)
             return len(known)
 
@@ -304,12 +290,12 @@ class SQLStorage(StorageBackend):
         with self._reading() as connection:
             steps = ranking.train_steps(connection)
             # As given, and not as stale as now: whatever loads it knows the train steps, too.
-            lines = connection.execute(SELECT_ROWS.order_by(groups.c.timestamp_id))
-            rows = list(read_rows(lines, self._codec, {}))
+            lines = connection.execute(sql_rows.SELECT_ROWS.order_by(groups.c.timestamp_id))
+            rows = list(sql_rows.read_rows(lines, self._codec, {}))
             yield {
                 "version": STATE_VERSION,
                 "items": self._with_payloads(connection, rows),
-                **{f"next_{name}": following for name, following in next_ids(connection).items()},
+                **{f"next_{name}": following for name, following in sql_rows.next_ids(connection).items()},
                 "train_steps": {name: step for name, step in steps.items() if step is not None},
             }
 
@@ -318,21 +304,21 @@ class SQLStorage(StorageBackend):
         # Popped from the end, so that no list holds a row that was walked already.
         rows.reverse()
         while items := [rows.pop() for _ in range(min(GROUPS_AT_ONCE, len(rows)))]:
-            attach_payloads(connection, items, self._codec)
+            sql_rows.attach_payloads(connection, items, self._codec)
             items.reverse()
             while items:
                 yield items.pop()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        rows = [prepare(item, self._codec) for item in check_state(state)]
+        rows = [sql_rows.prepare(item, self._codec) for item in check_state(state)]
         steps = [{"task_name": name, "train_step": step} for name, step in sorted(state["train_steps"].items())]
         with self._writing() as connection:
             for table in (tags, payloads, groups):
                 connection.execute(table.delete())
             connection.execute(tasks.update().values(train_step=None, may_fall=0))
-            raise_ids(connection, {name: state[f"next_{name}"] for name in ID_NAMES})
-            insert_tasks(connection, (row.columns["task_name"] for row in rows))
-            insert_rows(connection, rows)
+            sql_rows.raise_ids(connection, {name: state[f"next_{name}"] for name in ID_NAMES})
+            sql_rows.insert_tasks(connection, (row.columns["task_name"] for row in rows))
+            sql_rows.insert_rows(connection, rows)
             if steps:
                 insert_or_update(connection, tasks, steps, "train_step")
 
@@ -356,20 +342,20 @@ class SQLStorage(StorageBackend):
     ) -> list[StorageItem]:
         """Remove or archive the rows that `choose` returns, locked, within the transaction."""
 
-        def work() -> Removed:
-            taken = Removed([], {}, train_step)
+        def work() -> sql_rows.Removed:
+            taken = sql_rows.Removed([], {}, train_step)
             try:
                 with self._writing() as connection:
                     rows = choose(connection)
                     uids = [row.uid for row in rows]
-                    data = read_payloads(connection, uids)
+                    data = sql_rows.read_payloads(connection, uids)
                     for uid in uids:
                         # Before the commit: a payload that cannot be read must not cost its group.
-                        data[uid] = StoredPayload(data[uid].checked(uid), None)
+                        data[uid] = sql_rows.StoredPayload(data[uid].checked(uid), None)
                     if train_step is None:
-                        delete_rows(connection, uids)
+                        sql_rows.delete_rows(connection, uids)
                     else:
-                        archive_rows(connection, uids, train_step)
+                        sql_rows.archive_rows(connection, uids, train_step)
                     taken.rows.extend(rows)
                     taken.data.update(data)
                 # After the commit, because others wait for it, and this takes longer.
@@ -383,21 +369,21 @@ class SQLStorage(StorageBackend):
 
         return (await self._worker.call(work, undo=self._give_back)).rows
 
-    def _give_back(self, removed: Removed) -> None:
+    def _give_back(self, removed: sql_rows.Removed) -> None:
         """Undo a take or an eviction of which no caller is told; a later owner may have the groups."""
         with self._writing(is_fenced=False) as connection:
             if removed.is_evicted:
                 writes.count_evicted(connection, removed.rows, -1)
             removed.put_back(connection, self._codec)
 
-    def _evict(self, limits: list[int]) -> list[Removed]:
+    def _evict(self, limits: list[int]) -> list[sql_rows.Removed]:
         evicted = writes.evict_together(self._transactions, limits, self._codec)
         for removed in evicted:
             for row in removed.rows:
                 # Only after the commit: they are gone, whether their payloads can be read or not. An error
                 # would be that of a put that is stored, and hide the other rows.
                 try:
-                    Removed([row], removed.data).decode(self._codec)
+                    sql_rows.Removed([row], removed.data).decode(self._codec)
                 except ValueError as error:
                     _log.warning("an evicted group is known by its row alone: %s", error)
         return evicted

@@ -20,18 +20,9 @@ import sqlalchemy as sa
 
 from forebay.replay.stores.contract import ARRIVAL, Codec, StorageItem
 from forebay.replay.stores.errors import StepPassed
+from forebay.replay.stores.sql import rows as sql_rows
 from forebay.replay.stores.sql.connections import Transactions
 from forebay.replay.stores.sql.ranking import STEPS, Ranking, count_live, ranked_rows
-from forebay.replay.stores.sql.rows import (
-    PreparedRow,
-    Removed,
-    delete_rows,
-    give_ids,
-    insert_rows,
-    insert_tasks,
-    next_ids,
-    read_payloads,
-)
 from forebay.replay.stores.sql.schema import EVICT_LOCK, LIVE, groups, insert_missing, receipts, tasks
 
 RECEIPT_S = 3600
@@ -43,7 +34,7 @@ class Write:
     """Rows to be put, or without rows the train step of a task."""
 
     task_names: frozenset[str]
-    rows: list[PreparedRow] | None = None
+    rows: list[sql_rows.PreparedRow] | None = None
     """Written together, or not at all."""
     receipt: bytes | None = None
     train_step: int | None = None
@@ -62,14 +53,14 @@ def write_together(transactions: Transactions, writes: Sequence[Write]) -> list[
         steps = raise_steps(connection, writes)
         answers = [_answer(write, steps) for write in writes]
         rows = [row for answer in answers if isinstance(answer, list) for row in answer]
-        give_ids(connection, rows)
-        insert_rows(connection, rows)
+        sql_rows.give_ids(connection, rows)
+        sql_rows.insert_rows(connection, rows)
         stored = (write for write, answer in zip(writes, answers, strict=True) if answer is write.rows)
         keep_receipts(connection, *(write.receipt for write in stored))
     return [[row.uid for row in answer] if isinstance(answer, list) else answer for answer in answers]
 
 
-def _answer(write: Write, steps: Mapping[str, int | None]) -> list[PreparedRow] | StepPassed | None:
+def _answer(write: Write, steps: Mapping[str, int | None]) -> list[sql_rows.PreparedRow] | StepPassed | None:
     """The rows if they are to be written, or why they are not."""
     if write.rows is None:
         return None
@@ -98,7 +89,7 @@ def raise_steps(connection: sa.Connection, writes: Sequence[Write]) -> dict[str,
     lines = connection.execute(STEPS).all()
     steps: dict[str, int | None] = {line.task_name: line.train_step for line in lines}
     later = later_steps(lines, writes)
-    insert_tasks(connection, {task for write in writes for task in write.task_names} - steps.keys())
+    sql_rows.insert_tasks(connection, {task for write in writes for task in write.task_names} - steps.keys())
     is_postgres = connection.dialect.name == "postgresql"
     named = {task for write in writes if write.train_step is not None for task in write.task_names}
     # SQLite has one writer at a time: a step that is not raised need not be locked there.
@@ -131,9 +122,9 @@ def keep_receipts(connection: sa.Connection, *kept: bytes | None) -> None:
         connection.execute(receipts.delete().where(receipts.c.at < now - RECEIPT_S))
 
 
-def evict_together(transactions: Transactions, limits: Sequence[int], codec: Codec) -> list[Removed]:
+def evict_together(transactions: Transactions, limits: Sequence[int], codec: Codec) -> list[sql_rows.Removed]:
     """Evict until so many live rows are left, and count it; the first of equal calls gets what is removed."""
-    evicted: list[Removed] = []
+    evicted: list[sql_rows.Removed] = []
     with transactions.writing() as connection:
         if connection.dialect.name == "postgresql":
             # Two that count at once would both remove the excess.
@@ -141,25 +132,25 @@ def evict_together(transactions: Transactions, limits: Sequence[int], codec: Cod
         reached: int | None = None
         for limit in limits:
             if reached is not None and limit >= reached:
-                evicted.append(Removed([], {}))
+                evicted.append(sql_rows.Removed([], {}))
             else:
                 evicted.append(_evict(connection, limit, codec))
                 reached = limit
     return evicted
 
 
-def _evict(connection: sa.Connection, limit: int, codec: Codec) -> Removed:
+def _evict(connection: sa.Connection, limit: int, codec: Codec) -> sql_rows.Removed:
     if _at_most_live(connection) <= limit:
-        return Removed([], {})
+        return sql_rows.Removed([], {})
     excess = count_live(connection, codec) - limit
     rows = ranked_rows(connection, Ranking.of({}, ARRIVAL, excess), codec, lock="wait")
     if connection.dialect.name == "postgresql":
         # It waited for takers of these rows, after which there may be less to evict than was counted before.
         rows = rows[: max(0, count_live(connection, codec) - limit)]
-    data = read_payloads(connection, [row.uid for row in rows])
-    delete_rows(connection, [row.uid for row in rows])
+    data = sql_rows.read_payloads(connection, [row.uid for row in rows])
+    sql_rows.delete_rows(connection, [row.uid for row in rows])
     count_evicted(connection, rows, 1)
-    return Removed(rows, data, is_evicted=True)
+    return sql_rows.Removed(rows, data, is_evicted=True)
 
 
 def count_evicted(connection: sa.Connection, rows: Sequence[StorageItem], sign: Literal[1, -1]) -> None:
@@ -173,4 +164,4 @@ def _at_most_live(connection: sa.Connection) -> int:
     """A bound of the number of live rows, from the ids of the oldest one and of the next; reads no others."""
     oldest = sa.select(groups.c.timestamp_id).where(LIVE).order_by(groups.c.timestamp_id).limit(1)
     first = connection.scalar(oldest)
-    return 0 if first is None else next_ids(connection)["timestamp_id"] - first
+    return 0 if first is None else sql_rows.next_ids(connection)["timestamp_id"] - first

@@ -9,7 +9,7 @@ from replay_factory import make_group, names
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer, SQLStorage
 from forebay.replay.format import tables
 from forebay.replay.format.packed import GroupCodec
-from forebay.replay.stores.sql import store as sql
+from forebay.replay.stores.sql import rows as sql
 from forebay.replay.stores.sql.store import GROUPS_AT_ONCE
 from forebay.types import Status
 

@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from replay_factory import make_group, make_row, make_state, names, same, uids
 
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, PrioritizedReplayPolicy, ReplayBuffer, SQLStorage
-from forebay.replay.stores.sql import ranking, writes
+from forebay.replay.stores.sql import ranking, rows
 from forebay.types import Status
 
 COMPLETED = Status.COMPLETED
@@ -125,14 +125,14 @@ async def test_the_event_loop_is_free_while_the_database_works(store, monkeypatc
     go_on = threading.Event()
     loop = asyncio.get_running_loop()
     working = asyncio.Event()
-    write = writes.insert_rows
+    write = rows.insert_rows
 
     def wait_for_the_test(*args):
         loop.call_soon_threadsafe(working.set)
         assert go_on.wait(timeout=300)
         return write(*args)
 
-    monkeypatch.setattr(writes, "insert_rows", wait_for_the_test)
+    monkeypatch.setattr(rows, "insert_rows", wait_for_the_test)
     putting = asyncio.create_task(store.put(make_row("a")))
     await working.wait()
     go_on.set()

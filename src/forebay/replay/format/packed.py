@@ -40,7 +40,7 @@ class PackedPayload(Sequence[RolloutState]):
     Its rollouts are made when a caller looks at them: new ones each time, as stale as at the last `refresh`,
     that share their arrays. Invariant: it can be unpacked, because `hold_packed` has checked it.
 
-    >>> packed = pack_group([RolloutState([], response_ids=[7, 8], logprobs=[0, 0])])
+    >>> packed = encoding.pack_group([RolloutState([], response_ids=[7, 8], logprobs=[0, 0])])
     >>> payload = hold_packed(packed.head, b"".join(packed.buffers))
     >>> payload[0].response_ids
     array([7, 8], dtype=int32)

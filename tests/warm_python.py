@@ -286,7 +286,10 @@ def serve(owner: socket.socket, listening: socket.socket) -> list[str]:
         if listening in ready:
             begun[listening.accept()[0]] = []
         for asked in begun.keys() & set(ready):
-            message, descriptors, _, _ = socket.recv_fds(asked, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
+            try:
+                message, descriptors, _, _ = socket.recv_fds(asked, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS)
+            except ConnectionResetError:  # it was killed before it read its answer
+                message = b""
             if not message:
                 if asked is owner:
                     os._exit(0)
@@ -307,7 +310,8 @@ def serve(owner: socket.socket, listening: socket.socket) -> list[str]:
             statuses[pid], *others = descriptors
             for number in others:
                 os.close(number)
-            asked.send(str(pid).encode())
+            with contextlib.suppress(BrokenPipeError):  # who was killed since is seen to have ended
+                asked.send(str(pid).encode())
 
 
 def become(told: dict[str, Any], descriptors: list[int]) -> list[str]:

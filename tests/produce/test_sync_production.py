@@ -5,6 +5,7 @@ import itertools
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -531,3 +532,11 @@ async def test_a_model_step_that_is_none_is_refused_before_anything_starts(step)
         await manager.continue_produce(step)
     assert manager.model_step == 0
     assert not loop.started
+
+
+async def test_a_model_step_of_numpy_is_saved_as_a_number(tmp_path):
+    manager = make_manager({"t": ScriptedLoop()})
+    await manager.continue_produce(np.int64(3))
+    await manager.pause_produce()
+    await manager.save(tmp_path / "saved")
+    assert await make_manager({"t": ScriptedLoop()}).resume(tmp_path / "saved") == 3

@@ -50,6 +50,8 @@ async def refused(buffer, group, *, task="math", kind=(TypeError, ValueError)):
         ({"reward": {"score": 1.0, "judge": Strange()}}, r"reward\['judge'\] is a .*Strange"),
         ({"extra_fields": {"path": [Path("a")]}}, r"extra_fields\['path'\]\[0\] is a pathlib"),
         ({"extra_fields": {"number": 1 + 2j}}, r"extra_fields\['number'\] is a .*complex"),
+        ({"extra_fields": {"image": bytearray(b"a")}}, r"extra_fields\['image'\] is a .*bytearray"),
+        ({"extra_fields": {"image": memoryview(b"a")}}, r"extra_fields\['image'\] is a .*memoryview"),
         ({"extra_fields": {"text": Text("a")}}, r"extra_fields\['text'\] is a .*Text"),
         ({"mm_info": {"pixels": Strange()}}, r"mm_info\['pixels'\] is a .*Strange"),
         ({"mm_info": {"all": np.array([Strange()])}}, r"mm_info\['all'\]\.flat\[0\] is a .*Strange"),
@@ -66,6 +68,15 @@ async def test_a_value_that_cannot_be_saved_is_refused_at_put(buffer, fields, sa
     message = await refused(buffer, group)
     assert re.search(said, message), message
     assert repr(group[1].rollout_id) in message
+
+
+@pytest.mark.parametrize("depth", [101, 1500])
+async def test_what_nests_too_deep_to_be_saved_is_refused(buffer, depth):
+    value = 0
+    for _ in range(depth):
+        value = [value]
+    message = await refused(buffer, [make_state(extra_fields={"value": value})])
+    assert "nests deeper than 100" in message
 
 
 @pytest.mark.parametrize("member", [{"message": []}, None, "rollout", 5], ids=str)
@@ -86,7 +97,7 @@ VALUES = st.recursive(
     | st.binary(max_size=2)
     | st.floats()
     | st.sampled_from([Strange(), Path("a"), Text("a"), np.float32(1), np.zeros(2), np.array([Strange()])])
-    | st.sampled_from([1 + 2j, ...]),
+    | st.sampled_from([1 + 2j, ..., bytearray(b"a"), memoryview(b"a"), frozenset([1])]),
     lambda inner: (
         st.lists(inner, max_size=2)
         | st.dictionaries(st.text(max_size=2) | st.integers(), inner, max_size=2)

@@ -164,7 +164,7 @@ class AgentLoopManager:
             ValueError: `batch_size` is less than 1, or an overridden `get_task_batch_sizes` gives no split.
             ProductionError: production cannot go on, or a task came back short; nothing was taken then.
         """
-        check_model_step(model_step)
+        model_step = check_model_step(model_step)
         clock, batches = asyncio.get_running_loop().time, self.batches
         started_s = clock()
         sizes = self._split(batch_size, train_step)
@@ -288,8 +288,7 @@ class AgentLoopManager:
         Raises:
             ValueError: it is no model step.
         """
-        check_model_step(model_step)
-        await self._background.resume(model_step)
+        await self._background.resume(check_model_step(model_step))
 
     def shutdown(self) -> Awaitable[None]:
         """End `produce_loop` and all waits in `get_batch`.
@@ -465,10 +464,11 @@ def split_batch(batch_size: int, weights: Mapping[str, float]) -> dict[str, int]
     return sizes
 
 
-def check_model_step(model_step: object) -> None:
-    """ValueError if it is no whole number from 0 on: tokens labeled with it would never count as stale."""
+def check_model_step(model_step: object) -> int:
+    """It as an int; ValueError if it is no whole number from 0 on: tokens labeled so would never count as stale."""
     if not isinstance(model_step, Integral) or model_step < 0:
         raise ValueError(f"model_step must be a whole number, 0 for the first weights, got {model_step!r}")
+    return int(model_step)
 
 
 def check_split(sizes: object, task_names: Collection[str], batch_size: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ Checking and labeling are done where the rollouts were made; ageing where the tr
 from __future__ import annotations
 
 import asyncio
-import marshal
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Annotated, Any, TypedDict
@@ -20,7 +20,7 @@ import numpy as np
 
 from forebay.aio.changed import Changes
 from forebay.replay.format.packed import HeldGroup, PackedPayload, as_stored
-from forebay.replay.format.values import Checker
+from forebay.replay.format.values import MAX_DEPTH, Checker
 from forebay.replay.groups import StoredGroup, copy_group
 from forebay.replay.query import check_whole, show_value
 from forebay.replay.stores.contract import STALEST, StorageBackend, StorageItem, TagValue, check_priority, check_tags
@@ -54,7 +54,7 @@ class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             TypeError: there is no such keyword.
             ValueError: a step is no whole number, the threshold is not positive, or a tag or the priority cannot
-            be stored.
+                be stored.
         """
         steps = {name: check_whole(name, keywords.get(name)) for name in ("model_step", "current_train_step")}
         threshold = check_threshold(task_name, keywords.get("stale_threshold"))
@@ -106,15 +106,15 @@ def label_group(group: Sequence[RolloutState], model_step: int | None) -> HeldGr
 
 _SMALL = [name for name, rule in FIELDS.items() if rule.kind in ("text", "whole", "value") and not rule.large]
 _read_small = attrgetter(*_SMALL)
+_PLAIN = {type(None), bool, int, float, str, bytes, tuple, list, dict, set, frozenset, np.float32, np.float64}
 
 
 def check_group(group: Sequence[RolloutState]) -> None:
     """Look at every value of the rollouts that a store or a snapshot has to hold.
 
-    Here, when they are put, and not when the first snapshot is written. Every put pays for it, so plain
-    values are left to `marshal`, which walks them in C and refuses subclasses, and to msgspec; the bytes
-    that it makes are thrown away. A `Checker` looks at each value only of a group that one of the two refuses.
-    Large values are kept away from them, because they would copy them.
+    Here, when they are put, and not when the first snapshot is written. Every put pays for it, so the types are
+    looked at level by level: the garbage collector lists in C what containers hold, and nothing is copied. A
+    `Checker` looks at each value only of a group that has one of another type, or that nests deep.
 
     Raises:
         TypeError: a member is no `RolloutState`, or a field is of a type that it never has.
@@ -137,18 +137,15 @@ def check_group(group: Sequence[RolloutState]) -> None:
         small = list(map(_read_small, group))
     except AttributeError:
         # Only on this path: to check the class of every member would cost every put.
-        for state in group:
-            if not isinstance(state, RolloutState):
-                raise TypeError(f"a group holds RolloutState objects, got {show_value(state)}") from None
+        if others := [state for state in group if not isinstance(state, RolloutState)]:
+            raise TypeError(f"a group holds RolloutState objects, got {show_value(others[0])}") from None
         raise
-    try:
-        # Later formats write a value seen before as a reference, and so accept one that holds itself.
-        marshal.dumps(small, 2)
-        # It also takes what no snapshot holds: complex numbers, `...`, code.
-        msgspec.msgpack.encode(small)
-    except (ValueError, TypeError, OverflowError):
-        for state in group:
-            _check_each(state, _SMALL)
+    for _ in range(MAX_DEPTH):
+        if not small or not _PLAIN.issuperset(map(type, small)):
+            break
+        small = gc.get_referents(*small)
+    for state in group if small else ():
+        _check_each(state, _SMALL)
 
 
 def _check_each(state: RolloutState, names: Sequence[str]) -> None:

@@ -101,9 +101,8 @@ def begin_ahead(run: Run, train_step: int) -> None:
     waits = is_last or run.turns is not None or run.manager.replay_buffer.reuse is not None
     if waits or not all(strategy.works_ahead for strategy in strategies):
         return
-    is_enough = asyncio.Event()
-    taken = asyncio.create_task(_take_ahead(run, train_step, is_enough), name=f"take batch {train_step}")
-    run.ahead = Ahead(train_step, is_enough, taken)
+    taking = _take_ahead(run, train_step, is_enough := asyncio.Event())
+    run.ahead = Ahead(train_step, is_enough, asyncio.create_task(taking, name=f"take batch {train_step}"))
 
 
 async def _take_ahead(run: Run, train_step: int, is_enough: asyncio.Event) -> ProduceBatchResult | None:

@@ -35,19 +35,8 @@ from pathlib import Path
 from forebay.aio.tasks import finish
 from forebay.aio.time_limits import not_counted, timeout
 from forebay.config import parse_config
+from forebay.sandbox import isolation as isolations
 from forebay.sandbox.control_group import ControlGroups, find_control_groups
-from forebay.sandbox.isolation import (
-    BOX,
-    CONFINED,
-    STARTED,
-    Isolation,
-    Limits,
-    bubblewrap_command,
-    launcher_command,
-    missing_programs,
-    readable_paths,
-    system_call_filter,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -82,28 +71,32 @@ class Sandbox:
 
     def __init__(
         self,
-        limits: Limits | Mapping[str, float] | None = None,
+        limits: isolations.Limits | Mapping[str, float] | None = None,
         *,
-        levels: Sequence[Isolation | str] = CONFINED,
+        levels: Sequence[isolations.Isolation | str] = isolations.CONFINED,
         python: str = sys.executable,
         readable: Iterable[str | Path] = (),
         max_concurrent: int | None = None,
     ) -> None:
-        self.limits = limits if isinstance(limits, Limits) else parse_config(Limits, limits or {}, source="limits")
+        self.limits = (
+            limits
+            if isinstance(limits, isolations.Limits)
+            else parse_config(isolations.Limits, limits or {}, source="limits")
+        )
         try:
-            self.levels = () if isinstance(levels, str) else tuple(map(Isolation, levels))
+            self.levels = () if isinstance(levels, str) else tuple(map(isolations.Isolation, levels))
         except ValueError:
             self.levels = ()
         if not self.levels:
-            known = ", ".join(level.value for level in Isolation)
+            known = ", ".join(level.value for level in isolations.Isolation)
             raise ValueError(f"levels must be a list of some of {known}; got {levels!r}")
         if max_concurrent is not None and max_concurrent < 1:
             raise ValueError(f"max_concurrent must be at least 1, got {max_concurrent}")
         self.python = python
-        self._readable = readable_paths(python, readable)
+        self._readable = isolations.readable_paths(python, readable)
         self._slots = asyncio.Semaphore(max_concurrent or os.cpu_count() or 1)
         self._choosing = asyncio.Lock()
-        self._level: Isolation | None = None
+        self._level: isolations.Isolation | None = None
         self._groups: ControlGroups | None = None
 
     async def run_python(
@@ -132,7 +125,7 @@ class Sandbox:
             level = await self.isolation()
         return await self._run_in(level, command, stdin, files or {})
 
-    async def isolation(self) -> Isolation:
+    async def isolation(self) -> isolations.Isolation:
         """The level that programs run in, found by trying at the first call.
 
         Raises:
@@ -146,7 +139,7 @@ class Sandbox:
             problems: list[str] = []
             for level in self.levels:
                 problem = await self._problem_of(level)
-                if problem is not None and level is Isolation.BUBBLEWRAP and self._groups is not None:
+                if problem is not None and level is isolations.Isolation.BUBBLEWRAP and self._groups is not None:
                     # Groups can be made here, but not joined: once more without.
                     self._groups = None
                     problem = await self._problem_of(level)
@@ -161,10 +154,10 @@ class Sandbox:
             f"trust, 'limits' among the levels runs them with the network open and all files in reach"
         )
 
-    async def _problem_of(self, level: Isolation) -> str | None:
+    async def _problem_of(self, level: isolations.Isolation) -> str | None:
         if sys.platform != "linux":
             return "only on Linux"
-        if level is Isolation.BUBBLEWRAP and (missing := missing_programs()):
+        if level is isolations.Isolation.BUBBLEWRAP and (missing := isolations.missing_programs()):
             return f"not installed: {', '.join(missing)}"
         try:
             result = await self._run_in(level, [self.python, "-S", "-c", ""], "", {})
@@ -173,7 +166,7 @@ class Sandbox:
         return None if result.ok else f"{self.python} ended with {result.returncode}: {result.stderr.strip()}"
 
     async def _run_in(
-        self, level: Isolation, command: Sequence[str], stdin: Text, files: Mapping[str, Text]
+        self, level: isolations.Isolation, command: Sequence[str], stdin: Text, files: Mapping[str, Text]
     ) -> SandboxResult:
         with not_counted():
             await self._slots.acquire()
@@ -182,12 +175,12 @@ class Sandbox:
                 # Standard input, standard output, the chain's standard error, and the program's own.
                 streams = [stack.enter_context(in_memory(text)) for text in (stdin, "", "", "")]
                 passed, group = streams[3:], None
-                if level is Isolation.BUBBLEWRAP:
-                    folder = BOX
+                if level is isolations.Isolation.BUBBLEWRAP:
+                    folder = isolations.BOX
                     opened = {name: stack.enter_context(in_memory(text)) for name, text in files.items()}
-                    system_calls = stack.enter_context(in_memory(system_call_filter()))
+                    system_calls = stack.enter_context(in_memory(isolations.system_call_filter()))
                     passed += [*opened.values(), system_calls]
-                    argv = bubblewrap_command(
+                    argv = isolations.bubblewrap_command(
                         command, self.limits, self._readable, opened, stderr=streams[3], system_calls=system_calls
                     )
                     if self._groups is not None:
@@ -195,12 +188,12 @@ class Sandbox:
                         argv = group.joining(argv)
                 else:
                     folder = stack.enter_context(temporary_folder(files))
-                    readable = self._readable if level is Isolation.LANDLOCK else None
-                    argv = launcher_command(command, self.limits, readable, folder, streams[3])
+                    readable = self._readable if level is isolations.Isolation.LANDLOCK else None
+                    argv = isolations.launcher_command(command, self.limits, readable, folder, streams[3])
                 process = self._start(argv, folder, streams, passed)
                 clock = asyncio.get_running_loop().time
                 start_s = clock()
-                overran = await until_end(process, self.limits.wall_s, tree=level is Isolation.BUBBLEWRAP)
+                overran = await until_end(process, self.limits.wall_s, tree=level is isolations.Isolation.BUBBLEWRAP)
                 # Asked after every program: the next one in the group would be blamed for this one's.
                 is_full = group is not None and group.ran_out_of_memory()
                 result = self._result(level, process.returncode, overran, clock() - start_s, *streams[1:])
@@ -233,9 +226,9 @@ class Sandbox:
         )
 
     def _result(
-        self, level: Isolation, code: int, overran: bool, wall_s: float, out: int, control: int, err: int
+        self, level: isolations.Isolation, code: int, overran: bool, wall_s: float, out: int, control: int, err: int
     ) -> SandboxResult:
-        problem, started, _ = os.pread(control, 64 << 10, 0).decode(errors="replace").partition(STARTED)
+        problem, started, _ = os.pread(control, 64 << 10, 0).decode(errors="replace").partition(isolations.STARTED)
         if not started:
             cause = f"not started within {wall_s:.1f} s" if overran else f"could not start (code {code})"
             raise SandboxError(f"{level.value}: {cause}: {problem.strip()[-2000:]}")
@@ -276,7 +269,7 @@ class SandboxResult:
     truncated: bool
     """Whether it wrote more than is kept."""
     wall_s: float
-    isolation: Isolation
+    isolation: isolations.Isolation
 
     @property
     def timed_out(self) -> bool:

@@ -247,7 +247,7 @@ class PlainCodec(GroupCodec):
 
 
 def _refuse(value: object) -> None:
-    raise ValueError(f"a payload with {type(value).__name__} is no JSON value; give the store a codec")
+    raise ValueError(f"a payload with {type(value).__name__} is no JSON value; hand the store a codec: `use_codec`")
 
 
 # Stores do not know rollouts, so they are told here.

@@ -29,9 +29,6 @@ from forebay.runs import steps
 from forebay.runs.build import Run
 from forebay.watching.stalls import StallError
 
-GRACE = 0.1
-"""How long the trainer waits for the rest of its next batch before weights are handed over, in train steps."""
-
 
 async def run_separate(run: Run) -> None:
     """Train until ``config.steps`` steps are done or a stop was requested; then save and summarize.
@@ -78,11 +75,7 @@ async def _train(run: Run) -> None:
         if batch is None:
             break
         steps.begin_ahead(run, train_step + 1)
-        begun_s = asyncio.get_running_loop().time()
         metrics = await steps.fit(run, batch.rollout_states)
-        if not config.produce.in_flight_update:
-            # A pause would interrupt what completes the next batch in a moment.
-            await steps.wait_ahead(run, GRACE * (asyncio.get_running_loop().time() - begun_s))
         await steps.forget_consumed(run, train_step)
         # Before the guard may lower the interval: `fit` let servers forget weights if this sync is due.
         sync = steps.is_due(train_step, run.sync_interval)

@@ -114,13 +114,6 @@ async def _take_ahead(run: Run, train_step: int, is_enough: asyncio.Event) -> Pr
     return batch
 
 
-async def wait_ahead(run: Run, limit_s: float) -> None:
-    """Return once the batch that is taken ahead is there, or after `limit_s`."""
-    if run.ahead is not None:
-        with phase(run, "wait"):
-            await asyncio.wait([run.ahead.taken], timeout=limit_s)
-
-
 async def _taken_ahead(run: Run) -> ProduceBatchResult | None:
     """The batch that was taken ahead; None if it is not whole: then it is not taken any more."""
     if run.ahead is None:

@@ -121,6 +121,26 @@ def test_a_batch_taken_ahead_comes_with_the_deciding_put_or_not_at_all():
     virtual_time.run(main())
 
 
+def test_what_a_batch_dropped_is_not_dropped_again_when_it_is_given_back():
+    async def main():
+        world = World(strategy=AsyncProduceStrategyConfig(max_staleness=3)).build()
+        world.manager.batches.keeps_dropped, told = True, []
+        world.manager.batches.on_drop = lambda group, task, reason: told.append((group[0].group_id, reason))
+        rejected = completed(9)
+        for state in rejected:
+            state.status = Status.FILTERED
+        for group in (completed(0), rejected, completed(1)):
+            await world.buffer.put(group, "t")
+        batch = await world.manager.take_ahead(2, 1, asyncio.Event())
+        await world.manager.give_back(batch.rollout_states, 1)
+        assert told == [("t/9", "filtered")]
+        assert await world.buffer.count("t", Status.COMPLETED) == 2
+        await world.manager.get_batch(2, 1)
+        assert told == [("t/9", "filtered")]
+
+    virtual_time.run(main())
+
+
 def test_two_batches_in_the_trainers_hands_are_given_back_one_after_the_other():
     async def main():
         world = World(strategy=AsyncProduceStrategyConfig(max_staleness=3)).build()

@@ -25,7 +25,7 @@ from forebay.runs.config import SEPARATE_DEFAULTS, ProduceConfig, RunConfig, to_
 from forebay.runs.folder import list_checkpoints, saved_config
 from forebay.runs.launch import launch
 from forebay.runs.placement import is_apart
-from forebay.train import OffPolicyError, OffPolicyGuard, TrainController
+from forebay.train import OffPolicyError, TrainController
 from forebay.train.objective.losses import POLICY_LOSSES
 from forebay.train.parallel.ranks import LocalRanks
 from forebay.watching.stalls import StallError
@@ -278,6 +278,10 @@ def test_a_batch_that_cannot_be_trained_is_kept_with_the_last_finished_step(
     check_books(folder)
 
 
+CORRECTED = {**run_table("")["produce"], "staleness_rule": "correct"}
+"""Groups do not expire: where they do, nothing is taken ahead."""
+
+
 @pytest.fixture
 def taken_ahead(monkeypatch):
     """The train steps whose batches were taken ahead; with such a one, a train step ends only after it is taken."""
@@ -302,12 +306,16 @@ def taken_ahead(monkeypatch):
     return asked
 
 
+def test_no_batch_is_taken_ahead_where_long_groups_would_come_too_late_for_it(tmp_path, taken_ahead):
+    train(tmp_path, steps=2)
+    assert not taken_ahead
+
+
 def test_the_next_batch_is_taken_while_one_is_trained_unless_a_checkpoint_is_made_between(tmp_path, taken_ahead):
-    train(tmp_path, checkpoint_every=3)
+    train(tmp_path, checkpoint_every=3, produce=CORRECTED)
     folder = tmp_path / "run"
     assert taken_ahead == [2, 3, 5, 6]
     assert not events(folder, "requeued")
-    assert all(row["staleness"] < 2 for row in train_rows(folder) if "staleness" in row)
     check_books(folder)
 
 
@@ -336,7 +344,7 @@ def test_a_batch_that_was_taken_ahead_is_live_again_where_the_run_ends(
     monkeypatch.setattr(steps, "guard", ended)
     error = {"refused": ConfigError, "guard": OffPolicyError}.get(ending)
     with contextlib.nullcontext() if error is None else pytest.raises(error):
-        train(tmp_path, replay={"store": store})
+        train(tmp_path, replay={"store": store}, produce=CORRECTED)
     folder, done = tmp_path / "run", 3 if ending == "refused" else 4
     assert [path.name for path in list_checkpoints(folder)] == [f"step_{done:06}"]
     assert taken_ahead == [2, 3, 4, 5]
@@ -347,20 +355,6 @@ def test_a_batch_that_was_taken_ahead_is_live_again_where_the_run_ends(
     check_books(folder, num_steps=done)
     monkeypatch.undo()
     asyncio.run(launch(saved_config(folder), resume=folder))
-    check_books(folder)
-
-
-def test_a_batch_taken_ahead_that_a_lower_limit_does_not_allow_is_taken_anew(tmp_path, monkeypatch, taken_ahead):
-    def judged(guard, train_step, metrics):
-        return ("lower_lag", "too far") if train_step == 2 else ("none", "")
-
-    monkeypatch.setattr(OffPolicyGuard, "check", judged)
-    produce = {"mode": "separate", "max_staleness": 3, "staleness_rule": "drop"}
-    train(tmp_path, produce=produce)
-    folder = tmp_path / "run"
-    assert len(events(folder, "requeued")) == BATCH_SIZE
-    staleness = {row["train_step"]: row["staleness"] for row in train_rows(folder) if "staleness" in row}
-    assert all(staleness[step] < 2 for step in range(3, STEPS + 1)), staleness
     check_books(folder)
 
 

@@ -230,7 +230,7 @@ class Batches:
             # groups fill places, too.
             self.progress.mark_consumed(sizes)
             self.progress.finish_consume(train_step)
-            self._consumed = {train_step: sizes, **dict(list(self._consumed.items())[:1])}
+            self._consumed = {**dict(list(self._consumed.items())[-1:]), train_step: sizes}
         uses = await self._use_past(groups_by_task, sizes, train_step)
         # Counted before they are dropped: the result tells how many groups ended badly.
         leftovers = await self._drop_terminal(train_step)
@@ -269,7 +269,10 @@ class Batches:
                 else:
                     dropped = await self.buffer.get(number, name, status)
                 for group in dropped:
-                    self._record_drop(group, name, status.value)
+                    # One that a batch which is given back had dropped is in the books already.
+                    life = self.ledger.life(name_group(group), name)
+                    if life is None or life.place != "dropped":
+                        self._record_drop(group, name, status.value)
         return leftovers
 
     async def report_expired(self, sizes: dict[str, int]) -> ProduceBatchResult:

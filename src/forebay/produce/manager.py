@@ -260,7 +260,8 @@ class AgentLoopManager:
         """The batch of `train_step` as soon as the buffer holds it, while the one before is trained.
 
         None, and nothing is taken, if `until` is set first. It neither judges whether a batch can come nor
-        watches for a stall: `get_batch` does, for a trainer that waits.
+        watches for a stall: `get_batch` does, for a trainer that waits. Not for a buffer with `reuse`. Before a
+        `save`, a `cut` or the giving back of an earlier batch, this one has to be given back.
         """
         sizes = self._split(batch_size, train_step)
         while not until.is_set():
@@ -298,7 +299,10 @@ class AgentLoopManager:
         return self._background.shutdown()
 
     async def give_back(self, groups: Sequence[Sequence[RolloutState]], train_step: int) -> None:
-        """Undo `get_batch` or `produce_batch` of `train_step`: its groups are live again."""
+        """Undo `get_batch`, `take_ahead` or `produce_batch` of `train_step`: its groups are live again.
+
+        So are those of all later steps: a batch that was taken ahead is given back before the one it follows.
+        """
         await self.batches.give_back(groups, train_step)
 
     # -- Both

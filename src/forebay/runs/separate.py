@@ -80,11 +80,7 @@ async def _train(run: Run) -> None:
         # Before the guard may lower the interval: `fit` let servers forget weights if this sync is due.
         sync = steps.is_due(train_step, run.sync_interval)
         steps.report(run, train_step, batch, metrics)
-        limit = run.lag_limit
         steps.guard(run, train_step, metrics)
-        if run.lag_limit != limit:
-            # It may be staler than is allowed from now on.
-            await steps.give_back_ahead(run)
         await _after_step(run, train_step, sync=sync)
     await steps.give_back_ahead(run)
     await run.manager.pause_produce()

@@ -93,13 +93,15 @@ async def next_batch(run: Run, train_step: int) -> ProduceBatchResult | None:
 def begin_ahead(run: Run, train_step: int) -> None:
     """Have the batch of `train_step` taken, and made into arrays, while the one before is trained.
 
-    Not where a checkpoint is made in between, by which its groups wait to be trained; where groups are used
-    again, by what the step before has taught; or where servers sleep while ranks train.
+    Not where a checkpoint is made in between, which has to find its groups in the buffer; not where groups are
+    used again, since a batch and the past groups in it are given back one at a time; not where servers sleep
+    while ranks train; and not where groups expire: the long ones, which end last, would come too late for a
+    batch that is taken already, and be too old for the next one.
     """
     config, strategies = run.config, [runner.produce_strategy for runner in run.manager.task_runners]
     is_last = train_step > config.steps or is_due(train_step - 1, config.checkpoint_every)
     waits = is_last or run.turns is not None or run.manager.replay_buffer.reuse is not None
-    if waits or not all(strategy.works_ahead for strategy in strategies):
+    if waits or not all(strategy.works_ahead and strategy.stale_threshold is None for strategy in strategies):
         return
     taking = _take_ahead(run, train_step, is_enough := asyncio.Event())
     run.ahead = Ahead(train_step, is_enough, asyncio.create_task(taking, name=f"take batch {train_step}"))

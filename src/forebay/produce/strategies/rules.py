@@ -81,9 +81,11 @@ class GroupRules:
         firsts = [attempt[0] for attempt in split_attempts(group)]
         if len(firsts) != fewest or any(self.why_untrainable(state) is not None for state in firsts):
             return []
-        if any(GROWN_KEY in state.extra_fields for state in firsts):
+        first, names = firsts[0], {state.rollout_id for state in firsts}
+        # Some of those that were added are left of a group that had grown and lost members; or none is.
+        were_added = names & {f"{first.group_id}/{place}" for place in range(fewest, most)}
+        if were_added or any(GROWN_KEY in state.extra_fields for state in firsts):
             return []
-        first = firsts[0]
         spread = np.var([float((state.reward or {})["score"]) for state in firsts])
         further = []
         for place in range(fewest, fewest + round(min(1.0, 4 * float(spread)) * (most - fewest))):

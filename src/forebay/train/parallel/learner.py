@@ -119,7 +119,8 @@ class RankedLearner:
 
     def copy_weights(self, layout: Layout, memory: MemoryFile) -> None:
         """Put these weights into memory, adapters merged: no process has all of them beside it."""
-        self._ranks.copy_weights(layout, memory, merged=True, again=True)
+        # Servers get buckets, in memory that is given back after each hand-over: mapped on, it would stay.
+        self._ranks.copy_weights(layout, memory, merged=True, again=len(layout) == len(self._sizes))
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every adapter weight by name: a copy on the CPU."""

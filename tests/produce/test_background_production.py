@@ -162,6 +162,32 @@ def test_two_batches_in_the_trainers_hands_are_given_back_one_after_the_other():
     virtual_time.run(main())
 
 
+def test_a_batch_that_waits_is_handed_out_before_new_groups_are_generated():
+    """The trainer stands still until it has its batch, and prompts that begin take the interpreter."""
+
+    async def main():
+        world = World(strategy=AsyncProduceStrategyConfig(max_staleness=1)).build()
+        producing = asyncio.create_task(world.manager.produce_loop(4))
+        await world.manager.get_batch(4, 1)
+        await asyncio.sleep(1000)
+        asked = []
+        generate = world.engine.generate
+
+        async def counted(request):
+            asked.append(request)
+            return await generate(request)
+
+        world.engine.generate = counted
+        await world.sync(1)
+        assert len((await world.manager.get_batch(4, 2)).rollout_states) == 4
+        assert not asked
+        assert len((await world.manager.get_batch(4, 3)).rollout_states) == 4
+        assert len(asked) >= 8
+        await stop(world, producing)
+
+    virtual_time.run(main())
+
+
 def test_a_group_that_expires_is_replaced_while_the_weights_still_serve():
     """Nobody but the producer can help, although it has reached its target and waits for newer weights."""
 

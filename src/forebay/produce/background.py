@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from forebay.aio.changed import Changes
+from forebay.aio.tasks import others_first
 from forebay.aio.time_limits import timeout
 from forebay.produce.progress import ProduceProgress
 from forebay.produce.sampler import Sampler
@@ -156,6 +157,8 @@ class BackgroundProducer:
             seen = self._commands.version
             if self.mode is Mode.PAUSED:
                 await self._commands.wait(seen)
+                # A consumer that has ended a pause asks for its batch now: it stands still until it has that.
+                await others_first()
                 continue
             step = await self._next_step(batch_size)
             status = ProduceBatchStatus.EXPIRED_BATCH

@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from forebay.aio.changed import Changes
+from forebay.aio.tasks import others_first
 from forebay.aio.time_limits import timeout
 from forebay.produce.strategies.context import Group, ProduceContext
 from forebay.replay import ConnectionLost
@@ -149,6 +150,8 @@ class PendingGroups:
         try:
             if work.group is None and not work.must_stop():
                 work.group = await work.take()
+                # A trainer that has just got its batch begins with it before this takes the interpreter.
+                await others_first()
                 if work.must_stop():
                     work.ended = Ended.NOT_STARTED
                 else:

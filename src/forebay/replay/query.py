@@ -220,7 +220,7 @@ def check_whole(name: str, value: Any) -> Any:
     Raises:
         ValueError: it is no whole number. A database would keep it, and no later call could read it.
     """
-    if not isinstance(value, numbers.Integral | None):
+    if value is not None and not isinstance(value, numbers.Integral):
         raise ValueError(f"{name} must be a whole number, got {show_value(value)}; give an int")
     return None if value is None else int(value)
 

@@ -51,7 +51,7 @@ class Sandbox:
     have been killed (under ``LIMITS``, all that did not leave its process group). The clock starts when a
     program gets its slot; so does that of a `forebay.aio.time_limits.time_limit` around it.
 
-    >>> sandbox = Sandbox(Limits(wall_s=2.0))
+    >>> sandbox = Sandbox({"wall_s": 2.0})
     >>> program = "print(sum(map(int, input().split())))"
     >>> result = asyncio.run(sandbox.run_python(program, stdin="1 2"))
     >>> result.stdout, result.ok

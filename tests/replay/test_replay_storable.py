@@ -82,6 +82,14 @@ async def test_what_nests_too_deep_to_be_saved_is_refused(buffer, depth):
     assert "nests deeper than 100" in message
 
 
+async def test_values_that_hold_each_other_are_refused_before_they_fill_the_memory(buffer):
+    """A tree whose nodes know their parent has three times as many values at every third level."""
+    parent = {"children": []}
+    parent["children"] += [{"parent": parent} for _ in range(3)]
+    message = await refused(buffer, [make_state(extra_fields={"tree": parent})])
+    assert "nests deeper than 100" in message
+
+
 @pytest.mark.parametrize("member", [{"message": []}, None, "rollout", 5], ids=str)
 async def test_a_member_that_is_no_rollout_is_refused(buffer, member):
     message = await refused(buffer, [make_state(), member], kind=TypeError)

@@ -106,6 +106,8 @@ def label_group(group: Sequence[RolloutState], model_step: int | None) -> HeldGr
 
 _SMALL = [name for name, rule in FIELDS.items() if rule.kind in ("text", "whole", "value") and not rule.large]
 _read_small = attrgetter(*_SMALL)
+MOST_AT_ONCE = 1_000_000
+"""Values of one level that are listed. Of values that hold each other there would be more at every level."""
 _PLAIN = {type(None), bool, int, float, str, bytes, tuple, list, dict, set, frozenset, np.float32, np.float64}
 
 
@@ -141,7 +143,7 @@ def check_group(group: Sequence[RolloutState]) -> None:
             raise TypeError(f"a group holds RolloutState objects, got {show_value(others[0])}") from None
         raise
     for _ in range(MAX_DEPTH):
-        if not small or not _PLAIN.issuperset(map(type, small)):
+        if not 0 < len(small) <= MOST_AT_ONCE or not _PLAIN.issuperset(map(type, small)):
             break
         small = gc.get_referents(*small)
     for state in group if small else ():

@@ -55,7 +55,7 @@ class Step:
 
 
 STEPS = (
-    Step(name="suite", title="Tests that need a GPU", call="whole:suite", least_s=25, limit_s=75),
+    Step(name="suite", title="Tests that need a GPU", call="whole:suite", least_s=25, limit_s=100),
     Step(name="demo", title="The demo", call="whole:demo", least_s=40, limit_s=180),
     Step(
         name="train_1.5b",

@@ -7,7 +7,7 @@
 set -euo pipefail
 folder=${1:?usage: wheels.sh FOLDER}
 root=$(cd "$(dirname "$0")/../.." && pwd)
-names=(annotated-types msgspec plotext pydantic pydantic-core pytest-asyncio tomli-w typing-inspection)
+names=(annotated-types msgspec plotext pydantic pydantic-core pytest-asyncio sqlalchemy tomli-w typing-inspection)
 platforms=()
 for platform in manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux1; do
   platforms+=(--platform "${platform}_x86_64")

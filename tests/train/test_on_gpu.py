@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from forebay.engines import GenerateRequest, RolloutController, TransformersEngine
+from forebay.engines.weights import buckets as bucket_module
+from forebay.engines.weights.buckets import Buckets
 from forebay.models import precision_on
 from forebay.plan import this_machine
 from forebay.train import TrainConfig, TrainController
@@ -228,3 +235,95 @@ async def test_a_model_that_reads_from_the_device_decodes_without_graphs():
     assert other._batch._graphs.used
     await generate(other, 2)
     await asyncio.gather(engine.close(), other.close())
+
+
+READER = """
+import base64, json, pickle, sys, torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+for line in sys.stdin:
+    handle, layout = json.loads(line)
+    (arguments,) = pickle.loads(base64.b64decode(handle)).values()
+    data = rebuild_cuda_tensor(*arguments)
+    found = {}
+    for name, kind, shape, begin, end in layout:
+        found[name] = data[begin:end].view(getattr(torch, kind)).view(shape).float().cpu().tolist()
+    del data
+    print(json.dumps(found), flush=True)
+"""
+
+
+@pytest.mark.parametrize("segments", ["expandable_segments:False", "expandable_segments:True"])
+def test_another_process_reads_buckets_where_they_lie(segments):
+    """By CUDA IPC, as vLLM and SGLang do. Its own process, since torch reads the setting once."""
+    program = "import train.test_on_gpu as here; here.write_buckets()"
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    around = os.environ | {"PYTORCH_ALLOC_CONF": segments, "PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run([sys.executable, "-c", program], check=True, env=around, timeout=60)
+
+
+def write_buckets():
+    bucket_module.BUCKET_BYTES = 1 << 14
+    config = TrainConfig(lr=1e-2, dtype="float32", token_budget=64)
+    trainer = TrainController(build_model(), config, pad_token_id=0, device=GPU, engine_dtype="bfloat16")
+    groups = build_groups()
+    reader = subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+    async def hand_over():
+        buckets, found = Buckets(trainer.live_weights(), GPU), {}
+        for number in range(len(buckets)):
+            async with buckets.reading(number) as bucket:
+                told = [bucket.handle["ipc_handles_pickled"], bucket.layout]
+                reader.stdin.write(json.dumps(told).encode() + b"\n")
+                reader.stdin.flush()
+                found |= json.loads(reader.stdout.readline())
+        assert len(buckets) > 2
+        await buckets.release()
+        return found
+
+    for step in range(3):
+        trainer.fit(groups)
+        before = torch.cuda.memory_allocated()
+        found = asyncio.run(hand_over())
+        expected = {name: weight.bfloat16().float() for name, weight in weights(trainer).items()}
+        assert_like({name: torch.tensor(values) for name, values in found.items()}, expected, atol=0)
+        assert torch.cuda.memory_allocated() == before, step
+    reader.stdin.close()
+    assert reader.wait(20) == 0
+
+
+RUNS = {
+    "one process": ["recipes/demo_separate.toml"],
+    "an engine of its own": ["recipes/demo_separate.toml", "engine.name=process"],
+    "adapters": ["recipes/demo_tiny.toml", "engine.name=process", "train.lora_rank=8"],
+    "a rank": ["recipes/demo_separate.toml", "train.ranks=1"],
+    "store in memory": ["recipes/demo_separate.toml", "replay.store=memory", "produce.max_staleness=0"],
+}
+
+
+def test_runs_train_stop_and_go_on(tmp_path):
+    """All at once, since each takes seconds to begin."""
+    short = ["batch_size=4", "rollouts_per_prompt=4", "tasks.0.eval_data.size=8", "warmup.steps=2", "evaluate.every=4"]
+    root, running = Path(__file__).parents[2], {}
+    program = """
+import subprocess, sys
+folder, *given = sys.argv[1:]
+command = [sys.executable, "-c", "from forebay.cli import main; main()", "train"]
+for arguments in ([*given, "steps=4"], ["--resume", folder, "steps=6"]):
+    if subprocess.run(command + arguments).returncode:
+        sys.exit(1)
+"""
+    for case, (recipe, *keys) in RUNS.items():
+        given = [str(root / recipe), *keys, *short, "checkpoint_every=2", f"device={GPU}", f"output={tmp_path / case}"]
+        running[case] = subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path / case / Path(recipe).stem), *given],
+            env=os.environ | {"FOREBAY_CACHE": str(tmp_path / case / "cache")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+    told = {case: (run.communicate(timeout=120)[0].decode(), run.returncode) for case, run in running.items()}
+    for case, (output, code) in told.items():
+        assert code == 0, f"{case}:\n{output}"
+        assert GPU in output, f"{case}:\n{output}"
+        (metrics,) = (tmp_path / case).glob("*/metrics.jsonl")
+        steps = [json.loads(line)["train_step"] for line in metrics.read_text().splitlines()]
+        assert max(steps) == 6, f"{case}:\n{output}"

@@ -167,7 +167,7 @@ def run_all(steps: Sequence[Step], results: Results, *, minutes: float, cpu: boo
 def run_here(step: Step, results: Results, *, limit_s: float) -> Line:
     """Run one step on the CPU, in this process; how it ended."""
     try:
-        run_step(step, results.add, seconds=limit_s, cpu=True)
+        run_step(step, results.add, until_s=time.monotonic() + limit_s, cpu=True)
     except Exception as error:
         traceback.print_exc()
         return {"end": "failed", "reason": f"{type(error).__name__}: {error}"}
@@ -177,7 +177,8 @@ def run_here(step: Step, results: Results, *, limit_s: float) -> Line:
 def run_child(step: Step, results: Results, *, limit_s: float) -> Line:
     """Run one step in a process of its own; how it ended."""
     command = [sys.executable, str(HERE / "run_all.py"), "--step", step.name, "--page", str(results.page)]
-    command += ["--seconds", str(limit_s)]
+    # Of the machine's clock, which counts while the child imports, too.
+    command += ["--until", str(time.monotonic() + limit_s)]
     print(f"{step.title} (at most {limit_s:.0f} s) ...", flush=True)
     with results.log.open("ab") as log:
         log.write(f"\n##### {step.name}\n".encode())
@@ -252,8 +253,8 @@ def environment() -> dict[str, str]:
     }
 
 
-def run_step(step: Step, add: Callable[[Line], None], *, seconds: float, cpu: bool) -> None:
-    """The child's part: the measures of one step.
+def run_step(step: Step, add: Callable[[Line], None], *, until_s: float, cpu: bool) -> None:
+    """The child's part: the measures of one step, which ends at `until_s` by `time.monotonic`.
 
     Raises:
         SystemExit: there is no GPU.
@@ -271,7 +272,7 @@ def run_step(step: Step, add: Callable[[Line], None], *, seconds: float, cpu: bo
     with tempfile.TemporaryDirectory(prefix="forebay_gpu_") as folder:
         bench = Bench(
             device=device,
-            until_s=time.monotonic() + seconds,
+            until_s=until_s,
             write=lambda line: add({"step": step.name, **line}),
             folder=Path(folder),
             repeats=1 if cpu else 2,
@@ -335,7 +336,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], help="these steps")
     parser.add_argument("--page", type=Path, help=f"where results go (default {PAGE.relative_to(ROOT)})")
     parser.add_argument("--step", choices=[step.name for step in STEPS], help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, default=60.0, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=math.inf, help=argparse.SUPPRESS)
     read = parser.parse_args(given)
     if read.cpu and read.page is None:
         parser.error("with --cpu name a --page: results on a CPU are no results")
@@ -344,7 +345,7 @@ def main(given: Sequence[str] | None = None) -> int:
         # SIGTERM ends a child as an exception does, so that it cleans up.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         (step,) = (step for step in STEPS if step.name == read.step)
-        run_step(step, results.add, seconds=read.seconds, cpu=read.cpu)
+        run_step(step, results.add, until_s=read.until, cpu=read.cpu)
         return 0
     steps = [step for step in STEPS if read.only is None or step.name in read.only]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))

@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import torch
 from accelerator import Bench, Row, make_groups
@@ -48,37 +47,36 @@ def _suite(bench: Bench) -> Row:
     ]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-rfE", "-p", "no:cacheprovider"]
     # A warning that only this machine gives is no failure.
-    command += ["-W", "default"]
+    report = bench.folder / "report.xml"
+    command += ["-v", "-W", "default", f"--junit-xml={report}"]
+    if find_spec("pytest_timeout"):
+        command += [f"--timeout={min(60, bench.left_s() / 2):.0f}"]
     # Most of them wait for processes to start.
     if find_spec("xdist"):
         command += ["-n", str(min(6, os.cpu_count() or 1))]
-    done = _call([*command, *map(str, files)], bench.left_s() - 5)
-    # "3 failed, 20 passed, 1 skipped in 21.3s"
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done)}
-    bad = re.findall(r"^(?:FAILED|ERROR) (\S+)", done, re.MULTILINE)
-    if not counts:
-        raise RuntimeError(f"no result: {done[-200:]}")
-    return {"passed": 0, "failed": 0, "skipped": 0, **counts, "which": ", ".join(bad).replace(f"{ROOT}/", "") or "-"}
+    _call([*command, *map(str, files)], bench.left_s() - 5)
+    if not report.exists():
+        raise RuntimeError("the tests did not end in time; see the log")
+    cases = ElementTree.parse(report).getroot().findall(".//testcase")
+    counts, bad = {"passed": 0, "failed": 0, "skipped": 0}, []
+    for case in cases:
+        end = next((child.tag for child in case if child.tag in ("failure", "error", "skipped")), "passed")
+        end = "failed" if end in ("failure", "error") else end
+        counts[end] += 1
+        bad += [case.attrib["name"]] if end == "failed" else []
+    return {**counts, "which": ", ".join(bad) or "-"}
 
 
-def _call(command: list[str], limit_s: float) -> str:
-    """The output of a program, also of one that was ended at its limit."""
+def _call(command: list[str], limit_s: float) -> None:
+    """Run a program, whose output goes to the log, and end it at its limit."""
     paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    # Into a file: of a pipe the other end may be held by what the program started.
-    with tempfile.TemporaryFile() as file:
-        program = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            program.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(program.pid, signal.SIGKILL)
-            program.wait()
-        file.seek(0)
-        output = file.read().decode(errors="replace")
-    print(output, flush=True)
-    return output
+    program = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+    try:
+        program.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(program.pid, signal.SIGKILL)
+        program.wait()
 
 
 # The demo
@@ -106,10 +104,10 @@ def _demo(bench: Bench) -> Row:
     overrides |= SHORT_DEMO if bench.tiny else {}
     program = "from forebay.cli import main; main()"
     command = [sys.executable, "-c", program, "train", str(ROOT / "recipes/demo_tiny.toml"), "--overwrite"]
-    output = _call([*command, *(f"{key}={value}" for key, value in overrides.items())], bench.left_s() - 5)
+    _call([*command, *(f"{key}={value}" for key, value in overrides.items())], bench.left_s() - 5)
     metrics = bench.folder / "demo_tiny" / "metrics.jsonl"
     if not metrics.exists():
-        raise RuntimeError(f"the demo did not begin: {output[-200:]}")
+        raise RuntimeError("the demo did not begin; see the log")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     accuracies = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
     steps = max(row["train_step"] for row in rows)

@@ -258,7 +258,7 @@ def test_another_process_reads_buckets_where_they_lie(segments):
     program = "import train.test_on_gpu as here; here.write_buckets()"
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     around = os.environ | {"PYTORCH_ALLOC_CONF": segments, "PYTHONPATH": os.pathsep.join(paths)}
-    subprocess.run([sys.executable, "-c", program], check=True, env=around, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, env=around, timeout=40)
 
 
 def write_buckets():
@@ -320,7 +320,7 @@ for arguments in ([*given, "steps=4"], ["--resume", folder, "steps=6"]):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-    told = {case: (run.communicate(timeout=120)[0].decode(), run.returncode) for case, run in running.items()}
+    told = {case: (run.communicate(timeout=50)[0].decode(), run.returncode) for case, run in running.items()}
     for case, (output, code) in told.items():
         assert code == 0, f"{case}:\n{output}"
         assert GPU in output, f"{case}:\n{output}"

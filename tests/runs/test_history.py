@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from forebay.ledger import GroupLife
 from forebay.runs.record import history
+from forebay.runs.record.columns import Left, rollouts_table
 from forebay.runs.record.history import History, list_parts
 from forebay.train import TrainBatch
-from forebay.types import RolloutState, Status
+from forebay.types import RolloutState, Status, made_by
 
 
 def make_group(name, *, size=2, score=1.0, text="b", task="math"):
@@ -259,3 +260,30 @@ async def test_text_that_no_file_can_hold_is_kept_as_far_as_it_goes(tmp_path):
     written.close()
     assert read(tmp_path)[0]["response"] == "a?b\0"
     assert pa.types.is_large_string(pq.read_schema(list_parts(tmp_path, "rollouts")[0].path).field("prompt").type)
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans(), st.integers(0, 2**32 - 1)), min_size=1, max_size=6))
+@settings(max_examples=50, deadline=None)
+def test_a_line_counts_generated_tokens_alone(rollouts):
+    states, rows, advantages = [], [], []
+    for number, (length, has_mask, seed) in enumerate(rollouts):
+        random = np.random.default_rng(seed)
+        mask = random.integers(0, 2, length if has_mask else 0)
+        (state,) = make_group(number, size=1)
+        state.response_ids, state.response_mask = random.integers(9, size=length), mask
+        state.response_model_steps, state.logprobs = random.integers(-1, 3, length), random.random(length)
+        states.append(state)
+        rows += [number] * length
+        advantages.append(random.normal(size=length).astype(np.float32))
+    batch = TrainBatch.__new__(TrainBatch)
+    batch.rollout_ids, batch.response_rows = [state.rollout_id for state in states], np.array(rows, int)
+    batch.trainer_logprobs, batch.advantages = None, np.concatenate(advantages)
+    lines = rollouts_table([Left([states], "trained", None, 1, 0.0, batch, None)]).to_pylist()
+    for line, state, own in zip(lines, states, advantages, strict=True):
+        made = made_by(state)
+        expected = (made.min(), made.max()) if len(made) else (-1, -1)
+        assert (line["first_model_step"], line["last_model_step"]) == expected
+        counted = own[state.response_mask != 0] if len(state.response_mask) else own
+        assert (line["advantage"] is None) == (not len(counted))
+        if len(counted):
+            np.testing.assert_allclose(line["advantage"], counted.mean(), rtol=1e-5, atol=1e-6)

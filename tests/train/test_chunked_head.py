@@ -263,7 +263,7 @@ def test_a_16_bit_pass_adds_several_chunks_at_once_to_the_gradient_of_the_weight
     monkeypatch.setattr(forward_module, "CHUNK_ELEMENTS", VOCABULARY * rows)
     model.lm_head.weight.grad = torch.zeros_like(model.lm_head.weight)
     for at_once, expected in [(1, 8), (4, 2), (3, 3)]:
-        monkeypatch.setattr(head_module, "CHUNKS", at_once)
+        monkeypatch.setattr(head_module, "JOINED_ELEMENTS", at_once * VOCABULARY * rows)
         with torch.autocast("cpu", torch.bfloat16):
             logprobs = response_logprobs(model, micro).logprobs
         with Products(VOCABULARY) as made:

@@ -155,11 +155,14 @@ def test_kernels_have_the_gradients_of_plain_attention(kernel, layout):
         (GPU, {"attention": kernel, "layout": layout, "dtype": "bfloat16"}),
     ):
         trainer = controller(build_model(**sizes), device, **settings)
-        batch = trainer.fit(groups)
-        steps.append((batch.metrics["train/grad_norm"], trainer.compute_logprobs(trainer.pack(groups))))
+        # Before the step: Adam moves a weight whose gradient is all rounding as far as any other.
+        logprobs = trainer.compute_logprobs(trainer.pack(groups))
+        steps.append((trainer.fit(groups).metrics["train/grad_norm"], logprobs))
     (norm, logprobs), (found_norm, found) = steps
     assert found_norm == pytest.approx(norm, rel=0.05)
-    np.testing.assert_allclose(found, logprobs, atol=0.2)
+    # Rounding: a mask that is wrong changes them by more than 1.
+    assert np.abs(found - logprobs).mean() < 0.1
+    assert np.abs(found - logprobs).max() < 0.5
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ in speed, and in what a packed row costs: those of `VARIABLE_LENGTH` take sequen
 from __future__ import annotations
 
 from importlib.util import find_spec
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from forebay.config import ConfigError
@@ -79,6 +80,13 @@ def use_attention(model: Any, kernel: Attention) -> None:
         from forebay.models.varlen import register_varlen
 
         register_varlen()
+    if kernel == "flex_attention":
+        from transformers import AttentionInterface
+        from transformers.integrations.flex_attention import flex_attention_forward
+
+        # Rows of under 128 tokens would go to a kernel for decoding, which on a GPU sees their neighbors (torch 2.11).
+        whole = partial(flex_attention_forward, kernel_options={"FORCE_USE_FLEX_ATTENTION": True})
+        AttentionInterface.register("flex_attention", whole)
     if attention_of(model) == kernel:
         return
     model.set_attn_implementation(kernel)

@@ -15,7 +15,7 @@ from forebay.agents.extra_fields import conversation_of, facts_of
 from forebay.ledger import GroupLife
 from forebay.models.images import IMAGES, REPLY_IMAGES, Images, images_of, reply_images_of
 from forebay.produce.strategies.context import GROUP_GENERATE_TIME_KEY
-from forebay.types import RolloutState, made_by
+from forebay.types import UNLABELED, RolloutState
 from forebay.watching.activity import Span
 
 if TYPE_CHECKING:
@@ -75,10 +75,10 @@ def rollouts_table(left: Sequence[Left]) -> Any:
             for member, state in enumerate(group):
                 trainer_logprobs, advantages = learned.get(state.rollout_id, (_NO_TOKENS, _NO_TOKENS))
                 texts = _texts(state, batch)
-                row = {**texts, **_numbers(state, batch, texts["prompt"], advantages, len(group))}
-                row |= {"member": member, "token_ids": state.response_ids, "mask": state.response_mask}
-                row |= {"model_steps": state.response_model_steps, "logprobs": state.logprobs}
-                row |= {"trainer_logprobs": trainer_logprobs, "advantages": advantages}
+                row: dict[str, Any] = {**texts, **_numbers(state, batch, texts["prompt"], len(group))}
+                row["member"], row["token_ids"], row["mask"] = member, state.response_ids, state.response_mask
+                row["model_steps"], row["logprobs"] = state.response_model_steps, state.logprobs
+                row["trainer_logprobs"], row["advantages"] = trainer_logprobs, advantages
                 for name, known in images.items():
                     row[name] = known.setdefault(IMAGE_COLUMNS[name](state), len(known))
                 rows.append(row)
@@ -88,9 +88,11 @@ def rollouts_table(left: Sequence[Left]) -> Any:
         # As data URLs with blanks between; the members of a group share one text.
         places, urls = pa.array([row[name] for row in rows], pa.int32()), [*map(_as_urls, known)]
         columns[name] = pa.DictionaryArray.from_arrays(places, pa.array(urls, pa.string()))
+    of_tokens = _of_tokens(rows)
     for name, kind in NUMBERS.items():
+        numbers = of_tokens[name] if name in of_tokens else [row[name] for row in rows]
         # NaN becomes null, which averages in SQL leave out.
-        columns[name] = pa.array(np.asarray([row[name] for row in rows], kind), from_pandas=True)
+        columns[name] = pa.array(np.asarray(numbers, kind), from_pandas=True)
     for name, kind in TOKENS.items():
         lists = [row[name] for row in rows]
         offsets = np.cumsum([0, *map(len, lists)], dtype=np.int32)
@@ -126,10 +128,7 @@ def _as_urls(images: Images) -> str:
     return " ".join(f"data:image/png;base64,{b64encode(image).decode()}" for image in images)
 
 
-def _numbers(
-    state: RolloutState, batch: Left, prompt: str, advantages: NDArray[np.float32], group_size: int
-) -> dict[str, float]:
-    made = made_by(state)
+def _numbers(state: RolloutState, batch: Left, prompt: str, group_size: int) -> dict[str, float]:
     score = state.reward.get("score") if isinstance(state.reward, Mapping) else None
     seconds = state.extra_fields.get(GROUP_GENERATE_TIME_KEY)
     num_tokens = len(state.response_ids)
@@ -137,22 +136,42 @@ def _numbers(
         # The books have the tokens of the whole group; each member gets an equal part.
         num_tokens = (batch.life.num_tokens or 0) // max(1, group_size)
         score, seconds = batch.life.score, batch.life.latency_s
-    mask = state.response_mask
-    # Tokens that tools and environments wrote are not trained on.
-    in_loss = advantages[mask == 1] if len(advantages) == len(mask) else advantages
     return {
         "train_step": batch.train_step,
         "staleness": state.seq_staleness,
-        "first_model_step": made.min() if len(made) else -1,
-        "last_model_step": made.max() if len(made) else -1,
         "num_tokens": num_tokens,
         "prompt_tokens": len(state.prompt_ids),
         "prompt_hash": hash_prompt(state.task_name, prompt),
         "time_s": batch.time_s,
         "score": np.nan if not isinstance(score, int | float) else score,
-        "advantage": in_loss.mean() if len(in_loss) else np.nan,
         "generate_s": seconds if isinstance(seconds, int | float) else np.nan,
     }
+
+
+def _of_tokens(rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
+    """For each rollout: the model steps of its oldest and newest token, or -1, and its mean advantage, or NaN.
+
+    Tokens that tools and environments wrote count for neither. For all at once: many rollouts are short.
+    """
+    steps, at = _generated(rows, "model_steps")
+    last = np.full(len(rows), UNLABELED)
+    np.maximum.at(last, at, steps)
+    labeled = steps != UNLABELED
+    first = np.where(last == UNLABELED, UNLABELED, np.iinfo(np.int32).max)
+    np.minimum.at(first, at[labeled], steps[labeled])
+    advantages, at = _generated(rows, "advantages")
+    sums, counts = np.bincount(at, advantages, len(rows)), np.bincount(at, minlength=len(rows))
+    mean = np.divide(sums, counts, out=np.full(len(rows), np.nan), where=counts > 0)
+    return {"first_model_step": first, "last_model_step": last, "advantage": mean}
+
+
+def _generated(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """A column's values of generated tokens, and the number of each one's row."""
+    counts = [len(row[name]) for row in rows]
+    # Without a mask all tokens are.
+    masks = [row["mask"] if len(row["mask"]) == n else np.ones(n) for row, n in zip(rows, counts, strict=True)]
+    made = np.concatenate(masks) != 0
+    return np.concatenate([row[name] for row in rows])[made], np.repeat(np.arange(len(rows)), counts)[made]
 
 
 def _learned_by_rollout(batch: TrainBatch) -> dict[Any, tuple[NDArray[np.float32], NDArray[np.float32]]]:

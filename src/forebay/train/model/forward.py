@@ -29,11 +29,14 @@ from forebay.models.routing import Routing
 from forebay.train.collate import MicroBatch, SharedPrompts
 from forebay.train.model.borders import told_borders
 from forebay.train.model.head import Tail, chunked_logits
+from forebay.train.model.logit_kernels import TargetLogprobs, has_kernels
 from forebay.train.model.lora import without_adapters
 
 CHUNK_ELEMENTS = 1 << 25
 """Logits that exist at once: 128 MiB of float32, and about twice as much in the backward pass. More are
 computed by chunks, and once more in the backward pass, which is a third more work for the head."""
+KERNEL_ELEMENTS = 1 << 27
+"""The same where no float32 copy of them is made: 256 MiB of bfloat16, and as much for their gradient."""
 
 Entropy = Literal["none", "measure", "train"]
 Cells = MicroBatch | SharedPrompts
@@ -71,6 +74,7 @@ def response_logprobs(
     """
     head = output_head(model)
     plain: Any = without_adapters(model)
+    is_plain = entropy != "train" and others is None and top is None
 
     def tail_at(place: slice | torch.Tensor) -> Tail:
         targets_NT = micro.targets[place, None]
@@ -89,7 +93,8 @@ def response_logprobs(
         # A model without a body of its own cannot be asked for its logits chunk by chunk.
         rows = num_tokens
         if plain.base_model is not plain:
-            rows = max(1, CHUNK_ELEMENTS // int(plain.config.get_text_config().vocab_size))
+            elements = KERNEL_ELEMENTS if is_plain and has_kernels(cells.input_ids) else CHUNK_ELEMENTS
+            rows = max(1, elements // int(plain.config.get_text_config().vocab_size))
         if num_tokens > rows:
             with chunked_logits(plain, head, positions_N, tail, rows):
                 output = model(cells.input_ids, **inputs)
@@ -123,6 +128,10 @@ def _token_outputs(
     top: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """N x T: log probabilities; with `top` 2 K columns more, and one with the entropies."""
+    if entropy != "train" and top is None and targets_NT.shape[1] == 1 and has_kernels(logits_NV):
+        ones_N = logits_NV.new_ones(len(logits_NV), dtype=torch.float32) if scale_N is None else scale_N.float()
+        results_N2: torch.Tensor = TargetLogprobs.apply(logits_NV, targets_NT[:, 0], ones_N)  # type: ignore[no-untyped-call]
+        return results_N2 if entropy == "measure" else results_N2[:, :1]
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if scale_N is not None:
         logits_NV = logits_NV * scale_N[:, None]

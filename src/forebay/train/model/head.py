@@ -134,7 +134,8 @@ class _ChunkedLinear(torch.autograd.Function):
         grad_V = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
         with torch.autocast(hidden_NH.device.type, enabled=False):
             hidden_NH, weight_VH, bias_V = _cast(ctx.dtype, hidden_NH, weight_VH, bias_V)
-            at_once = CHUNKS if ctx.dtype.itemsize == 2 else 1
+            rows = ctx.parts[0].stop
+            at_once = max(1, JOINED_ELEMENTS // (rows * len(weight_VH))) if ctx.dtype.itemsize == 2 else 1
             for first in range(0, len(ctx.parts), at_once):
                 parts, grads = ctx.parts[first : first + at_once], list[torch.Tensor]()
                 for part in parts:
@@ -174,9 +175,9 @@ def _adds_in_place(weight_VH: torch.Tensor) -> bool:
     return weight.grad is not None and not weight._backward_hooks
 
 
-CHUNKS = 4
-"""Chunks of a 16-bit pass whose gradients wait for one product: each product reads and writes the gradient of
-the weight, at 1.5 B parameters 2.8 GB, and a chunk alone has only 220 rows to do so for."""
+JOINED_ELEMENTS = 1 << 27
+"""Gradients of logits, in 16 bits, that chunks leave for one product: each product reads and writes the gradient
+of the weight, at 1.5 B parameters 2.8 GB, and a small chunk has only 220 rows to do so for."""
 
 
 WEIGHT_ROWS = 1 << 15

@@ -1,0 +1,59 @@
+"""Log probability and entropy of each row of logits on a GPU, and the gradient of the former, in one read each.
+
+torch's own operations read and write some 90 bytes for each logit of a train step, these six, and no float32
+copy of the logits exists. Sums are float32.
+
+Shapes: N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+BLOCK = 4096
+"""Logits that a program of the GPU looks at together."""
+
+
+def has_kernels(logits: torch.Tensor) -> bool:
+    """Whether there are kernels for these logits, or for others on their device."""
+    is_plain = logits.dtype != torch.float64 and not isinstance(logits, DTensor)
+    return logits.device.type == "cuda" and is_plain and find_spec("triton") is not None
+
+
+class TargetLogprobs(torch.autograd.Function):
+    """float32, N x 2: log probability of the target, which has a gradient, and entropy, which has none."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: torch.Tensor, targets_N: torch.Tensor, scale_N: torch.Tensor) -> torch.Tensor:
+        """Of logits times `scale_N` (float32)."""
+        from forebay.train.model import triton_kernels
+
+        logits_NV = logits_NV.contiguous()
+        num_rows, num_words = logits_NV.shape
+        results_N2 = scale_N.new_empty(num_rows, 2)
+        normalizer_N = torch.empty_like(scale_N)
+        with torch.cuda.device(logits_NV.device):
+            triton_kernels.statistics[(num_rows,)](
+                logits_NV, targets_N, scale_N, results_N2, normalizer_N, num_words, BLOCK, num_warps=8
+            )
+        ctx.save_for_backward(logits_NV, targets_N, scale_N, normalizer_N)
+        return results_N2
+
+    @staticmethod
+    def backward(ctx: Any, grad_N2: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """The gradient of the logits, in their dtype."""
+        from forebay.train.model import triton_kernels
+
+        logits_NV, targets_N, scale_N, normalizer_N = ctx.saved_tensors
+        grad_NV = torch.empty_like(logits_NV)
+        num_rows, num_words = logits_NV.shape
+        factor_N = grad_N2[:, 0] * scale_N
+        with torch.cuda.device(logits_NV.device):
+            triton_kernels.gradient[(num_rows, -(-num_words // BLOCK))](
+                logits_NV, targets_N, scale_N, normalizer_N, factor_N, grad_NV, num_words, BLOCK, num_warps=8
+            )
+        return grad_NV, None, None

@@ -172,6 +172,33 @@ def test_a_model_that_cannot_be_recorded_runs_as_it_is(make_model, caplog, monke
     assert recorder.num_replayed == 0
 
 
+class Operations(TorchDispatchMode):
+    """Names of those that are more than a view: each is a launch, and what it gives back takes memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_row_that_leaves_costs_two_launches_for_all_layers_and_no_memory(make_model):
+    model = make_model("llama", num_hidden_layers=6)
+    batch, asked = new_batch(model), rows(5)
+    expected = run(new_batch(model), rows(5)[1:])
+    batch.admit(asked)
+    with Operations() as operations:
+        batch.abort([asked[0]])
+    assert operations.seen == ["aten::_foreach_copy_"] * 2
+    ended: dict[Row, Any] = {}
+    while batch.size:
+        ended |= dict(batch.step(0))
+    assert [ended[row].response_ids.tolist() for row in asked[1:]] == [one.response_ids.tolist() for one in expected]
+
+
 class Capture:
     """torch's allocator beside recordings, as `CUDAGraph.capture_end` and `empty_cache` treat it."""
 

@@ -196,7 +196,7 @@ class DecodeBatch:
                 break
             youngest = max(range(self.size), key=lambda place: self._requests[place].turn)
             self._given_up.append((self._keep(youngest), None))
-            self._given_up += self._close_holes([youngest])
+            self._close_holes([youngest])
 
     def _run_short(self, joining: Sequence[Row] = ()) -> list[Ended]:
         """Memory ran out: give up all rows, or fail the only one, and go on with a smaller cache."""
@@ -430,7 +430,8 @@ class DecodeBatch:
         for place, reason in reasons.items():
             row = self._keep(place)
             ended.append((row, row.completion(reason, error_msg if reason == "error" else None)))
-        return ended + self._close_holes(sorted(reasons))
+        self._close_holes(sorted(reasons))
+        return ended
 
     def _keep(self, place: int) -> Row:
         """The row there, with what it has made."""
@@ -440,10 +441,10 @@ class DecodeBatch:
         row.experts = joined_experts(row.experts, computed)
         return row
 
-    def _close_holes(self, gone: list[int]) -> list[Ended]:
+    def _close_holes(self, gone: list[int]) -> None:
         """Move the last rows into the places of those that left."""
         if not gone:
-            return []
+            return
         left = self.size - len(gone)
         leaving = set(gone)
         targets = [place for place in gone if place < left]
@@ -454,16 +455,10 @@ class DecodeBatch:
                 array[targets] = array[sources]
         for source, target in zip(sources, targets, strict=True):
             self._requests[target] = self._requests[source]
+            self._cache.move(source, target)
         del self._requests[left:]
         if left == 0:
             self.budget.recover()
-        moved = not targets
-        # Moving takes memory, too: rows are copied before they are written.
-        with suppress(torch.OutOfMemoryError):
-            if targets:
-                self._cache.move(*torch.tensor([sources, targets], device=self._device))
-                moved = True
-        return [] if moved else self._run_short()
 
 
 _HEADROOM_TOKENS = 128

@@ -75,6 +75,9 @@ class DecodeBatch:
         recorder: Callable[[], Record] | None = None,
     ) -> None:
         fold_shared_heads()
+        # Torch's first choice on Hopper and Blackwell plans each new shape for some tenths of a second, and of
+        # a request every step may have another; with masks it has given wrong tokens, too.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.model = model
         self.max_context_tokens = max_context_tokens
         self.budget = budget or CacheBudget()
@@ -111,9 +114,8 @@ class DecodeBatch:
         assert not self._requests, f"{self.size} rows run"
         self._graphs.clear()
         self._cache.release()
-        if self._device.type == "cuda":
-            # Torch keeps it for this process, and a trainer may be in another.
-            empty_cache()
+        # On a GPU torch keeps it for this process, and a trainer may be in another.
+        empty_cache()
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -191,9 +193,7 @@ class DecodeBatch:
     def _give_up_youngest(self) -> None:
         """Until the others have room for one token more; the oldest always has."""
         self._given_up = list[Ended]()
-        while self.size > 1:
-            if self._num_tokens(self.size, self._longest()) <= self.budget.tokens:
-                break
+        while self.size > 1 and self._num_tokens(self.size, self._longest()) > self.budget.tokens:
             youngest = max(range(self.size), key=lambda place: self._requests[place].turn)
             self._given_up.append((self._keep(youngest), None))
             self._close_holes([youngest])
@@ -437,8 +437,7 @@ class DecodeBatch:
         """The row there, with what it has made."""
         row = self._requests[place]
         row.made = self._made[place, : self._rows["num_made"][place]].copy()
-        computed = self._cache.experts(place, int(self._rows["position"][place]))
-        row.experts = joined_experts(row.experts, computed)
+        row.experts = joined_experts(row.experts, self._cache.experts(place, int(self._rows["position"][place])))
         return row
 
     def _close_holes(self, gone: list[int]) -> None:

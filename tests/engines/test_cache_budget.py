@@ -56,12 +56,12 @@ def test_a_reading_at_the_trainer_s_peak_fails_no_request(model):
 
 
 class Memory:
-    """Runs out at chosen uses of it: a forward, a draw, a move of rows, a cache that is made or grows."""
+    """Runs out at chosen uses of it: a forward, a draw, a cache that is made or grows."""
 
     def __init__(self, patch: pytest.MonkeyPatch, model: Any, shortages: set[int]) -> None:
         self.num_uses = self.num_shortages = 0
         self._shortages = shortages
-        places = (model.base_model, "forward"), (sampling, "draw"), (RowCache, "move"), (RowCache, "resize")
+        places = (model.base_model, "forward"), (sampling, "draw"), (RowCache, "resize")
         for owner, name in places:
             patch.setattr(owner, name, self._failing(getattr(owner, name)))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface
 from transformers.integrations import sdpa_attention
 
-from forebay.engines import GenerateRequest
+import forebay
+from forebay.engines import GenerateRequest, TransformersEngine
 from forebay.engines.local.batch import DecodeBatch
 from forebay.engines.local.rows import Row
 from forebay.engines.local.step_graphs import cuda_recorder
@@ -172,26 +176,111 @@ def test_a_model_that_cannot_be_recorded_runs_as_it_is(make_model, caplog, monke
     assert recorder.num_replayed == 0
 
 
-class Capture:
-    """torch's allocator beside recordings, as `CUDAGraph.capture_end` and `empty_cache` treat it."""
+class Operations(TorchDispatchMode):
+    """Names of those that are more than a view: each is a launch, and what it gives back takes memory."""
 
     def __init__(self) -> None:
-        self.underway: set[tuple[int, object]] = set()
-        self.num_released = 0
+        super().__init__()
+        self.seen: list[str] = []
 
-    def graph(self, graph: object, *, pool: object, stream: Any, capture_error_mode: str) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_row_that_leaves_costs_two_launches_for_all_layers_and_no_memory(make_model):
+    model = make_model("llama", num_hidden_layers=6)
+    batch, asked = new_batch(model), rows(5)
+    expected = run(new_batch(model), rows(5)[1:])
+    batch.admit(asked)
+    with Operations() as operations:
+        batch.abort([asked[0]])
+    assert operations.seen == ["aten::_foreach_copy_"] * 2
+    ended: dict[Row, Any] = {}
+    while batch.size:
+        ended |= dict(batch.step(0))
+    assert [ended[row].response_ids.tolist() for row in asked[1:]] == [one.response_ids.tolist() for one in expected]
+
+
+class Recording(Graph):
+    """A `torch.cuda.CUDAGraph`."""
+
+
+class Device:
+    """CUDA as recordings see it, on a CPU: torch's allocator, streams and the generator of random numbers.
+
+    As in `CUDAGraph.capture_end`, which learns nothing where the driver has given the recording up.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.underway: set[tuple[int, object]] = set()
+        self.num_released = self.num_streams = 0
+        self.log: list[str] = []
+        self.recorded_in: list[str] = []
+        self.default = self.stream(name="the default")
+        self.streams = threading.local()
+        self.is_random_broken = False
+        generator = SimpleNamespace(clone_state=lambda: "a copy", graphsafe_set_state=self.mend)
+        for name, fake in {
+            "graph": self.graph,
+            "empty_cache": self.empty_cache,
+            "CUDAGraph": Recording,
+            "Stream": self.stream,
+            "graph_pool_handle": object,
+            "default_generators": [None, generator],
+            "default_stream": lambda device: self.default,
+            "current_stream": lambda device: self.current(),
+            "set_stream": self.enter,
+            "stream": self.within,
+        }.items():
+            patch.setattr(torch.cuda, name, fake)
+        patch.setattr(torch._C, "_cuda_endAllocateToPool", self.end, raising=False)
+        patch.setattr(torch._C, "_cuda_releasePool", self.release, raising=False)
+
+    def stream(self, device: object = None, priority: int = 0, *, name: str = "") -> Any:
+        name = name or f"stream {self.num_streams}"
+        self.num_streams += 1
+        return SimpleNamespace(
+            name=name,
+            device=torch.device("cuda:1"),
+            wait_stream=lambda other: self.log.append(f"{name} waits for {other.name}"),
+            synchronize=lambda: self.log.append(f"the host waits for {name}"),
+        )
+
+    def current(self) -> Any:
+        return getattr(self.streams, "current", self.default)
+
+    def enter(self, stream: Any) -> None:
+        self.log.append(f"{threading.current_thread().name} works in {stream.name}")
+        self.streams.current = stream
+
+    @contextlib.contextmanager
+    def within(self, stream: Any) -> Any:
+        before = self.current()
+        self.streams.current = stream
+        yield
+        self.streams.current = before
+
+    def graph(self, graph: Recording, *, pool: object, stream: Any, capture_error_mode: str) -> Any:
         @contextlib.contextmanager
         def capture() -> Any:
             torch.cuda.empty_cache()
             self.underway.add((stream.device.index, pool))
+            self.recorded_in.append(stream.name)
             try:
-                with Graph():
+                with graph:
                     yield
             except RuntimeError as error:
+                self.is_random_broken = True
                 raise RuntimeError("operation failed due to a previous error during capture") from error
             self.underway.remove((stream.device.index, pool))
 
         return capture()
+
+    def mend(self, state: str) -> None:
+        assert state == "a copy"
+        self.is_random_broken = False
 
     def end(self, index: int, pool: object) -> None:
         if (index, pool) not in self.underway:
@@ -206,21 +295,9 @@ class Capture:
             raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
 
 
-def test_a_recording_that_the_driver_gave_up_leaves_torch_able_to_empty_its_cache(make_model, monkeypatch):
-    model, allocator, stream = make_model("llama"), Capture(), SimpleNamespace(device=torch.device("cuda:1"))
-    for name, fake in {
-        "graph": allocator.graph,
-        "empty_cache": allocator.empty_cache,
-        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
-        "Stream": lambda device: stream,
-        "graph_pool_handle": lambda: (0, 1),
-        "current_stream": lambda device: stream,
-        "stream": lambda stream: contextlib.nullcontext(),
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", allocator.end, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_releasePool", allocator.release, raising=False)
-    record = cuda_recorder(torch.device("cuda:1"))
+def test_a_recording_that_the_driver_gave_up_leaves_torch_as_it_was(make_model, monkeypatch):
+    model, device = make_model("llama"), Device(monkeypatch)
+    record = cuda_recorder(device.stream())
     record(lambda: torch.ones(2) + 1)
     forward = model.forward
 
@@ -229,16 +306,53 @@ def test_a_recording_that_the_driver_gave_up_leaves_torch_able_to_empty_its_cach
         return forward(**given)
 
     monkeypatch.setattr(model, "forward", reading)
-    batch = new_batch(model, partial(cuda_recorder, torch.device("cuda:1")))
+    batch = new_batch(model, partial(cuda_recorder, device.stream()))
     assert all(one.finish_reason == "length" for one in run(batch, rows(4)))
     assert not batch._graphs.used
     torch.cuda.empty_cache()
-    assert allocator.num_released == 1
+    assert device.num_released == 1
+    assert not device.is_random_broken
     # One that fails before it has begun, or after torch ended it, is not ended again.
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: torch.ones(1).reshape(7))
     with pytest.raises(RuntimeError, match="shape"):
         record(lambda: torch.ones(2))
-    assert allocator.num_released == 1
+    assert device.num_released == 1
+
+
+async def test_an_engine_on_a_gpu_has_a_stream_for_its_tokens_and_one_for_all_recordings(make_model, monkeypatch):
+    """Beside a trainer's work its tokens need not wait, and each further stream would cost some 32 MB for good."""
+    model, device = make_model("llama"), Device(monkeypatch)
+    monkeypatch.setattr(model, "to", lambda place: model)
+    asked = [row.request for row in rows(4)]
+    alone = TransformersEngine(make_model("llama"))
+    expected = await asyncio.gather(*(alone.generate(request) for request in asked))
+    engine = TransformersEngine(model, device="cuda:1")
+    for _ in range(2):
+        made = await asyncio.gather(*(engine.generate(request) for request in asked))
+        assert [one.response_ids.tolist() for one in made] == [one.response_ids.tolist() for one in expected]
+        await engine.pause()
+        await engine.resume()
+    assert device.log == ["forebay-engine_0 works in stream 1"]
+    # The probe's, before there is a worker, and those of each turn.
+    assert len(device.recorded_in) >= 3
+    assert set(device.recorded_in) == {"stream 2"}
+    copy = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *given: device.log.append("copied") or copy(*given))
+    await engine.load_weights(make_model("llama").named_parameters(), 1)
+    assert device.log[1:] == ["stream 1 waits for the default", "copied", "the host waits for stream 1"]
+    await asyncio.gather(engine.close(), alone.close())
+
+
+def test_nothing_waits_for_a_whole_device():
+    """While a thread records, the driver refuses that to all others, and gives the recording up."""
+    sources = Path(forebay.__file__).parent.rglob("*.py")
+    assert not [path for path in sources if "cuda.synchronize(" in path.read_text(encoding="utf-8")]
+
+
+def test_attention_of_cudnn_is_out_of_use(make_model):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    new_batch(make_model("llama"))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize("text", ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED in cublasCreate"])

@@ -131,6 +131,12 @@ def test_a_model_that_is_not_there_starts_no_process():
     assert judge._processes is None
 
 
+def test_a_reward_model_takes_cudnn_out_of_torch_s_choices(reward_model):
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    make_reward_scorer(reward_model[0], "cpu")
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_a_model_with_several_outputs_is_no_reward_model(tmp_path):
     tokenizer = load_tokenizer(resolve_model("tiny"))
     tokenizer.save_pretrained(tmp_path)

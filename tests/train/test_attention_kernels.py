@@ -269,6 +269,12 @@ def test_reference_and_critic_follow_the_trainer(make_groups, kernels, monkeypat
         torch.testing.assert_close(weight, trained["eager"][name], atol=1e-5, rtol=1e-5)
 
 
+def test_a_trainer_takes_cudnn_out_of_torch_s_choices():
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    TrainController(build("llama"), TrainConfig(), pad_token_id=0)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_a_packed_row_of_16k_tokens_costs_no_mask():
     sizes = hf.Qwen3Config(
         vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,

@@ -77,6 +77,8 @@ class Learner:
         context: Context | None = None,
     ) -> None:
         output_head(model)
+        # With a mask its gradients are NaN at some lengths on Hopper, and each new shape takes it a second.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.config = config
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
         # Asked once: what a GPU computes in is a question to its driver, and passes are many.

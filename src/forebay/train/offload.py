@@ -44,7 +44,7 @@ class Offload:
         for device in devices:
             if device.type == "cuda":
                 # The copies may be under way still, and their sources are about to be given back.
-                torch.cuda.synchronize(device)
+                torch.cuda.current_stream(device).synchronize()
                 empty_cache()
 
     def _move(self, name: str, tensor: torch.Tensor, put: Callable[[torch.Tensor], None]) -> torch.device:

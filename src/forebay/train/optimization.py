@@ -167,8 +167,9 @@ class Optimizer:
             for key in state:
                 state[key].copy_(near[key], non_blocking=True)
         if device.type == "cuda":
-            # They are on their way back, and the next reader may be another than the device.
-            torch.cuda.synchronize(device)
+            # They are on their way back, and the next reader may be another than the device. Not the whole device:
+            # while an engine of the process records a graph, a wait for that fails, and the recording with it.
+            torch.cuda.current_stream(device).synchronize()
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""

@@ -75,6 +75,9 @@ class DecodeBatch:
         recorder: Callable[[], Record] | None = None,
     ) -> None:
         fold_shared_heads()
+        # Torch's first choice on Hopper and Blackwell plans each new shape for some tenths of a second, and of
+        # a request every step may have another; with masks it has given wrong tokens, too.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.model = model
         self.max_context_tokens = max_context_tokens
         self.budget = budget or CacheBudget()
@@ -111,9 +114,8 @@ class DecodeBatch:
         assert not self._requests, f"{self.size} rows run"
         self._graphs.clear()
         self._cache.release()
-        if self._device.type == "cuda":
-            # Torch keeps it for this process, and a trainer may be in another.
-            empty_cache()
+        # On a GPU torch keeps it for this process, and a trainer may be in another.
+        empty_cache()
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -191,12 +193,10 @@ class DecodeBatch:
     def _give_up_youngest(self) -> None:
         """Until the others have room for one token more; the oldest always has."""
         self._given_up = list[Ended]()
-        while self.size > 1:
-            if self._num_tokens(self.size, self._longest()) <= self.budget.tokens:
-                break
+        while self.size > 1 and self._num_tokens(self.size, self._longest()) > self.budget.tokens:
             youngest = max(range(self.size), key=lambda place: self._requests[place].turn)
             self._given_up.append((self._keep(youngest), None))
-            self._given_up += self._close_holes([youngest])
+            self._close_holes([youngest])
 
     def _run_short(self, joining: Sequence[Row] = ()) -> list[Ended]:
         """Memory ran out: give up all rows, or fail the only one, and go on with a smaller cache."""
@@ -430,20 +430,20 @@ class DecodeBatch:
         for place, reason in reasons.items():
             row = self._keep(place)
             ended.append((row, row.completion(reason, error_msg if reason == "error" else None)))
-        return ended + self._close_holes(sorted(reasons))
+        self._close_holes(sorted(reasons))
+        return ended
 
     def _keep(self, place: int) -> Row:
         """The row there, with what it has made."""
         row = self._requests[place]
         row.made = self._made[place, : self._rows["num_made"][place]].copy()
-        computed = self._cache.experts(place, int(self._rows["position"][place]))
-        row.experts = joined_experts(row.experts, computed)
+        row.experts = joined_experts(row.experts, self._cache.experts(place, int(self._rows["position"][place])))
         return row
 
-    def _close_holes(self, gone: list[int]) -> list[Ended]:
+    def _close_holes(self, gone: list[int]) -> None:
         """Move the last rows into the places of those that left."""
         if not gone:
-            return []
+            return
         left = self.size - len(gone)
         leaving = set(gone)
         targets = [place for place in gone if place < left]
@@ -454,16 +454,10 @@ class DecodeBatch:
                 array[targets] = array[sources]
         for source, target in zip(sources, targets, strict=True):
             self._requests[target] = self._requests[source]
+            self._cache.move(source, target)
         del self._requests[left:]
         if left == 0:
             self.budget.recover()
-        moved = not targets
-        # Moving takes memory, too: rows are copied before they are written.
-        with suppress(torch.OutOfMemoryError):
-            if targets:
-                self._cache.move(*torch.tensor([sources, targets], device=self._device))
-                moved = True
-        return [] if moved else self._run_short()
 
 
 _HEADROOM_TOKENS = 128

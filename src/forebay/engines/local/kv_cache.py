@@ -139,10 +139,12 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         for held in self._held():
             held[rows] = 0
 
-    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy rows `sources` over rows `targets`."""
-        for held in self._held():
-            held[targets] = held[sources]
+    def move(self, source: int, target: int) -> None:
+        """Copy row `source` over row `target`; it takes no memory."""
+        held = list(self._held())
+        # On a GPU one launch for all layers. Experts come last and are of another dtype, which would undo that.
+        for part in filter(None, (held[:-2], held[-2:])):
+            torch._foreach_copy_([one[target] for one in part], [one[source] for one in part])
 
     def _held(self) -> Iterator[torch.Tensor]:
         """Keys and values of every layer; none before the first use."""

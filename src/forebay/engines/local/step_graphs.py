@@ -104,13 +104,13 @@ def graph_size(count: int, least: int = 1) -> int:
     return -(-count // unit) * unit
 
 
-def cuda_recorder(device: torch.device) -> Record:
-    """Recording on this CUDA device; all graphs share their working memory, as only one runs at a time.
+def cuda_recorder(stream: torch.cuda.Stream) -> Record:
+    """Recording on a CUDA device; all graphs share their working memory, as only one runs at a time.
 
-    Once its graphs are gone, torch takes no more of them into that memory: make another.
+    Once its graphs are gone, torch takes no more of them into that memory: make another, with the same stream
+    of the engine's own. For each stream torch keeps some 32 MB for good, the working memory of cuBLAS.
     """
     pool = torch.cuda.graph_pool_handle()
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(work: Callable[[], torch.Tensor]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
@@ -118,7 +118,7 @@ def cuda_recorder(device: torch.device) -> Record:
         capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
         try:
             # A recording that fails leaves its own stream as the thread's; the outer one comes back.
-            with ONE_RECORDING, torch.cuda.stream(torch.cuda.current_stream(device)), capture:
+            with ONE_RECORDING, torch.cuda.stream(torch.cuda.current_stream(stream.device)), capture:
                 work()
         except RuntimeError:
             # Where the driver has given a recording up, torch's allocator is not told of its end, and every
@@ -127,6 +127,9 @@ def cuda_recorder(device: torch.device) -> Record:
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(stream.device.index, pool)
                 torch._C._cuda_releasePool(stream.device.index, pool)
+            # In torch 2.11 nor is the generator of random numbers, which would give none any more.
+            generator = torch.cuda.default_generators[stream.device.index]
+            generator.graphsafe_set_state(generator.clone_state())
             raise
         replay: Callable[[], None] = graph.replay
         return replay

@@ -102,13 +102,17 @@ class TransformersEngine:
             raise ValueError(f"max_batch and prefill_tokens must be at least 1, got {max_batch} and {prefill_tokens}")
         self.max_running = max_batch
         """The requests that decode together."""
-        self._device = device or str(next(model.parameters()).device)
-        self._model = model.eval().to(self._device)
+        place = torch.device(device or next(model.parameters()).device)
+        self._model = model.eval().to(place)
         self._has_tokenizer = tokenizer is not None
+        self._vocabulary = len(model.get_input_embeddings().weight)
         self.max_context_tokens = check_config(model, max_context_tokens)
         """The most tokens, prompt and response together, one request may reach."""
-        place = torch.device(self._device)
-        graphs = cuda_graphs and place.type == "cuda"
+        self._stream, recorder = None, None
+        if place.type == "cuda":
+            # High in priority: the few kernels of a token would wait for the many of a trainer.
+            self._stream, own = map(torch.cuda.Stream, [place] * 2, [-1] * 2)
+            recorder = partial(cuda_recorder, own) if cuda_graphs else None
         self._batch = DecodeBatch(
             self._model,
             max_context_tokens=self.max_context_tokens,
@@ -116,7 +120,7 @@ class TransformersEngine:
             eos_token_ids=end_token_ids(model, tokenizer),
             tokenizer=tokenizer,
             budget=CacheBudget(cache_tokens),
-            recorder=partial(cuda_recorder, place) if graphs else None,
+            recorder=recorder,
         )
         probe(self._batch)
         self._batch.release()
@@ -133,16 +137,23 @@ class TransformersEngine:
         self._num_failed_passes = 0
         self._driver: asyncio.Task[None] | None = None
         self._news = threading.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="forebay-engine")
+        # A trainer of this process queues work for the device far ahead, and in its stream each token would wait
+        # for all of that.
+        enter = partial(torch.cuda.set_stream, self._stream) if self._stream else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="forebay-engine", initializer=enter)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Continue ``request.input_ids``.
 
         Raises:
-            ValueError: the request can never run: empty, at or over the context, no budget, or stop texts
-                without a tokenizer.
+            ValueError: the request can never run: empty, at or over the context, no budget, tokens that the
+                model has not, or stop texts without a tokenizer.
         """
         request.check(self.max_context_tokens)
+        ids, count = request.input_ids, self._vocabulary
+        # On a GPU a read beyond the table of tokens ends all work of the process there, the trainer's too.
+        if len(wrong := ids[(ids < 0) | (ids >= count)]):
+            raise ValueError(f"request {request.request_id!r}: a model of {count} tokens has no id {wrong[0]}")
         if request.params.stop and not self._has_tokenizer:
             raise ValueError(
                 f"request {request.request_id!r} has stop texts {request.params.stop!r}, but the engine was "
@@ -376,6 +387,9 @@ class TransformersEngine:
         return f"forward pass failed: {_describe(error)}"
 
     def _load(self, weights: Weights, model_step: int, adapters: AdapterConfig | None) -> None:
+        if self._stream:
+            # There a trainer of this process has made them, perhaps not yet.
+            self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
         if adapters is None:
             copy_weights(self._model, weights)
             if self._adapted is not None:
@@ -383,6 +397,9 @@ class TransformersEngine:
         else:
             assert self._adapted is not None, "refused before"
             self._adapted.load(weights, adapters)
+        if self._stream:
+            # Its next step changes them.
+            self._stream.synchronize()
         # Here, so that no token of the new weights gets the old label.
         self.model_step = model_step
 

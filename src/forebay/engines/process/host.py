@@ -61,15 +61,11 @@ class HostSession(Session):
 
     async def handle(self, call: Call, buffers: list[Any] | None) -> Result:
         """The result of a call of `ProcessEngine`."""
-        match call.method:
-            case "generate":
-                return await self._generate(call.arguments, buffers or [])
-            case "load_weights":
-                await self._inbox.handle(msgspec.msgpack.decode(call.arguments))
-                return None, ()
-            case "abort":
-                await self._pool.abort(msgspec.msgpack.decode(call.arguments))
-                return None, ()
+        if call.method == "generate":
+            return await self._generate(call.arguments, buffers or [])
+        taking: dict[str, Any] = {"load_weights": self._inbox.handle, "abort": self._pool.abort}
+        if take := taking.get(call.method):
+            return await take(msgspec.msgpack.decode(call.arguments)), ()
         assert call.method in ("pause_generation", "continue_generation", "health", "close"), call.method
         return await getattr(self._pool, call.method)(), ()
 

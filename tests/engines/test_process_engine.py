@@ -189,8 +189,8 @@ async def test_a_killed_child_is_told_at_once_and_comes_back_with_its_weights(en
 
 
 async def test_a_frozen_child_is_lost_and_replaced(monkeypatch: Any, engine: Any) -> None:
-    # Those of the child that is started next.
-    monkeypatch.setattr(engine, "_silence_limit_s", 1.0)
+    # Of the child that is started next.
+    monkeypatch.setattr(process, "SILENCE_LIMIT_S", 1.0)
     os.kill(engine.pid, signal.SIGKILL)
     with contextlib.suppress(EngineLost):
         await engine.health()

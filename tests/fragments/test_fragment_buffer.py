@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from fragment_factory import fids, make_fragment, send
 
-from forebay.fragments import FragmentIndex, FragmentMetadata, FragmentStore, Lease
+from forebay.fragments import FragmentIndex, FragmentMetadata, FragmentStore, Lease, RateLimit
 
 
 async def test_a_fragment_is_served_with_its_index_and_its_payload(make, store):
@@ -352,3 +352,16 @@ async def test_numbers_of_numpy_are_kept_as_numbers(make_plain, store):
     again = make_plain()
     assert (await again.metrics())["model_version"] == 4
     assert await again.fetch_fragments(1) == [(FragmentIndex("w", 0), name)]
+
+
+async def test_settings_of_numpy_are_kept_as_numbers(make_plain, store):
+    limit = RateLimit(samples_per_insert=np.float32(1.5), error_buffer=np.float64(3))
+    settings = {"lease_s": np.float32(0.5), "worker_timeout_s": np.float64(60), "max_reuse": 2, "rate_limit": limit}
+    buffer = make_plain(**settings)
+    name = store.add_fragment(make_fragment())
+    await buffer.add_fragment(name, FragmentMetadata("w", 0, -1, ""))
+    lease = (await buffer.fetch_fragments(1)).lease
+    await buffer.close()
+    again = make_plain(**settings)
+    assert (await again.metrics())["leases"] == 1
+    assert lease.term_s == (await again.prepared_fragments()).lease.term_s == 0.5

@@ -17,7 +17,7 @@ from forebay.cli.commands import app
 from forebay.config import ConfigError, parse_config
 from forebay.models.config import TinyConfig
 from forebay.models.tiny import write_tiny
-from forebay.plan import fit_memory, make_plan, parse_devices, this_machine, verdict
+from forebay.plan import estimate, fit_memory, make_plan, parse_devices, this_machine, verdict
 from forebay.plan.estimate import HOST_BYTES_PER_S, Plan
 from forebay.plan.hardware import GIB, Device
 from forebay.plan.memory import _no_moves
@@ -158,6 +158,20 @@ def test_times_follow_from_arithmetic_and_bandwidth(model: Path) -> None:
     assert faster.times.training_s == pytest.approx(times.training_s / 10, rel=0.01)
     assert times.step_s == pytest.approx(times.training_s + times.generation_s, rel=0.2)
     assert "tokens/s" in list(sentences(plan))[1]
+
+
+@pytest.mark.parametrize("produce", [{}, {"mode": "separate"}, {"mode": "separate", "sync_weights_interval": 3}])
+def test_more_simulated_steps_change_no_time(
+    model: Path, produce: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = device(10 * GIB, flop_per_s=1e12, bytes_per_s=1e11)
+    config = run_config(model, produce=produce)
+    few = make_plan(config, gpu, prompt_tokens=32).times
+    monkeypatch.setattr(estimate, "SIMULATED_STEPS", 2 * few.steps)
+    many = make_plan(config, gpu, prompt_tokens=32).times
+    assert few.steps == (12 if "sync_weights_interval" in produce else 6)
+    assert few.step_s == pytest.approx(many.step_s, rel=0.01)
+    assert few.training_s == pytest.approx(many.training_s)
 
 
 def test_an_episode_of_several_turns_may_fill_the_context(model: Path) -> None:
@@ -350,7 +364,8 @@ def test_a_step_has_the_turns_of_servers_that_sleep_over_it(model: Path) -> None
     one, both = (plan(seats).times for seats in ([[0], [1]], [[0], [0]]))
     assert one
     assert both
-    assert one.generation_s == both.generation_s
+    # Two on one GPU share its rate.
+    assert 2 * one.generation_s == pytest.approx(both.generation_s)
     assert one.step_s < 0.9 * both.step_s
 
 

@@ -246,7 +246,8 @@ def test_an_engine_for_evaluations_beside_production_needs_room_and_produces_not
 @pytest.mark.parametrize(
     ("gpus", "cluster", "train", "says"),
     [
-        ("2x8xH100-80GB", None, {}, r"plans are for one machine without a cluster"),
+        ("2x8xH100-80GB", None, {}, r"train.ranks = 1 .* 2 x 8 GPUs: torchrun and srun .* such as train.ranks=16"),
+        ("2x8xH100-80GB", None, {"ranks": 15}, r"torchrun and srun start as many on each machine"),
         ("2x2xH100-80GB", RAY, {"ranks": 4}, r"train.ranks = 4 with 1 GPUs each and 2 engines .* 2 x 2 GPUs"),
         ("2xH100-80GB", None, {"ranks": 4}, r"train.ranks = 4 with 1 GPUs each and 0 engines .* 1 x 2 GPUs"),
         ("4x2xH100-80GB", RAY | {"gpus_per_engine": 4}, {}, r"2 engines with 4 each do not go on 4 x 2 GPUs"),
@@ -258,6 +259,40 @@ def test_parts_without_room_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         plan(model, gpus, cluster=cluster, **train)
+
+
+def test_ranks_of_torchrun_on_several_machines_are_planned_without_the_time_of_a_step(model: Path) -> None:
+    engine = {"name": "process", "arguments": {"engines": 2}}
+    found = plan(model, "2x4xH100-80GB", ranks=4, table={"engine": engine})
+    # A rank holds what it holds with as many on one machine, and engines are on the first machine's free GPUs.
+    one = plan(model, "8xH100-80GB", ranks=4, table={"engine": engine})
+    assert found.turns == one.turns
+    said = list(sentences(found))
+    assert said[1].startswith("Ranks are on the GPUs 0, 1, engines on 2, 3.")
+    assert not any("idle" in each for each in said)
+    assert said[-1].startswith("The time of a step is not predicted: ranks of other machines ")
+    assert found.times is None
+    # Weights are gathered over both machines, as on Ray.
+    assert list(found.traffic) == [1, 2]
+    slow = plan(model, "2x4xH100-80GB", network=8, ranks=4, table={"engine": engine}).traffic[1]
+    assert slow.weights_s == pytest.approx(found.num_parameters * 8 / 2 / 1e9 / LINK_SHARE)
+    # With a rank on each GPU the engines share those of the first machine.
+    full = plan(model, "2x2xH100-80GB", ranks=4, table={"engine": engine})
+    assert "engine: weights" in full.turns["training"]
+    assert "an engine's GPU" not in full.turns
+
+
+def test_servers_on_one_gpu_share_its_rate(model: Path) -> None:
+    def generation_s(gpus: list[list[int]], **more: Any) -> float:
+        arguments = {"servers": len(gpus), "gpus": gpus, "memory_share": 0.3, **more}
+        return plan(
+            model, "4xH100-80GB", table={"engine": {"name": "vllm", "arguments": arguments}}
+        ).times.generation_s
+
+    apart, together, two_of_three = (generation_s(gpus) for gpus in ([[1], [2]], [[1], [1]], [[1], [1], [2]]))
+    assert together == pytest.approx(2 * apart)
+    # Three have the rate of two GPUs; each has a third of the requests, and reads all weights for them.
+    assert apart / 2 < two_of_three < together
 
 
 def test_an_engine_on_the_trainer_s_gpu_counts_there(model: Path) -> None:

@@ -547,6 +547,9 @@ async def test_steps_and_thresholds_are_whole_numbers(buffer, name, value):
         await buffer.refresh_staleness({"math": value}, 3)
     with pytest.raises(ValueError, match=r"must be a whole number|Expected `int"):
         await buffer.take_batch({"math": 1}, train_step=value)
+    for back in (buffer.commit, buffer.restore):
+        with pytest.raises(ValueError, match=r"must be a whole number|Expected `int"):
+            await back(value)
     assert len(buffer) == 0
 
 

@@ -11,7 +11,16 @@ import pytest
 import sqlalchemy as sa
 from replay_factory import make_group, make_row, make_state, names, same, uids
 
-from forebay.replay import FIFOReplayPolicy, IndexedStorage, PrioritizedReplayPolicy, ReplayBuffer, SQLStorage
+from forebay.replay import (
+    FIFOReplayPolicy,
+    IndexedStorage,
+    PrioritizedReplayPolicy,
+    RemoteReplayBuffer,
+    ReplayBuffer,
+    SQLStorage,
+    serve,
+)
+from forebay.replay.format.packed import GroupCodec
 from forebay.replay.stores.sql import ranking, rows
 from forebay.types import Status
 
@@ -222,6 +231,32 @@ async def test_a_payload_of_another_codec_costs_no_group(open_store, sql_url):
     await buffer.put(make_group("a"), "code")
     [row] = await open_store().get({"task_name": "code"})
     assert row.item[0].group_id == make_group("a")[0].group_id
+
+
+class Reversed(GroupCodec):
+    """A codec of one's own, as for encrypted payloads."""
+
+    def encode(self, payload):
+        return super().encode(payload)[::-1]
+
+    def decode(self, data):
+        return super().decode(data[::-1])
+
+
+async def test_a_codec_of_one_s_own_stays_in_a_buffer_and_in_a_server(open_store, tmp_path):
+    store = open_store()
+    store.use_codec(codec := Reversed())
+    buffer = ReplayBuffer(FIFOReplayPolicy(), store)
+    await buffer.put(make_group("a"), "math")
+    async with serve(buffer, tmp_path / "socket"):
+        client = await RemoteReplayBuffer.connect(tmp_path / "socket")
+        await client.put(make_group("b"), "math")
+        assert names(await client.get(1, "math", COMPLETED)) == ["a"]
+        await client.close()
+    assert store.codec is codec
+    other = open_store()
+    other.use_codec(Reversed())
+    assert names(row.item for row in await other.get({})) == ["b"]
 
 
 async def test_a_store_that_no_buffer_has_holds_groups_too(open_store):

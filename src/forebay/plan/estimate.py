@@ -23,13 +23,13 @@ from forebay.config import ConfigError, errors_about
 from forebay.models import Precision, attention, load_tokenizer, resolve_model
 from forebay.models.config import TINY, ModelConfig
 from forebay.models.loading import model_config
+from forebay.plan import turns as device_turns
 from forebay.plan.hardware import GIB, HOST_BYTES_PER_S, Device, this_machine
 from forebay.plan.memory import SLICED, StepMemory, step_memory
 from forebay.plan.traffic import Traffic, find_places, num_forward, step_traffic, sync_cost
-from forebay.plan.turns import decode_bytes, is_server_beside, memory_by_turn, num_running, server_share, turn_cost
 from forebay.produce.prompts.dataset import num_prompt_tokens
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import base_precision, gpus_per_server, idle_gpus, layout, num_engines
+from forebay.runs.placement import base_precision, idle_gpus, layout, num_engines
 from forebay.runs.rollouts import engine_precision, load_data, task_agent, with_alphabet, with_precisions
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
 from forebay.simulation.prediction import SimulationResult, simulate
@@ -96,7 +96,9 @@ The first is usual for transformers' models on one GPU, not the best."""
 LAUNCH_S, GRAPH_LAUNCH_S = 0.7e-3, 0.1e-3
 """A layer of the in-process engine takes at least so long to decode a token: PyTorch launches its kernels
 one by one, or, by an estimate that no GPU has confirmed yet, a CUDA graph all of them."""
-SIMULATED_STEPS = 12
+SIMULATED_STEPS = 6
+"""All responses have one length, so a step is as the one before; twice as many where some steps have no sync, or
+no generation, because servers slept over enough for two."""
 WARN_SHARE, REFUSE_SHARE = 0.9, 1.1
 """Shares of the memory: above the first a plan warns, above the second a run is not started."""
 _SAMPLED_PROMPTS = 200
@@ -136,7 +138,7 @@ def fit_memory(config: RunConfig, device: Device | None = None) -> tuple[RunConf
     if config.cluster is not None:
         return config, None
     device = device or this_machine(config.device)
-    lacks_share = is_server_beside(config, device) and config.engine.arguments.get("memory_share") is None
+    lacks_share = device_turns.is_server_beside(config, device) and config.engine.arguments.get("memory_share") is None
     try:
         if not lacks_share and (not config.check_memory or config.model.source == TINY):
             return config, None
@@ -207,18 +209,16 @@ def _longest_response(config: RunConfig, task: Any, hugging_face: Any, prompt_to
 
 def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: int, longest: int) -> Plan:
     step, turns = _memory(config, device, hugging_face, prompt_tokens, longest)
-    sync_bytes, sync_s = sync_cost(config, device, step)
+    here, count = device_turns.on_machine(config, device)
     plan = Plan(
         device=device,
         turns=turns,
         num_parameters=step.num_parameters,
         longest=longest,
-        host_bytes=step.host_bytes * config.train.ranks if device.is_gpu else 0,
+        host_bytes=step.host_bytes * here.train.ranks if device.is_gpu else 0,
         slices_bytes=sum(step.parts.get(kind, 0) for kind in SLICED),
-        sync_bytes=sync_bytes,
-        sync_s=sync_s,
         tokens_per_step=config.batch_size * config.group_sizes[1] * longest,
-        layout=[*filter(None, (said(config, device.count) for said in (layout, idle_gpus) if device.is_gpu))],
+        layout=[*filter(None, (said(here, count) for said in (layout, idle_gpus) if device.is_gpu))],
         **_times(config, device, hugging_face, step, longest),
     )
     if plan.share <= WARN_SHARE:
@@ -251,7 +251,7 @@ def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: i
 def _remedies(config: RunConfig, plan: Plan) -> list[tuple[str, Any]]:
     """Settings that need less memory, the cheapest first."""
     found: list[tuple[str, Any]] = []
-    train, running = config.train, num_running(config)
+    train, running = config.train, device_turns.num_running(config)
     if train.dtype == "float32":
         found.append(("train.dtype", "bfloat16"))
     if train.gradient_checkpointing not in (True, 1):
@@ -265,7 +265,7 @@ def _remedies(config: RunConfig, plan: Plan) -> list[tuple[str, Any]]:
         found.append(("train.parallel.offload", True))
     if train.lora_rank == 0:
         found.append(("train.lora_rank", 32))
-    if is_server_beside(config, plan.device) and config.train.ranks == 1:
+    if device_turns.is_server_beside(config, plan.device) and config.train.ranks == 1:
         found.insert(0, ("engine.arguments.offload", "all"))
     # Fewer requests at once, so that the fullest turn with a cache fits: first, if no train step is in it.
     cached = [parts for parts in plan.turns.values() if "engine: key/value cache" in parts]
@@ -297,7 +297,7 @@ def _memory(
         source = train.teacher
         teacher = None if source is None else model_config(ModelConfig(source=source), seed=config.seed)
         step = step_memory(hugging_face, train, batch, attention=kernel, held=held, teacher=teacher)
-    return step, memory_by_turn(config, device, hugging_face, step, longest)
+    return step, device_turns.memory_by_turn(config, device, hugging_face, step, longest)
 
 
 def _largest_batch(config: RunConfig, prompt_tokens: int, longest: int) -> TrainBatch:
@@ -317,7 +317,7 @@ def _largest_batch(config: RunConfig, prompt_tokens: int, longest: int) -> Train
 def _with_server_share(config: RunConfig, plan: Plan) -> RunConfig:
     training = plan.turns["training"].items()
     trainer = {name: size for name, size in training if name.startswith("trainer: ")}
-    share = round(server_share(config, plan.device, trainer), 3)
+    share = round(device_turns.server_share(config, plan.device, trainer), 3)
     arguments = {**config.engine.arguments, "memory_share": share}
     return config.model_copy(update={"engine": config.engine.model_copy(update={"arguments": arguments})})
 
@@ -337,8 +337,9 @@ def _times(config: RunConfig, device: Device, hugging_face: Any, step: StepMemor
     if config.train.moments == "cpu" or config.train.parallel.offload:
         # Both moments, there and back; or weights and gradients, once for each pass of a step.
         optimizer_s += 4 * gradients / HOST_BYTES_PER_S
-    running, gpus, sizes = num_running(config), gpus_per_server(config), hugging_face.get_text_config()
-    read = decode_bytes(config, hugging_face, step.num_parameters, longest)
+    running, sizes = device_turns.num_running(config), hugging_face.get_text_config()
+    gpus = device_turns.gpus_per_engine(config, device)
+    read = device_turns.decode_bytes(config, hugging_face, step.num_parameters, longest)
     launch_s = GRAPH_LAUNCH_S if config.engine.arguments.get("cuda_graphs", True) else LAUNCH_S
     # Bound by the memory's bandwidth, by arithmetic, or by the launching of kernels.
     token_s = max(
@@ -348,6 +349,10 @@ def _times(config: RunConfig, device: Device, hugging_face: Any, step: StepMemor
     )
     computing_s = config.batch_size * config.group_sizes[1] * longest / train_rate
     traffic = step_traffic(config, device, sizes, step, longest, computing_s)
+    if config.cluster is None and device.machines > 1:
+        # Ranks of other machines hand weights over in blocks by plain connections: no rate of these is known.
+        return {"traffic": traffic}
+    sync_bytes, sync_s = sync_cost(config, device, step)
     waits_s = [each.weights_s - each.hidden_s + each.layers_s for each in traffic.values()]
     described = ClusterConfig(
         engines=num_engines(config, of_production=True),
@@ -356,7 +361,9 @@ def _times(config: RunConfig, device: Device, hugging_face: Any, step: StepMemor
         lengths=LengthConfig(constant=max(1, longest)),
         train_s=config.train.optimizer_steps * optimizer_s + sum(waits_s[:1]),
         train_tokens_per_s=train_rate,
-        sync_s=sync_cost(config, device, step)[1],
-        **turn_cost(config, device, step),
+        sync_s=sync_s,
+        **device_turns.turn_cost(config, device, step),
     )
-    return {"times": simulate(config, described, steps=SIMULATED_STEPS), "traffic": traffic}
+    differ = config.produce.sync_weights_interval > 1 or described.sleeping > 0
+    times = simulate(config, described, steps=SIMULATED_STEPS * (1 + differ))
+    return {"times": times, "traffic": traffic, "sync_bytes": sync_bytes, "sync_s": sync_s}

@@ -53,3 +53,8 @@ def sentences(plan: Plan) -> Iterator[str]:
             f"{plan.sync_bytes / 1e9:,.0f} GB between machines), "
             f"{plan.tokens_per_step / times.step_s:,.0f} tokens/s"
         )
+    elif plan.traffic:
+        yield (
+            "The time of a step is not predicted: ranks of other machines hand their weights over in blocks, by "
+            "plain connections, whose rate is not known."
+        )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from forebay.config import ConfigError
 from forebay.plan.hardware import HOST_BYTES_PER_S, Device
 from forebay.plan.memory import StepMemory
-from forebay.plan.turns import engine_itemsize, heads
+from forebay.plan.turns import engine_itemsize, heads, on_machine
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import SERVERS, shared_gpu, shares_ray_gpu, tries_beside
 from forebay.train import TrainConfig
@@ -38,7 +38,7 @@ def find_places(config: RunConfig, device: Device) -> Places:
     """Where parts find room, on Ray as `forebay.cluster.placement` asks for it.
 
     Raises:
-        ConfigError: there are too few GPUs, or several machines without a cluster.
+        ConfigError: there are too few GPUs, or ranks that machines without a cluster do not share out evenly.
     """
     ranks, cluster = config.train.ranks, config.cluster
     each = device.count // device.machines if device.is_gpu else ranks
@@ -48,22 +48,25 @@ def find_places(config: RunConfig, device: Device) -> Places:
     apart = cluster is not None and tries_beside(config)
     # The last of several is for evaluations, else one more.
     engines = max(engines, 2 * apart)
-    is_known = device.machines == 1 if cluster is None else cluster.name == "ray" and device.is_gpu
+    is_known = cluster is None or (cluster.name == "ray" and device.is_gpu)
     if not (is_known and by_rank and by_engine):
         raise ConfigError(
-            f"{device.machines} x {each} {device.name}: plans are for one machine without a cluster, or for "
-            f"those that --gpus names with cluster=ray, gpus_per_trainer and gpus_per_engine"
+            f"{device.machines} x {each} {device.name}: plans of a cluster are for GPUs that --gpus names, with "
+            f"cluster=ray, gpus_per_trainer and gpus_per_engine"
         )
-    # A share of a GPU counts as all of it.
-    at_once = int(each // max(1, by_rank))
+    # A share of a GPU counts as all of it. Ray fills one machine after the other, torchrun all alike.
+    at_once = int(each // max(1, by_rank)) if cluster else min(each, ranks // device.machines)
     machines = -(-ranks // max(1, at_once))
     others = device.machines - machines
     left = machines * each - ranks * max(1, by_rank)
     room = others * (each // max(1, by_engine)) + left // max(1, by_engine)
     if at_once < 1 or others < 0 or room + shares_ray_gpu(config) < engines:
+        fix = "lower one of them, or name more with --gpus"
+        if cluster is None and device.machines > 1:
+            fix = f"torchrun and srun start as many on each machine, such as train.ranks={device.count}"
         raise ConfigError(
             f"train.ranks = {ranks} with {by_rank:g} GPUs each and {engines} engines with {by_engine:g} each "
-            f"do not go on {device.machines} x {each} GPUs: lower one of them, or name more with --gpus"
+            f"do not go on {device.machines} x {each} GPUs: {fix}"
         )
     return Places(machines, min(ranks, at_once), min(engines - apart, others + (machines > 1 and left >= by_engine)))
 
@@ -141,7 +144,7 @@ def sync_cost(config: RunConfig, device: Device, step: StepMemory) -> tuple[floa
     """Bytes between machines, and seconds, of a hand-over to the engines of production: of all weights, or of
     adapters alone."""
     name, arguments, host = config.engine.name, config.engine.arguments, HOST_BYTES_PER_S
-    is_server, is_beside = name in SERVERS, device.is_gpu and shared_gpu(config, device.count) is not None
+    is_server, is_beside = name in SERVERS, device.is_gpu and shared_gpu(*on_machine(config, device)) is not None
     # Servers are started for adapters where the run itself does it.
     takes = arguments.get("takes_adapters", "urls" not in arguments) and not (is_server and config.cluster)
     alone, whole = config.train.lora_rank > 0 and takes, step.num_parameters * engine_itemsize(config)

@@ -101,10 +101,7 @@ def turn_cost(config: RunConfig, device: Device, step: StepMemory) -> dict[str, 
     num_here = engines_by_place(config, device)[0] / placement.gpus_per_server(config)
     kept = (1 - replaced) * num_here * step.num_parameters * engine_itemsize(config)
     stay, stay_beside = (sum(_left(config, step.parts, beside=beside).values()) for beside in (False, True))
-    sleeping = sum(
-        placement.engine_seat(config, number, device.count).is_shared
-        for number in range(placement.num_engines(config))
-    )
+    sleeping = sum(seat.is_shared for seat in placement.engine_seats(*on_machine(config, device)))
     return {"sleeping": sleeping, "turn_s": (stay - stay_beside + kept) / HOST_BYTES_PER_S}
 
 
@@ -123,8 +120,9 @@ def engines_by_place(config: RunConfig, device: Device) -> tuple[int, int]:
     numbers = [*range(placement.num_engines(config)), *more]
     if not device.is_gpu:
         return len(numbers) * (config.engine.name == "process"), 0
-    used = [gpu for number in numbers for gpu in placement.engine_seat(config, number, device.count).gpus]
-    ranks = placement.rank_gpus(config, device.count)
+    here, count = on_machine(config, device)
+    used = [gpu for number in numbers for gpu in placement.engine_seat(here, number, count).gpus]
+    ranks = placement.rank_gpus(here, count)
     return max(map(used.count, ranks)), max(map(used.count, {*used}.difference(ranks)), default=0)
 
 
@@ -140,7 +138,24 @@ def _warmup(config: RunConfig, hugging_face: Any) -> Mapping[str, int]:
 
 def is_server_beside(config: RunConfig, device: Device) -> bool:
     """Whether the run starts a server on a GPU of the trainer, with which it takes turns."""
-    return device.is_gpu and placement.takes_turns(config, device.count)
+    return device.is_gpu and placement.takes_turns(*on_machine(config, device))
+
+
+def on_machine(config: RunConfig, device: Device) -> tuple[RunConfig, int]:
+    """`config` with the ranks that torchrun starts on the run's own machine, and the GPUs there; a cluster's are
+    not told apart."""
+    if config.cluster is not None:
+        return config, device.count
+    train = config.train.model_copy(update={"ranks": config.train.ranks // device.machines})
+    return config.model_copy(update={"train": train}), device.count // device.machines
+
+
+def gpus_per_engine(config: RunConfig, device: Device) -> float:
+    """The GPUs whose rate an engine of production has: on average, where several share some."""
+    seats = placement.engine_seats(*on_machine(config, device))[: placement.num_engines(config, of_production=True)]
+    used = [gpu for seat in seats for gpu in seat.gpus]
+    shared = 1.0 if config.cluster or not used else len({*used}) / len(used)
+    return placement.gpus_per_server(config) * shared
 
 
 def server_share(config: RunConfig, device: Device, trainer: Mapping[str, int]) -> float:

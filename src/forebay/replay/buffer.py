@@ -91,7 +91,8 @@ class ReplayBuffer:
         self.limit = limit
         self.reuse = reuse
         self.on_evict = on_evict
-        self.storage.use_codec(GroupCodec())
+        if self.storage.codec is None:
+            self.storage.use_codec(GroupCodec())
         # Puts do not exclude each other: a store on disk writes those that wait at the same time together.
         self._lock = SharedLock()
         self._changes = Changes()
@@ -251,6 +252,7 @@ class ReplayBuffer:
 
         With `reuse`, what a later step may use again stays.
         """
+        train_step = check_whole("train_step", train_step)
         async with self._lock.alone():
             with self._changes.noted_if_cut_short():
                 num_forgotten = await forget(self.storage, superfluous(self.reuse, train_step))
@@ -283,6 +285,7 @@ class ReplayBuffer:
         may exceed `limit`; nothing is evicted before the next `put`. The next train step that is named for a
         task stands, also an older one; nothing else makes the step of a task fall.
         """
+        train_step = check_whole("train_step", train_step)
         query = {"status": Status.ARCHIVED, "train_step": {"$gt": train_step, "$lt": COPY_STEP}}
         async with self._lock.alone():
             with self._changes.noted_if_cut_short():

@@ -69,20 +69,12 @@ class ProcessEngine:
         recipe: of the engine.
         hand_over: how weights get there; engines that share one share the work.
         log: the child's output is appended here.
-        silence_limit_s: after that long without a sign of life the child is ended, and lost.
     """
 
     takes_live_weights = True
     """Live weights go from the trainer, or its ranks, into the memory that engines map."""
 
-    def __init__(
-        self,
-        recipe: EngineRecipe,
-        hand_over: SharedMemoryHandOver,
-        *,
-        log: Path,
-        silence_limit_s: float = SILENCE_LIMIT_S,
-    ) -> None:
+    def __init__(self, recipe: EngineRecipe, hand_over: SharedMemoryHandOver, *, log: Path) -> None:
         self.model_step = 0
         """The step of the weights that make the next token."""
         self.max_context_tokens = 0
@@ -92,12 +84,11 @@ class ProcessEngine:
         self.takes_adapters = False
         """Whether the child's engine does."""
         self._recipe, self._hand_over, self._log = recipe, hand_over, log
-        self._silence_limit_s = silence_limit_s
         self.is_closed = False
         """Whether it was closed, and uses no GPU any more."""
         self._is_behind = False
         """Whether the child may lack the weights of the last hand-over."""
-        self._child = _Child(recipe, log, silence_limit_s)
+        self._child = _Child(recipe, log)
         hand_over.join()
 
     def wait_until_ready(self) -> None:
@@ -205,7 +196,7 @@ class ProcessEngine:
         # The first child of an engine that joins a run is loading its model already.
         if self._child.was_waited_for:
             await self._child.close()
-            self._child = _Child(self._recipe, self._log, self._silence_limit_s)
+            self._child = _Child(self._recipe, self._log)
         try:
             await asyncio.to_thread(self.wait_until_ready)
             await self._hand_over.again(self._send_weights)
@@ -276,14 +267,14 @@ _LOG_TAIL_BYTES = 2000
 class _Child:
     """The process and this end of its socket."""
 
-    def __init__(self, recipe: EngineRecipe, log: Path, silence_limit_s: float) -> None:
+    def __init__(self, recipe: EngineRecipe, log: Path) -> None:
         self.link: _Link | None = None
         self._is_ready = self.was_waited_for = False
-        self._log, self._silence_limit_s = log, silence_limit_s
+        self._log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         self._socket, theirs = socket.socketpair()
         threads = str(recipe.threads)
-        arguments = (str(theirs.fileno()), str(silence_limit_s), recipe.model_dump_json())
+        arguments = (str(theirs.fileno()), str(SILENCE_LIMIT_S), recipe.model_dump_json())
         with theirs, log.open("ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _CHILD_CODE, *arguments],
@@ -325,7 +316,7 @@ class _Child:
             self.link = _Link(
                 Channel(self._socket, max_header_bytes=MAX_HEADER_BYTES),
                 f"engine process {self.process.pid}",
-                limit_s=self._silence_limit_s,
+                limit_s=SILENCE_LIMIT_S,
                 other_limit_s=PARENT_LIMIT_S,
                 errors=_ERRORS,
                 loss=EngineLost,

@@ -15,13 +15,14 @@ any moment of a crash the payloads of all chunks and leases are there, and all o
 
 from __future__ import annotations
 
-import operator
 import struct
 from collections.abc import Callable, Sequence
+from operator import index
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
+import numpy as np
 
 from forebay.aio.changed import BufferClosed
 from forebay.config import errors_about
@@ -142,8 +143,8 @@ class WorkerDropped(msgspec.Struct, array_like=True, tag=True):
 
 Change: TypeAlias = Added | Served | LeaseEnded | VersionSet | WorkerDropped
 
-# Numbers of numpy and others that are whole are taken as such.
-_encode = msgspec.msgpack.Encoder(enc_hook=operator.index).encode
+# Numbers of numpy, and others that are whole, are taken as such.
+_encode = msgspec.msgpack.Encoder(enc_hook=lambda n: float(n) if isinstance(n, np.floating) else index(n)).encode
 _decode = msgspec.msgpack.Decoder(Change).decode
 
 

@@ -76,8 +76,9 @@ class Served:
 
         A server that still runs on the same database is fenced off first: it must keep nothing any more.
         """
-        # Most groups go on as they came: none is decoded before it is looked at.
-        self.buffer.storage.use_codec(GroupCodec(keep_packed=True))
+        if type(self.buffer.storage.codec) is GroupCodec:
+            # Most groups go on as they came: none is decoded before it is looked at.
+            self.buffer.storage.use_codec(GroupCodec(keep_packed=True))
         await self.buffer.storage.claim()
         await recover(self.buffer)
         await self._look()
@@ -91,7 +92,8 @@ class Served:
             self._watching.cancel()
             await asyncio.wait([self._watching])
         self.buffer.on_evict = self._on_evict
-        self.buffer.storage.use_codec(GroupCodec())
+        if type(self.buffer.storage.codec) is GroupCodec:
+            self.buffer.storage.use_codec(GroupCodec())
 
     async def _look(self) -> None:
         await self.room.measure()

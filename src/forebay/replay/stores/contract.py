@@ -308,8 +308,12 @@ class StorageBackend(ABC):
     plain_codec: ClassVar[type[Codec]]
     """Makes the codec of a store that is handed none. `forebay.replay.format.packed`, which knows groups, sets it."""
 
-    def use_codec(self, codec: Codec) -> None:  # noqa: B027
+    codec: Codec | None = None
+    """The codec that the store was handed; None: none, and a buffer hands it one of groups."""
+
+    def use_codec(self, codec: Codec) -> None:
         """Make bytes of payloads by `codec` from now on. Stores in memory keep the objects and need none."""
+        self.codec = codec
 
     def close(self) -> None:  # noqa: B027
         """Give back threads, files and connections; the store is not used afterwards."""

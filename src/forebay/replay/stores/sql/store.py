@@ -76,7 +76,7 @@ class SQLStorage(StorageBackend):
 
     def use_codec(self, codec: Codec) -> None:
         """Payloads are what `codec` says."""
-        self._codec = codec
+        self.codec = self._codec = codec
 
     def close(self) -> None:
         """Finish the calls that were made, end the threads, close the connections."""

@@ -1,6 +1,6 @@
 """Kernels for logits give what torch's own operations give: on a GPU, or by Triton's interpreter.
 
-    TRITON_INTERPRET=1 pytest tests/train/test_logit_kernels.py
+TRITON_INTERPRET=1 pytest tests/train/test_logit_kernels.py
 """
 
 from __future__ import annotations

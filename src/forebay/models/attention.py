@@ -11,8 +11,8 @@ in speed, and in what a packed row costs: those of `VARIABLE_LENGTH` take sequen
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from forebay.config import ConfigError

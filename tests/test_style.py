@@ -188,7 +188,8 @@ def _is_re_export(node: ast.stmt) -> bool:
 def config_keys() -> dict[str, list[str]]:
     """The keys of run files, by the model or the kind of component that has them."""
     for module in pkgutil.walk_packages(forebay.__path__, "forebay."):
-        if not module.name.endswith("__main__"):
+        # Triton comes with torch for GPUs alone.
+        if not module.name.endswith(("__main__", "triton_kernels")):
             importlib.import_module(module.name)
     # Of a kind of component, agents for example, a key that several take is one key to learn.
     kinds: dict[str, list[type[BaseModel]]] = {

@@ -26,7 +26,11 @@ WAYS = ("whole", "slices", "chunks")
 
 def in_slices(model, micro, rows: int) -> torch.Tensor:
     """The logprobs from slices of logits that all exist."""
-    with forward._selected_positions(forward.output_head(model), micro.positions):
+
+    def select(module, states):
+        return (states[0].flatten(0, 1).index_select(0, micro.positions)[None],)
+
+    with forward.output_head(model).register_forward_pre_hook(select):
         logits_NV = model(input_ids=micro.input_ids, use_cache=False).logits.squeeze(0)
     parts = [slice(start, start + rows) for start in range(0, len(logits_NV), rows)]
     return torch.cat(
@@ -37,6 +41,8 @@ def in_slices(model, micro, rows: int) -> torch.Tensor:
                 micro.targets[part, None],
                 None,
                 "measure",
+                None,
+                [],
                 use_reentrant=False,
             )[:, 0]
             for part in parts

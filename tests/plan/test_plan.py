@@ -45,6 +45,7 @@ SIZES = {
         ("NVIDIA A100-SXM4-40GB", 39, "A100-40GB"),
         ("NVIDIA A100 80GB PCIe", 79, "A100-80GB"),
         ("NVIDIA H100 80GB HBM3", 79, "H100-80GB"),
+        ("NVIDIA H200", 139, "H200-141GB"),
         ("NVIDIA GH200 480GB", 95, None),
         ("NVIDIA GeForce RTX 4090", 24, "RTX4090-24GB"),
     ],
@@ -97,6 +98,15 @@ def run_config(model: Path, **changes: Any) -> RunConfig:
 
 def device(memory_bytes: int, **facts: Any) -> Device:
     return Device(name="test", memory_bytes=memory_bytes, **facts)
+
+
+def test_a_run_file_that_names_a_gpu_is_planned_where_there_is_none(thin_model: Path) -> None:
+    here, there = (
+        make_plan(run_config(thin_model, device=name), parse_devices("H100-80GB"), prompt_tokens=32).times
+        for name in ("cpu", "cuda:1")
+    )
+    assert here is not None
+    assert here == there
 
 
 def test_the_parts_of_a_run_in_one_process(model: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     CohereConfig,
@@ -283,13 +285,73 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class Looks(TorchDispatchMode):
+    """Counts, by name, the operations that read or write tensors as wide as the vocabulary."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary, self.names = vocabulary, Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        seen = [t.shape[-1] for t in tree_leaves((args, result)) if isinstance(t, torch.Tensor) and t.ndim == 2]
+        if self.vocabulary in seen and not function.is_view:
+            self.names[function.overloadpacket.__name__] += 1
+        return result
+
+
+@pytest.mark.parametrize("kind", ["untied", "adapted head"])
+def test_the_backward_pass_sums_nothing_over_the_vocabulary_again(kind, make_model, make_groups, monkeypatch):
+    """On a GPU each look at a chunk's logits takes about as long as the product that makes them."""
+    model, micro = KINDS[kind](make_model), micro_batch(make_groups())
+    monkeypatch.setattr(forward_module, "CHUNK_ELEMENTS", VOCABULARY * 7)
+    num_chunks = math.ceil(len(micro.targets) / 7)
+    with torch.autocast("cpu", torch.bfloat16), Looks(VOCABULARY) as forward:
+        output = response_logprobs(model, micro, entropy="measure")
+    with Looks(VOCABULARY) as backward:
+        output.logprobs.sum().backward()
+    assert forward.names["amax"] == num_chunks
+    assert forward.names["exp_"] == num_chunks
+    assert not {"amax", "sum", "logsumexp"} & backward.names.keys()
+    assert backward.names["exp_"] == num_chunks
+
+
+def test_a_slice_of_the_gradient_is_not_copied_onto_itself(make_groups, monkeypatch):
+    """As ``gradient[rows] += product`` does."""
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, tie_word_embeddings=False, **shape))
+    micro = micro_batch(make_groups())
+    monkeypatch.setattr(forward_module, "CHUNK_ELEMENTS", VOCABULARY * 7)
+    weight = model.lm_head.weight
+    weight.grad = torch.zeros_like(weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs = response_logprobs(model, micro).logprobs
+    with Copies(weight.grad) as copies:
+        logprobs.sum().backward()
+    assert copies.num == 0
+    assert weight.grad.abs().sum() > 0
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies into the memory of a tensor."""
+
+    def __init__(self, target: torch.Tensor) -> None:
+        super().__init__()
+        self.place, self.num = target.untyped_storage().data_ptr(), 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.copy_.default:
+            self.num += args[0].untyped_storage().data_ptr() == self.place
+        return function(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("entropy", ["none", "measure", "train"])
 def test_log_probabilities_and_entropies_have_the_gradients_of_torch(entropy):
     generator = torch.Generator().manual_seed(0)
     logits_NV = torch.randn(5, 7, dtype=torch.float64, generator=generator).requires_grad_()
     # The second row has one twice.
     targets_NT = torch.tensor([[0, 1], [6, 6], [3, 0], [3, 2], [1, 5]])
-    results_NK = _LogProbabilities.apply(logits_NV, targets_NT, entropy)
+    results_NK = _LogProbabilities.apply(logits_NV, targets_NT, entropy, [])
     every_NV = logits_NV.log_softmax(-1)
     expected = [*every_NV.gather(1, targets_NT).unbind(1)]
     if entropy != "none":

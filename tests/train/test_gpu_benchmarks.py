@@ -17,6 +17,7 @@ MODULES = ("accelerator", "generation", "handover", "run_all", "training", "whol
 ONLY_ON_A_GPU = {
     "0.5b, packed, moments of 8 bits",
     "1.5b, packed, compiled",
+    "1.5b, packed, compiled, 16k tokens",
     "1.5b, packed, sdpa",
     "1.5b, packed, flex_attention",
 }

@@ -63,6 +63,18 @@ def test_recomputed_and_moved_activations_change_nothing(make_model, make_groups
             torch.testing.assert_close(other, weights, rtol=1e-6, atol=1e-6)
 
 
+def test_steps_with_recomputed_layers_add_nothing_to_the_model(make_model, make_groups):
+    """Switched on by transformers' own call, which every step makes anew, the embeddings got a hook each time."""
+    learner = Learner(make_model(), TrainConfig(token_budget=24, gradient_checkpointing=True), pad_token_id=0)
+    batch = Packer(24).pack_pad_dispatch(TrainBatch.from_groups(make_groups()))
+    batch.advantages = batch.token_weights = np.full(batch.num_response_tokens, 0.1, np.float32)
+    for step in range(3):
+        learner.update(batch, step)
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in learner.model.modules())
+    with pytest.raises(ValueError, match="no layer of Linear can be recomputed"):
+        layers.checkpoint_activations(torch.nn.Linear(1, 1))
+
+
 def test_memory_falls_with_every_layer_that_is_recomputed():
     sizes = Qwen3Config(
         vocab_size=100, hidden_size=64, intermediate_size=192, num_hidden_layers=4, num_attention_heads=4,

@@ -47,7 +47,7 @@ def test_they_give_what_log_softmax_gives(size, dtype):
     exact = logits.double().requires_grad_()
     expected, entropy = of_torch(exact, targets, scale)
     logits.requires_grad_()
-    found = logit_kernels.TargetLogprobs.apply(logits, targets, scale)
+    found = logit_kernels.TargetLogprobs.apply(logits, targets, scale, [])
     torch.testing.assert_close(found.double(), torch.stack([expected, entropy], 1), rtol=1e-5, atol=1e-4)
     weights = torch.tensor([0.7, -1.0, 3.0, 0.0], device=DEVICE)
     (found[:, 0] * weights).sum().backward()

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import distributed
 
 from forebay.engines import GenerateRequest, RolloutController, TransformersEngine
 from forebay.engines.weights import buckets as bucket_module
@@ -20,7 +21,10 @@ from forebay.engines.weights.buckets import Buckets
 from forebay.models import precision_on
 from forebay.plan import this_machine
 from forebay.train import TrainConfig, TrainController
+from forebay.train.learner import Learner
 from forebay.train.model import forward
+from forebay.train.parallel.learner import source_of
+from forebay.train.parallel.loading import load_sharded, make_mesh
 from forebay.types import SampleParams
 from train.conftest import build_groups, build_model
 
@@ -122,18 +126,72 @@ async def test_weights_reach_the_engine_and_sleep_frees_the_memory():
     await rollouts.close()
 
 
-def test_a_checkpoint_goes_on_on_the_other_device(tmp_path):
+@pytest.mark.parametrize("moments", ["float32", "cpu", "8bit"])
+def test_a_checkpoint_goes_on_on_the_other_device(tmp_path, moments):
+    if moments == "8bit":
+        pytest.importorskip("bitsandbytes")
     groups = build_groups()
-    first = controller(build_model(), GPU)
+    # Large enough for 8 bits: bitsandbytes leaves weights of less than 4,096 numbers.
+    first = controller(build_model(hidden_size=64, intermediate_size=96), GPU, moments=moments)
     first.fit(groups)
     first.save(tmp_path / "one")
-    here, there = (controller(build_model(), device) for device in ("cpu", GPU))
+    here, there = (
+        controller(build_model(hidden_size=64, intermediate_size=96), device, moments=moments)
+        for device in ("cpu", GPU)
+    )
     for trainer in (here, there):
         trainer.resume(tmp_path / "one")
     assert_like(weights(here), weights(first), atol=0)
     assert_like(weights(there), weights(first), atol=0)
+    saved, *read = (dict(trainer.learner._optimizer.state_tensors()) for trainer in (first, here, there))
+    for state in read:
+        assert {key: value.cpu().tolist() for key, value in state.items()} == {
+            key: value.cpu().tolist() for key, value in saved.items()
+        }
+    assert {key: value.device for key, value in read[1].items()} == {key: value.device for key, value in saved.items()}
     norms = [trainer.fit(groups).metrics["train/grad_norm"] for trainer in (here, there)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+
+
+def test_slices_of_one_rank_give_the_step_of_a_whole_model(tmp_path):
+    """FSDP2, NCCL and a checkpoint of slices. In a process of its own, which has one process group."""
+    program = "import sys, train.test_on_gpu as here; here.train_slices(sys.argv[1])"
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    around = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, env=around, timeout=90)
+
+
+def train_slices(place):
+    device, folder = torch.device(GPU, 0), Path(place)
+    torch.cuda.set_device(device)
+    distributed.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=f"file://{folder}/meet", rank=0, world_size=1, device_id=device
+    )
+    config = TrainConfig(lr=1e-2, dtype="bfloat16", layout="packed", token_budget=64)
+    groups = build_groups()
+
+    def sliced():
+        source = source_of(build_model(), folder / "model")
+        mesh = make_mesh(GPU, 1, config.parallel)
+        model = load_sharded(source, mesh, config.parallel, precision="bfloat16", device=str(device))
+        return Learner(model, config, pad_token_id=0, device=device, mesh=mesh)
+
+    packed = TrainController(build_model(), config, pad_token_id=0, device=device)
+    batch = packed.pack(groups)
+    batch = packed.compute_advantages(batch)
+    batch.token_weights = np.where(batch.response_mask, np.float32(0.1), np.float32(0))
+    expected = packed.learner.update(batch, 0).norms
+    learner = sliced()
+    assert learner.update(batch, 0).norms == pytest.approx(expected, rel=0.05)
+    (folder / "saved").mkdir()
+    learner.begin_save(folder / "saved", 1)
+    learner.finish_save()
+    resumed = sliced()
+    assert resumed.resume(folder / "saved") == 1
+    for (name, weight), (_, other) in zip(learner.weights(), resumed.weights(), strict=True):
+        assert torch.equal(weight, other), name
+    assert resumed.update(batch, 1).norms == pytest.approx(learner.update(batch, 1).norms, rel=0.05)
+    distributed.destroy_process_group()
 
 
 def test_the_device_is_found_for_plans():

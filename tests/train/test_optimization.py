@@ -101,6 +101,19 @@ def test_moments_in_the_memory_of_the_cpu_change_no_weight():
         torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize(("moments", "where"), [("float32", "meta"), ("cpu", "cpu")])
+def test_moments_are_read_to_where_they_stay(moments, where):
+    """Not to the device first, and not twice there: a run that fits only so has to resume, too."""
+    layer = nn.Linear(2, 3, device="meta")
+    optimizer = Optimizer(layer, TrainConfig(lr=0.1, moments=moments))
+    sizes = {"weight|exp_avg": (3, 2), "weight|exp_avg_sq": (3, 2), "weight|step": ()}
+    places = {key: optimizer.place_for(key, torch.Size(size), torch.float32) for key, size in sizes.items()}
+    assert {place.device.type for place in places.values()} == {where}
+    optimizer.load_state_tensors(places)
+    assert {id(moment) for moment in optimizer.moments()} == {id(place) for place in places.values()}
+    assert optimizer.place_for("other|exp_avg", torch.Size((3, 2)), torch.float32) is None
+
+
 def test_moments_of_eight_bits_are_saved_and_take_a_quarter():
     pytest.importorskip("bitsandbytes")
     plain, full = trained("float32", 5)

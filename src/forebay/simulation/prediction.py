@@ -123,6 +123,8 @@ def simulate(
     config = config.model_copy(
         update={
             "steps": steps,
+            # Nothing is computed: a GPU that the run file names may not be here.
+            "device": "cpu",
             "checkpoint_every": config.checkpoint_every if cluster.checkpoint_s else 0,
             # The cluster says which share of the groups is rejected.
             "produce": config.produce.model_copy(update={"filter": "none"}),

@@ -322,10 +322,10 @@ def load_trainer(folder: Path, parts: TrainerParts) -> int:
     # Ranks that list the files in another order would move other slices at the same time.
     for name, value in sorted(found.items()):
         prefix, _, key = name.partition(".")
-        weight = parts.optimizers[prefix].weight_of(key) if prefix in moments else None
-        # Those of a weight that is frozen now are left out; one that was frozen begins without any.
-        if weight is not None:
-            moments[prefix][key] = _place_for(value, weight)
+        if prefix in moments:
+            # Those of a weight that is frozen now are left out; one that was frozen begins without any.
+            place = parts.optimizers[prefix].place_for(key, value.size, value.properties.dtype)
+            moments[prefix] |= {} if place is None else {key: place}
     places = weights | {f"{prefix}.{key}": v for prefix, own in moments.items() for key, v in own.items()}
     blocks = {name: in_one_piece(value) for name, value in places.items()}
     # Each rank plans by itself what it reads.
@@ -335,12 +335,3 @@ def load_trainer(folder: Path, parts: TrainerParts) -> int:
     for prefix, optimizer in parts.optimizers.items():
         optimizer.load_state_tensors(moments[prefix])
     return int(saved["train_step"])
-
-
-def _place_for(saved: Any, weight: torch.Tensor) -> torch.Tensor:
-    """A tensor to read `saved` into: split as its weight is, if it has that one's shape."""
-    dtype = saved.properties.dtype
-    # Step counts, and the scales of 8-bit moments, have shapes of their own.
-    if weight.shape == saved.size:
-        return torch.zeros_like(weight, dtype=dtype, requires_grad=False)
-    return torch.zeros(saved.size, dtype=dtype)

@@ -196,12 +196,20 @@ class Optimizer:
                 # bitsandbytes counts steps in a plain number.
                 yield f"{name}|{key}", torch.as_tensor(value)
 
-    def weight_of(self, key: str) -> nn.Parameter | None:
-        """The weight that a name of `state_tensors` belongs to; None: no weight of this optimizer."""
-        return self._parameters.get(key.rpartition("|")[0])
+    def place_for(self, key: str, size: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+        """Memory for what `state_tensors` gave by this name, where it will stay; None: no weight of this optimizer."""
+        weight = self._parameters.get(key.rpartition("|")[0])
+        if weight is None:
+            return None
+        own: dict[str, Any] = {"device": "cpu", "pin_memory": weight.is_cuda} if self.settings.moments == "cpu" else {}
+        if weight.shape == size:
+            # Split as its weight is.
+            return torch.zeros_like(weight, dtype=dtype, requires_grad=False, **own)
+        # Step counts, and the scales of 8-bit moments, have shapes of their own.
+        return torch.zeros(size, dtype=dtype, **(own or {"device": weight.device}))
 
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over what `state_tensors` gave.
+        """Take over what `state_tensors` gave, in memory of `place_for`, which is kept.
 
         Raises:
             ValueError: the moments are of another kind.
@@ -215,12 +223,5 @@ class Optimizer:
         self._adamw.state.clear()
         for key, value in tensors.items():
             name, _, part = key.rpartition("|")
-            weight = self._parameters[name]
-            self._adamw.state[weight][part] = self._placed(part, value, weight)
-
-    def _placed(self, key: str, value: torch.Tensor, weight: torch.Tensor) -> Any:
-        if self.settings.moments == "8bit" and key == "step":
-            return int(value)
-        if self.settings.moments == "cpu":
-            return value.pin_memory() if weight.is_cuda else value.clone()
-        return value.to(weight.device, copy=True)
+            is_count = self.settings.moments == "8bit" and part == "step"
+            self._adamw.state[self._parameters[name]][part] = int(value) if is_count else value

@@ -19,6 +19,7 @@ Shapes: B rows, L columns, H hidden size, N trained tokens, V vocabulary.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -35,8 +36,8 @@ from forebay.train.model.lora import without_adapters
 CHUNK_ELEMENTS = 1 << 25
 """Logits that exist at once: 128 MiB of float32, and about twice as much in the backward pass. More are
 computed by chunks, and once more in the backward pass, which is a third more work for the head."""
-KERNEL_ELEMENTS = 1 << 27
-"""The same where no float32 copy of them is made: 256 MiB of bfloat16, and as much for their gradient."""
+KERNEL_ELEMENTS = 1 << 26
+"""The same where no float32 copy of them is made: 128 MiB of bfloat16, and as much for their gradient."""
 
 Entropy = Literal["none", "measure", "train"]
 Cells = MicroBatch | SharedPrompts
@@ -81,8 +82,9 @@ def response_logprobs(
         if others is not None:
             targets_NT = torch.cat([targets_NT, others[place]], dim=1)
         scale_N = None if micro.inverse_temperature is None else micro.inverse_temperature[place]
+        known = defaultdict[Any, list[torch.Tensor]](list)
         return lambda logits_nV, part: _token_outputs(
-            logits_nV, targets_NT[part], None if scale_N is None else scale_N[part], entropy, top
+            logits_nV, targets_NT[part], None if scale_N is None else scale_N[part], entropy, top, known[part.start]
         )
 
     def outputs_at(place: slice | torch.Tensor, cells: Cells, **inputs: Any) -> tuple[torch.Tensor, Any]:
@@ -125,20 +127,20 @@ def _token_outputs(
     targets_NT: torch.Tensor,
     scale_N: torch.Tensor | None,
     entropy: Entropy,
-    top: tuple[int, int] | None = None,
+    top: tuple[int, int] | None,
+    known: list[torch.Tensor],
 ) -> torch.Tensor:
     """N x T: log probabilities; with `top` 2 K columns more, and one with the entropies."""
     if entropy != "train" and top is None and targets_NT.shape[1] == 1 and has_kernels(logits_NV):
         ones_N = logits_NV.new_ones(len(logits_NV), dtype=torch.float32) if scale_N is None else scale_N.float()
-        results_N2: torch.Tensor = TargetLogprobs.apply(logits_NV, targets_NT[:, 0], ones_N)  # type: ignore[no-untyped-call]
+        results_N2: torch.Tensor = TargetLogprobs.apply(logits_NV, targets_NT[:, 0], ones_N, known)  # type: ignore[no-untyped-call]
         return results_N2 if entropy == "measure" else results_N2[:, :1]
-    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if scale_N is not None:
         logits_NV = logits_NV * scale_N[:, None]
     if top is not None:
         ids_NK = logits_NV[:, : top[1]].topk(top[0]).indices
         targets_NT = torch.cat([targets_NT, ids_NK], dim=1)
-    results: torch.Tensor = _LogProbabilities.apply(logits_NV, targets_NT, entropy)  # type: ignore[no-untyped-call]
+    results: torch.Tensor = _LogProbabilities.apply(logits_NV, targets_NT, entropy, known)  # type: ignore[no-untyped-call]
     return results if top is None else torch.cat([results, ids_NK], dim=1)
 
 
@@ -146,20 +148,30 @@ class _LogProbabilities(torch.autograd.Function):
     """Of the T targets of each token and, if asked for, in a last column the entropy, ``softmax(logits)``'s.
 
     ``d logprob[t] / d logits = onehot(t) - p``; ``d entropy / d logits[i] = -p[i] (log p[i] + entropy)``.
-    By torch's own operations five copies of the logits are alive in the backward pass; here there are two.
+    By torch's own operations five float32 copies of the logits are alive in the backward pass; here there is one.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: torch.Tensor, targets_NT: torch.Tensor, entropy: Entropy) -> torch.Tensor:
-        """float32, N x T or N x (T + 1)."""
-        normalizer_N = logits_NV.logsumexp(-1)
-        results = logits_NV.gather(1, targets_NT) - normalizer_N[:, None]
-        if entropy != "none":
-            weighted_NV = torch.sub(logits_NV, normalizer_N[:, None]).exp_().mul_(logits_NV)
-            results = torch.cat([results, (normalizer_N - weighted_NV.sum(-1))[:, None]], dim=1)
+    def forward(ctx: Any, logits_NV: Any, targets_NT: Any, entropy: Entropy, known: list[torch.Tensor]) -> Any:
+        """float32, N x T or N x (T + 1).
+
+        What is put into `known` at the first call is taken from it where the logits are made once more for the
+        backward pass: on a GPU each look at all of them costs as much as a product that makes them.
+        """
+        if not known:
+            largest_N = logits_NV.amax(-1).to(torch.promote_types(logits_NV.dtype, torch.float32))
+            shares_NV = torch.sub(logits_NV, largest_N[:, None]).exp_()
+            total_N = shares_NV.sum(-1)
+            normalizer_N = total_N.log() + largest_N
+            results = logits_NV.gather(1, targets_NT) - normalizer_N[:, None]
+            if entropy != "none":
+                entropy_N = normalizer_N - shares_NV.mul_(logits_NV).sum(-1) / total_N
+                results = torch.cat([results, entropy_N[:, None]], dim=1)
+            known += normalizer_N, results
+        normalizer_N, results = known
         ctx.save_for_backward(logits_NV, targets_NT, normalizer_N, results)
         ctx.trains_entropy = entropy == "train"
-        return results
+        return results.clone()
 
     @staticmethod
     def backward(ctx: Any, grad_NK: torch.Tensor) -> Any:
@@ -168,16 +180,15 @@ class _LogProbabilities(torch.autograd.Function):
         grad_NT = grad_NK[:, : targets_NT.shape[1]]
         grad_N = grad_NT.sum(1)
         # p, then p times what multiplies it.
-        grad_NV = torch.sub(logits_NV, normalizer_N[:, None])
+        grad_NV = torch.sub(logits_NV, normalizer_N[:, None]).exp_()
         if ctx.trains_entropy:
             entropy_grad_N = grad_NK[:, -1]
-            shift_N = (grad_N + entropy_grad_N * (results_NK[:, -1] - normalizer_N))[:, None]
-            factor_NV = torch.addcmul(shift_N.expand_as(logits_NV), entropy_grad_N[:, None], logits_NV)
-            grad_NV.exp_().mul_(factor_NV).neg_()
+            shift_N = grad_N + entropy_grad_N * (results_NK[:, -1] - normalizer_N)
+            grad_NV.mul_(torch.mul(logits_NV, entropy_grad_N[:, None]).add_(shift_N[:, None])).neg_()
         else:
-            grad_NV.exp_().mul_(-grad_N[:, None])
+            grad_NV.mul_(-grad_N[:, None])
         grad_NV.scatter_add_(1, targets_NT, grad_NT)
-        return grad_NV, None, None
+        return grad_NV.to(logits_NV.dtype), None, None, None
 
 
 def run_passes(call: Callable[..., tuple[torch.Tensor, Any]], micro: MicroBatch) -> torch.Tensor:

@@ -134,20 +134,21 @@ class _ChunkedLinear(torch.autograd.Function):
         grad_V = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
         with torch.autocast(hidden_NH.device.type, enabled=False):
             hidden_NH, weight_VH, bias_V = _cast(ctx.dtype, hidden_NH, weight_VH, bias_V)
-            rows = ctx.parts[0].stop
-            at_once = max(1, JOINED_ELEMENTS // (rows * len(weight_VH))) if ctx.dtype.itemsize == 2 else 1
+            chunk = ctx.parts[0].stop * len(weight_VH)
+            at_once = max(1, JOINED_ELEMENTS // chunk) if ctx.dtype.itemsize == 2 else 1
             for first in range(0, len(ctx.parts), at_once):
-                parts, grads = ctx.parts[first : first + at_once], list[torch.Tensor]()
+                parts = ctx.parts[first : first + at_once]
+                rows = slice(parts[0].start, parts[-1].stop)
+                joined_mV = hidden_NH.new_empty(len(hidden_NH[rows]) if len(parts) > 1 else 0, len(weight_VH))
                 for part in parts:
                     raw_nV = functional.linear(hidden_NH[part], weight_VH, bias_V).requires_grad_()
                     with torch.enable_grad():
                         results_nK = ctx.finish(raw_nV, part)
-                    grads += torch.autograd.grad(results_nK, raw_nV, grad_NK[part])
+                    (grad_mV,) = torch.autograd.grad(results_nK, raw_nV, grad_NK[part])
                     del raw_nV, results_nK
-                grad_mV = grads.pop() if len(grads) == 1 else torch.cat(grads)
-                rows = slice(parts[0].start, parts[-1].stop)
-                # What was joined is freed before the products.
-                grads.clear()
+                    if len(parts) > 1:
+                        joined_mV[part.start - rows.start : part.stop - rows.start] = grad_mV
+                        grad_mV = joined_mV
                 grad_NH[rows] = grad_mV @ weight_VH
                 if grad_VH is not None:
                     if grad_VH.dtype == grad_mV.dtype:
@@ -156,10 +157,11 @@ class _ChunkedLinear(torch.autograd.Function):
                         # By slices: the whole product in 16 bits would be half as large as the gradient.
                         for start in range(0, len(grad_VH), WEIGHT_ROWS):
                             some = slice(start, start + WEIGHT_ROWS)
-                            grad_VH[some] += grad_mV[:, some].T @ hidden_NH[rows]
+                            # `+=` would copy the slice onto itself.
+                            grad_VH[some].add_(grad_mV[:, some].T @ hidden_NH[rows])
                 if grad_V is not None:
                     grad_V += grad_mV.sum(0)
-                del grad_mV
+                del grad_mV, joined_mV
         return grad_NH, None if is_added else grad_VH, grad_V, None, None
 
 
@@ -175,7 +177,7 @@ def _adds_in_place(weight_VH: torch.Tensor) -> bool:
     return weight.grad is not None and not weight._backward_hooks
 
 
-JOINED_ELEMENTS = 1 << 27
+JOINED_ELEMENTS = 1 << 28
 """Gradients of logits, in 16 bits, that chunks leave for one product: each product reads and writes the gradient
 of the weight, at 1.5 B parameters 2.8 GB, and a small chunk has only 220 rows to do so for."""
 

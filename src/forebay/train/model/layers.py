@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,23 +40,27 @@ def checkpoint_activations(model: nn.Module, share: float = 1.0, *, offload: boo
     `offload` their inputs wait in the host's memory.
 
     transformers recomputes only layers in training mode. Setting that on the layers themselves, and not on
-    what is inside them, leaves every dropout in evaluation mode.
+    what is inside them, leaves every dropout in evaluation mode. Its own switch would add a hook to the
+    embeddings at every call.
+
+    Raises:
+        ValueError: the model's code has no layers that can be recomputed.
     """
-    transformers_model: Any = model
-    # The first is the name from transformers 5.23 on.
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or transformers_model.gradient_checkpointing_enable)({"use_reentrant": False})
     layers: list[Any] = decoder_layers(model)
+    if not layers:
+        raise ValueError(f"no layer of {type(model).__name__} can be recomputed: set gradient_checkpointing = false")
     for number, layer in enumerate(layers):
-        layer.training = number < round(share * len(layers))
-        if offload:
-            layer._gradient_checkpointing_func = _recompute_from_cpu
+        layer.gradient_checkpointing = layer.training = number < round(share * len(layers))
+        layer._gradient_checkpointing_func = _recompute_from_cpu if offload else _recompute
+
+
+_recompute = partial(checkpoint, use_reentrant=False)
 
 
 def _recompute_from_cpu(function: Any, *inputs: Any) -> Any:
     # Inside, nothing is kept by the first pass, so this moves the inputs alone.
     with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
-        return checkpoint(function, *inputs, use_reentrant=False)
+        return _recompute(function, *inputs)
 
 
 def compile_layers(model: nn.Module, device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Log probability and entropy of each row of logits on a GPU, and the gradient of the former, in one read each.
 
-torch's own operations read and write some 90 bytes for each logit of a train step, these six, and no float32
+torch's own operations read and write some 90 bytes for each logit of a train step, these four, and no float32
 copy of the logits exists. Sums are float32.
 
 Shapes: N tokens, V vocabulary.
@@ -28,23 +28,25 @@ class TargetLogprobs(torch.autograd.Function):
     """float32, N x 2: log probability of the target, which has a gradient, and entropy, which has none."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: torch.Tensor, targets_N: torch.Tensor, scale_N: torch.Tensor) -> torch.Tensor:
-        """Of logits times `scale_N` (float32)."""
+    def forward(ctx: Any, logits_NV: torch.Tensor, targets_N: Any, scale_N: Any, known: list[Any]) -> torch.Tensor:
+        """Of logits times `scale_N` (float32); `known` as of `forebay.train.model.forward`."""
         from forebay.train.model import triton_kernels
 
         logits_NV = logits_NV.contiguous()
         num_rows, num_words = logits_NV.shape
-        results_N2 = scale_N.new_empty(num_rows, 2)
-        normalizer_N = torch.empty_like(scale_N)
-        with torch.cuda.device(logits_NV.device):
-            triton_kernels.statistics[(num_rows,)](
-                logits_NV, targets_N, scale_N, results_N2, normalizer_N, num_words, BLOCK, num_warps=8
-            )
+        if not known:
+            known += scale_N.new_empty(num_rows, 2), torch.empty_like(scale_N)
+            with torch.cuda.device(logits_NV.device):
+                triton_kernels.statistics[(num_rows,)](
+                    logits_NV, targets_N, scale_N, *known, num_words, BLOCK, num_warps=8
+                )
+        normalizer_N: torch.Tensor = known[1]
+        results_N2: torch.Tensor = known[0]
         ctx.save_for_backward(logits_NV, targets_N, scale_N, normalizer_N)
-        return results_N2
+        return results_N2.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad_N2: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad_N2: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         """The gradient of the logits, in their dtype."""
         from forebay.train.model import triton_kernels
 
@@ -56,4 +58,4 @@ class TargetLogprobs(torch.autograd.Function):
             triton_kernels.gradient[(num_rows, -(-num_words // BLOCK))](
                 logits_NV, targets_N, scale_N, normalizer_N, factor_N, grad_NV, num_words, BLOCK, num_warps=8
             )
-        return grad_NV, None, None
+        return grad_NV, None, None, None

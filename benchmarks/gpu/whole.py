@@ -48,7 +48,7 @@ def _suite(bench: Bench) -> Row:
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-rfE", "-p", "no:cacheprovider"]
     # A warning that only this machine gives is no failure.
     report = bench.folder / "report.xml"
-    command += ["-v", "-W", "default", f"--junit-xml={report}"]
+    command += ["-vv", "-W", "default", f"--junit-xml={report}"]
     if find_spec("pytest_timeout"):
         command += [f"--timeout={min(60, bench.left_s() / 2):.0f}"]
     # Most of them wait for processes to start.

@@ -5,29 +5,18 @@ Tensors are contiguous: logits N x V, results N x 2, all others N.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def statistics(
-    logits: Any,
-    targets: Any,
-    scales: Any,
-    results: Any,
-    normalizers: Any,
-    num_words: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+def statistics(logits, targets, scales, results, normalizers, num_words: tl.constexpr, BLOCK: tl.constexpr):
     """One row: sums over ``exp(x - largest so far)``, lane by lane, as Milakov & Gimelshein 2018 add them up."""
     row = tl.program_id(0).to(tl.int64)
     start, scale = logits + row * num_words, tl.load(scales + row)
     # Not -inf, from which -inf cannot be subtracted.
     highest = tl.full((BLOCK,), -1e30, tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    weighted = tl.zeros((BLOCK,), tl.float32)
+    total, weighted = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for first in range(0, num_words, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         x = tl.load(start + columns, mask=columns < num_words, other=float("-inf")).to(tl.float32) * scale
@@ -47,16 +36,7 @@ def statistics(
 
 
 @triton.jit
-def gradient(
-    logits: Any,
-    targets: Any,
-    scales: Any,
-    normalizers: Any,
-    factors: Any,
-    gradients: Any,
-    num_words: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+def gradient(logits, targets, scales, normalizers, factors, gradients, num_words: tl.constexpr, BLOCK: tl.constexpr):
     """A block of a row: ``d logprob[target] / d logits = onehot(target) - p``, times its factor."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

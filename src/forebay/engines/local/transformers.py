@@ -104,6 +104,7 @@ class TransformersEngine:
         """The requests that decode together."""
         place = torch.device(device or next(model.parameters()).device)
         self._model = model.eval().to(place)
+        self._tensors = model.state_dict(keep_vars=True)
         self._has_tokenizer = tokenizer is not None
         self._vocabulary = len(model.get_input_embeddings().weight)
         self.max_context_tokens = check_config(model, max_context_tokens)
@@ -251,7 +252,7 @@ class TransformersEngine:
         await self._end_and_wait([*self._waiting, *self._running])
         await self._in_thread(self._release)
         self._thread.shutdown()
-        del self._batch, self._model
+        del self._batch, self._model, self._tensors
         self._adapted = None
 
     # The event loop's side
@@ -391,7 +392,7 @@ class TransformersEngine:
             # There a trainer of this process has made them, perhaps not yet.
             self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
         if adapters is None:
-            copy_weights(self._model, weights)
+            copy_weights(self._tensors, weights)
             if self._adapted is not None:
                 self._adapted.full_load()
         else:

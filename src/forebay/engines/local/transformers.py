@@ -151,10 +151,9 @@ class TransformersEngine:
                 model has not, or stop texts without a tokenizer.
         """
         request.check(self.max_context_tokens)
-        ids, count = request.input_ids, self._vocabulary
         # On a GPU a read beyond the table of tokens ends all work of the process there, the trainer's too.
-        if len(wrong := ids[(ids < 0) | (ids >= count)]):
-            raise ValueError(f"request {request.request_id!r}: a model of {count} tokens has no id {wrong[0]}")
+        if len(wrong := request.input_ids[(request.input_ids < 0) | (request.input_ids >= self._vocabulary)]):
+            raise ValueError(f"request {request.request_id!r}: a model of {self._vocabulary} tokens has no {wrong[0]}")
         if request.params.stop and not self._has_tokenizer:
             raise ValueError(
                 f"request {request.request_id!r} has stop texts {request.params.stop!r}, but the engine was "

@@ -302,8 +302,8 @@ async def test_weights_that_have_diverged_give_errors_until_good_ones_come(engin
         ([], {}, "has no input tokens"),
         (list(range(50)), {}, "has 50 input tokens, which leaves no room in the context of 50"),
         (PROMPT, {"stop": ("x",)}, "stop texts .* built without a tokenizer"),
-        ([3, 61], {}, "a model of 61 tokens has no id 61"),
-        ([3, -1, 4], {}, "a model of 61 tokens has no id -1"),
+        ([3, 61], {}, "a model of 61 tokens has no 61"),
+        ([3, -1, 4], {}, "a model of 61 tokens has no -1"),
     ],
 )
 async def test_what_can_never_run_is_refused(llama, make_request, ids, changes, message):

@@ -313,9 +313,12 @@ async def test_recordings_of_each_turn_take_the_memory_of_the_last():
     assert held[-1] < held[1] + (8 << 20), held
 
 
-async def test_an_engine_records_while_a_trainer_waits_for_its_copies():
-    """Moments on the CPU come back at the end of each step; the driver refuses some ways to wait for that."""
-    trainer, groups = controller(build_model(), GPU, moments="cpu"), build_groups()
+@pytest.mark.parametrize("moments", ["float32", "cpu", "8bit"])
+async def test_an_engine_records_while_a_trainer_takes_steps(moments):
+    """Some of them wait for the device, and the driver refuses some ways to do so."""
+    if moments == "8bit":
+        pytest.importorskip("bitsandbytes")
+    trainer, groups = controller(build_model(), GPU, moments=moments), build_groups()
     engine = TransformersEngine(build_model(), device=GPU)
     alone = await generate(engine)
     training = asyncio.get_running_loop().run_in_executor(None, lambda: [trainer.fit(groups) for _ in range(20)])

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from forebay.models.devices import ONE_RECORDING
 from forebay.train import TrainConfig
 from forebay.train.optimization import Optimizer, schedule_factor
 
@@ -18,6 +19,16 @@ def test_schedules_by_hand():
     assert factors("linear", 4) == [1.0, 0.75, 0.5, 0.25, 0.0]
     assert factors("cosine", 4, warmup=2) == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.0])
     assert schedule_factor("linear", 9, warmup_steps=0, total_steps=4) == 0.0
+
+
+def test_no_graph_is_recorded_while_an_optimizer_may_wait_for_the_whole_device(monkeypatch):
+    """As that of bitsandbytes does after each weight."""
+    optimizer = Optimizer(nn.Linear(1, 1), TrainConfig())
+    seen = []
+    monkeypatch.setattr(optimizer._adamw, "step", lambda: seen.append(ONE_RECORDING.locked()))
+    optimizer.step(0)
+    assert seen == [True]
+    assert not ONE_RECORDING.locked()
 
 
 @pytest.mark.parametrize("key", ["lr", "weight_decay", "critic_lr", "entropy_coef"])

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 ONE_RECORDING = threading.Lock()
-"""Held while a CUDA graph is recorded: no thread can then begin another, nor empty torch's cache."""
+"""Held while a CUDA graph is recorded: no thread can then begin another, empty torch's cache, or wait for the
+whole device."""
 
 
 def empty_cache() -> None:

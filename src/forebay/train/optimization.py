@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.adamw import adamw
 
 from forebay.extras import needed_by
+from forebay.models.devices import ONE_RECORDING
 from forebay.train.config import TrainConfig
 from forebay.train.offload import Place
 from forebay.train.parallel.sharding import clip_gradients, sum_replicated
@@ -144,7 +145,9 @@ class Optimizer:
             if self.settings.moments == "cpu":
                 self._step_from_cpu(group)
         if self.settings.moments != "cpu":
-            self._adamw.step()
+            # That of bitsandbytes waits for the whole device.
+            with ONE_RECORDING:
+                self._adamw.step()
         self.zero_grad()
 
     @torch.no_grad()

@@ -131,7 +131,6 @@ def cuda_recorder(stream: torch.cuda.Stream) -> Record:
             generator = torch.cuda.default_generators[stream.device.index]
             generator.graphsafe_set_state(generator.clone_state())
             raise
-        replay: Callable[[], None] = graph.replay
-        return replay
+        return graph.replay
 
     return record

@@ -104,6 +104,7 @@ class TransformersEngine:
         """The requests that decode together."""
         place = torch.device(device or next(model.parameters()).device)
         self._model = model.eval().to(place)
+        self._tensors = model.state_dict(keep_vars=True)
         self._has_tokenizer = tokenizer is not None
         self._vocabulary = len(model.get_input_embeddings().weight)
         self.max_context_tokens = check_config(model, max_context_tokens)
@@ -150,10 +151,9 @@ class TransformersEngine:
                 model has not, or stop texts without a tokenizer.
         """
         request.check(self.max_context_tokens)
-        ids, count = request.input_ids, self._vocabulary
         # On a GPU a read beyond the table of tokens ends all work of the process there, the trainer's too.
-        if len(wrong := ids[(ids < 0) | (ids >= count)]):
-            raise ValueError(f"request {request.request_id!r}: a model of {count} tokens has no id {wrong[0]}")
+        if len(wrong := request.input_ids[(request.input_ids < 0) | (request.input_ids >= self._vocabulary)]):
+            raise ValueError(f"request {request.request_id!r}: a model of {self._vocabulary} tokens has no {wrong[0]}")
         if request.params.stop and not self._has_tokenizer:
             raise ValueError(
                 f"request {request.request_id!r} has stop texts {request.params.stop!r}, but the engine was "
@@ -251,7 +251,7 @@ class TransformersEngine:
         await self._end_and_wait([*self._waiting, *self._running])
         await self._in_thread(self._release)
         self._thread.shutdown()
-        del self._batch, self._model
+        del self._batch, self._model, self._tensors
         self._adapted = None
 
     # The event loop's side
@@ -391,7 +391,7 @@ class TransformersEngine:
             # There a trainer of this process has made them, perhaps not yet.
             self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
         if adapters is None:
-            copy_weights(self._model, weights)
+            copy_weights(self._tensors, weights)
             if self._adapted is not None:
                 self._adapted.full_load()
         else:

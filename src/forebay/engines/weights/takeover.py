@@ -211,21 +211,22 @@ _NAMED_IN_ERRORS = 3
 """Enough to see a pattern (a prefix, another model), few enough to read."""
 
 
-def copy_weights(model: Any, weights: Weights) -> None:
-    """Copy `weights` into the parameters and persistent buffers of `model` that have these names.
+def copy_weights(own: Mapping[str, torch.Tensor], weights: Weights) -> None:
+    """Copy `weights` into the parameters and persistent buffers of these names, `own`.
 
-    Every parameter must be given, a tied one under any of its names; buffers may be left out. Tensors may be
-    on another device and of another dtype.
+    `own` is a model's ``state_dict(keep_vars=True)``: to make it takes longer than to check all of this. Every
+    parameter must be given, a tied one under any of its names; buffers may be left out. Tensors may be on
+    another device and of another dtype.
 
     Raises:
         ValueError: names are missing or unknown, or a shape differs; then nothing has been copied.
     """
-    own: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
     given = dict(weights)
     if unknown := [name for name in given if name not in own]:
         raise ValueError(f"the model has no {_some(unknown)}; its names look like {_some(list(own))}")
     covered = {id(own[name]) for name in given}
-    if missing := [name for name, _ in model.named_parameters() if id(own[name]) not in covered]:
+    parameters = (name for name, tensor in own.items() if isinstance(tensor, nn.Parameter))
+    if missing := [name for name in parameters if id(own[name]) not in covered]:
         raise ValueError(f"no weights were given for {_some(missing)}")
     for name, tensor in given.items():
         if tensor.shape != own[name].shape:

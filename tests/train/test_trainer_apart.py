@@ -17,6 +17,7 @@ import torch
 from forebay.io.shared import MemoryFile, lay_out, views
 from forebay.train import LocalRanks, TrainConfig, TrainController
 from forebay.train.objective.losses import POLICY_LOSSES
+from forebay.train.parallel.ranks import START, RankError
 from warm_python import START_OWN
 
 
@@ -27,6 +28,22 @@ def process():
     ranks = LocalRanks(1)
     yield ranks
     ranks.close()
+
+
+def test_ranks_have_the_gpus_from_the_one_that_is_named_on(make_model, monkeypatch):
+    told = []
+
+    def ask(self, method, arguments):
+        if method != START:
+            raise RankError("no GPU is here")
+        told.append([(gpu, device) for _, gpu, _, _, _, device, *_ in arguments])
+
+    monkeypatch.setattr(LocalRanks, "_ask", ask)
+    for device, ranks in (("cuda:1", 1), ("cuda:1", 2), ("cuda", 2), ("cpu", 1)):
+        with pytest.raises(RankError, match="no GPU"):
+            TrainController(make_model(), TrainConfig(ranks=ranks), pad_token_id=0, device=device, apart=True)
+    assert [[gpu for gpu, _ in each] for each in told] == [[1], [1, 2], [0, 1], [0]]
+    assert {torch.device(device).type for each in told for _, device in each} == {"cuda", "cpu"}
 
 
 def trainer_for(model, process=None, **settings):

@@ -111,17 +111,15 @@ def check_folder(folder: Path) -> None:
 
 def save_random(folder: Path) -> None:
     """Write the state of torch's global generators: CPU, and each CUDA device if there is one."""
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    states = {"cpu": torch.get_rng_state(), **{f"cuda:{i}": state for i, state in enumerate(devices)}}
-    save_tensors(states, folder / RANDOM_FILE)
+    devices = {f"cuda:{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
+    save_tensors({"cpu": torch.get_rng_state(), **devices}, folder / RANDOM_FILE)
 
 
 def load_random(folder: Path) -> None:
     """Take over what `save_random` wrote; states of devices that are not here are left out."""
     states = load_file(folder / RANDOM_FILE)
     torch.set_rng_state(states["cpu"])
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for number in range(count):
+    for number in range(torch.cuda.device_count()):
         if f"cuda:{number}" in states:
             torch.cuda.set_rng_state(states[f"cuda:{number}"], number)
 

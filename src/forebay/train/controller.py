@@ -127,7 +127,7 @@ class TrainController:
         if ranks is None and (apart or config.ranks > 1):
             # A folder says no device.
             at = torch.device(device or ("cpu" if isinstance(model, ModelFolder) else next(model.parameters()).device))
-            ranks = self._own_ranks = LocalRanks(config.ranks, device=at.type, imports_main=config.ranks > 1)
+            ranks = self._own_ranks = LocalRanks(config.ranks, device=str(at), imports_main=config.ranks > 1)
         models: dict[str, Any] = {"model": model, "ref_model": ref_model, "value_model": value_model}
         settings: dict[str, Any] = {
             "pad_token_id": pad_token_id,

@@ -113,8 +113,7 @@ class Learner:
         self._mesh = mesh
         # FSDP casts what it gathers, so autocast has only what every rank has whole to cast.
         self._casts = is_half and (mesh is None or lora.is_lora(model))
-        held = (lora.without_adapters(model), self.ref_model, self.critic)
-        parts = [part for part in held if part is not None]
+        parts = [part for part in (lora.without_adapters(model), self.ref_model, self.critic) if part is not None]
         for part in parts:
             _place(part, self.device, mesh)
         model.eval()

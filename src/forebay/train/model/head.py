@@ -171,10 +171,8 @@ def _adds_in_place(weight_VH: torch.Tensor) -> bool:
     Only for ``backward()``: `torch.autograd.grad` would find the head's part in ``weight.grad``. Hooks that
     autograd calls after it has added are not called for that part then.
     """
-    weight: Any = weight_VH
-    if not weight.is_leaf or isinstance(weight, DTensor):
-        return False
-    return weight.grad is not None and not weight._backward_hooks
+    is_plain = weight_VH.is_leaf and not isinstance(weight_VH, DTensor)
+    return is_plain and weight_VH.grad is not None and not weight_VH._backward_hooks
 
 
 JOINED_ELEMENTS = 1 << 28

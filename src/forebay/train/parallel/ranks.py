@@ -167,9 +167,9 @@ class Ranks:
 class LocalRanks(Ranks):
     """Ranks as processes of this machine, which end with this one.
 
-    Without a sign of life for `limit_s` a rank is lost. `device` is ``cpu`` or ``cuda`` (each rank then
-    has the GPU of its number). `threads` are those of each rank; left out, the ranks share what this process
-    has. Warnings of the first one are logged here.
+    Without a sign of life for `limit_s` a rank is lost. `device` is ``cpu``, ``cuda`` (each rank then has the
+    GPU of its number) or ``cuda:2`` (from that one on). `threads` are those of each rank; left out, the ranks
+    share what this process has. Warnings of the first one are logged here.
 
     With `imports_main` they know the classes of models in a script, which then needs ``if __name__ ==
     "__main__":`` around what it does. Several trainers may use them one after the other. `joined` are the last
@@ -208,7 +208,7 @@ class LocalRanks(Ranks):
                 for sock in theirs:
                     sock.close()
                 channels = [connect(sock, START_LIMIT_S) for sock in ours]
-                self._ranks.append(Rank(channels, rank, home, process))
+                self._ranks.append(Rank(channels, rank + (torch.device(device).index or 0), home, process))
             begun.pop_all()
         self._ranks += joined
         told = (num_ranks, meeting, device, threads, limit_s)

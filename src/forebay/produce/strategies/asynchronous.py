@@ -259,7 +259,8 @@ class AsyncProduceStrategyConfig(base.ProduceStrategyConfig):
     max_staleness: int = Field(default=0, ge=0)
     """Sync periods that a rollout may lag behind, beyond the current one."""
     staleness_rule: str | base.StalenessRule = "drop"
-    """A name of `produce.strategies.base` (drop, requeue, admit, mask, correct), or your own rule."""
+    """A name of `produce.strategies.base` (drop, requeue, admit, mask, correct), or your own rule, also as
+    ``package.module:Class``."""
     tail_batch_trigger_size: int = Field(default=0, ge=0)
     """With this many EXPIRED and MAX_TRIES groups waiting, the next round generates those, and no more."""
     tail_batch_max_tries: int = Field(default=0, ge=0)

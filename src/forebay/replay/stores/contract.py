@@ -309,7 +309,8 @@ class StorageBackend(ABC):
     """Makes the codec of a store that is handed none. `forebay.replay.format.packed`, which knows groups, sets it."""
 
     codec: Codec | None = None
-    """The codec that the store was handed; None: none, and a buffer hands it one of groups."""
+    """The codec of a store that makes bytes of payloads. A buffer hands it one of groups in place of none, and of
+    `plain_codec`'s."""
 
     def use_codec(self, codec: Codec) -> None:
         """Make bytes of payloads by `codec` from now on. Stores in memory keep the objects and need none."""

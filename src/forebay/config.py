@@ -78,6 +78,8 @@ def _with_paths(value: Any, folders: Sequence[Path] | None) -> Any:
     return locate(value, folders) if is_path else value
 
 
+Located = AfterValidator(lambda text, info: locate(text, info.context))
+"""For the type of a text that may name a file or folder: then it becomes absolute."""
 ArgumentPaths = AfterValidator(lambda value, info: _with_paths(value, info.context))
 """For the type of a table of arguments: texts in it that name a file or folder become absolute."""
 

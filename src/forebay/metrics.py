@@ -24,13 +24,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from forebay.config import StrictModel, errors_about, look_up
+from forebay.config import StrictModel, checked_by, errors_about, look_up
 from forebay.extras import needed_by
 from forebay.io.safe_files import write_text
 
@@ -334,17 +334,10 @@ class MetricsLogger:
 class MetricsConfig(StrictModel):
     """A run file's ``[metrics]`` table; ``metrics.jsonl`` is written in any case."""
 
-    sinks: list[str] = Field(default_factory=list)
+    sinks: list[Annotated[str, checked_by(lambda name: look_up("metrics sink", name, TRACKERS))]] = Field(default=[])
     """Besides the JSONL file: ``tensorboard``, ``trackio``, ``wandb``, or ``"package.module:Class"``."""
     project: str = "forebay"
     """The project of trackio and wandb that the run belongs to."""
-
-    @field_validator("sinks")
-    @classmethod
-    def _known(cls, names: list[str]) -> list[str]:
-        for name in names:
-            look_up("metrics sink", name, TRACKERS)
-        return names
 
     def build(
         self, folder: Path, *, resume_step: int | None = None, report: Callable[[str], None] | None = None

@@ -270,7 +270,7 @@ def test_ranks_of_torchrun_on_several_machines_are_planned_without_the_time_of_a
     said = list(sentences(found))
     assert said[1].startswith("Ranks are on the GPUs 0, 1, engines on 2, 3.")
     assert not any("idle" in each for each in said)
-    assert said[-1].startswith("The time of a step is not predicted: ranks of other machines ")
+    assert said[-1].startswith("The time of a step is not predicted: ")
     assert found.times is None
     # Weights are gathered over both machines, as on Ray.
     assert list(found.traffic) == [1, 2]

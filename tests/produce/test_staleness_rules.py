@@ -10,6 +10,7 @@ from production_world import World, train
 from forebay.aio import virtual_time
 from forebay.produce import (
     STALENESS_RULES,
+    AdmitRule,
     AsyncProduceStrategyConfig,
     Outlook,
     ProduceBatchStatus,
@@ -160,3 +161,11 @@ def test_the_example_of_an_own_rule_over_samples_less_once_groups_expire():
     started, balance, _ = started_by(runpy.run_path(str(example))["BackOff"]())
     assert started == 10
     assert 0 < balance.dropped["expired"] < started_by("drop")[1].dropped["expired"]
+
+
+def test_a_rule_is_found_by_its_name_or_its_class() -> None:
+    for rule in ("admit", "forebay.produce:AdmitRule", AdmitRule()):
+        built = AsyncProduceStrategyConfig(staleness_rule=rule).build()
+        assert isinstance(built.rule, AdmitRule)
+    with pytest.raises(ValueError, match="unknown staleness_rule 'admitt'; did you mean 'admit'"):
+        AsyncProduceStrategyConfig(staleness_rule="admitt")

@@ -11,11 +11,13 @@ import os
 import pytest
 import torch
 
+from forebay.train.batch import TrainBatch
+from forebay.train.collate import collate
 from forebay.train.model import forward as forward_module
 from forebay.train.model import logit_kernels
 from forebay.train.model.forward import response_logprobs
+from forebay.train.packing import Packer
 from train.conftest import build_groups, build_model
-from train.test_chunked_head import micro_batch
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 pytestmark = [] if DEVICE == "cpu" else [pytest.mark.gpu]
@@ -61,7 +63,8 @@ def test_they_give_what_log_softmax_gives(size, dtype):
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
 def test_a_step_has_the_gradients_that_it_has_without_them(layout, elements, monkeypatch):
     model = build_model().to(DEVICE)
-    micro = micro_batch(build_groups(), layout)
+    batch = Packer(10**6, layout=layout).pack_pad_dispatch(TrainBatch.from_groups(build_groups(), temperature=0.7))
+    micro = collate(batch, batch.packs[0][0][0], pad_token_id=0, device=torch.device(DEVICE))
     monkeypatch.setattr(forward_module, "KERNEL_ELEMENTS", elements)
     found = []
     for has_kernels in (True, False):

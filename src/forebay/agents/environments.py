@@ -22,7 +22,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from forebay.config import (
     ConfigError,
@@ -209,7 +209,8 @@ class SecondChances(Environment):
     class Arguments(StrictModel, strict=True):
         """Keys of a ``second_chances`` environment in a run file."""
 
-        judge: JudgeConfig
+        # Built for its errors: they belong to the run file, and come before anything starts.
+        judge: Annotated[JudgeConfig, checked_by(build_judge)]
         """The judge of every try, as a task's ``judge``."""
         num_tries: int = Field(default=3, ge=1)
         """Turns that are judged."""
@@ -217,13 +218,6 @@ class SecondChances(Environment):
         """Factor of a success for every try before it; 1.0: later ones are worth as much."""
         says: str = NOT_RIGHT
         """The model's next message after a try that was not right."""
-
-        @field_validator("judge")
-        @classmethod
-        def _can_be_built(cls, judge: JudgeConfig) -> JudgeConfig:
-            # Built for its errors: they belong to the run file, and come before anything starts.
-            build_judge(judge)
-            return judge
 
     def __init__(self, **arguments: Any) -> None:
         self._arguments = parse_config(self.Arguments, arguments, source="second_chances")

@@ -3,7 +3,6 @@
 from typing import Any
 
 from forebay.judges.answers import ExactMatchJudge as ExactMatchJudge
-from forebay.judges.base import DEFAULT_TIMEOUT_S as DEFAULT_TIMEOUT_S
 from forebay.judges.base import GroupJudge as GroupJudge
 from forebay.judges.base import Judge as Judge
 from forebay.judges.base import JudgeError as JudgeError
@@ -12,7 +11,6 @@ from forebay.judges.base import mean_parts as mean_parts
 from forebay.judges.build import JUDGES as JUDGES
 from forebay.judges.build import JudgeConfig as JudgeConfig
 from forebay.judges.build import build_judge as build_judge
-from forebay.judges.build import compose as compose
 from forebay.judges.code import CodeJudge as CodeJudge
 from forebay.judges.composed import ComposedJudge as ComposedJudge
 from forebay.judges.composed import FunctionJudge as FunctionJudge

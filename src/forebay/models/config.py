@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
 from forebay.config import StrictModel, locate
 
@@ -50,18 +50,17 @@ AttentionKey = Literal["auto", Attention]
 """The kernel in a run file; ``auto`` is the one that suits the device, the layout and the model."""
 
 
+def _found(source: str, info: ValidationInfo) -> str:
+    is_named = source == TINY or source.startswith(PYPI_PREFIX)
+    return source if is_named else locate(source, info.context)
+
+
 class ModelConfig(StrictModel):
     """Which model, and what it is asked for."""
 
-    source: str
+    source: Annotated[str, AfterValidator(_found)]
     """A folder, a hub id ``owner/name``, ``pypi:PACKAGE`` (a package with a GGUF file), or ``tiny``."""
     max_context: int | None = Field(default=None, ge=2)
     """Longest prompt and response together, in tokens; None: what the model was made for (tiny: 512)."""
     tiny: TinyConfig = TinyConfig()
     """Only for ``source = "tiny"``."""
-
-    @field_validator("source")
-    @classmethod
-    def _found(cls, source: str, info: ValidationInfo) -> str:
-        named = source == TINY or source.startswith(PYPI_PREFIX)
-        return source if named else locate(source, info.context)

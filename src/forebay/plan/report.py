@@ -54,7 +54,4 @@ def sentences(plan: Plan) -> Iterator[str]:
             f"{plan.tokens_per_step / times.step_s:,.0f} tokens/s"
         )
     elif plan.traffic:
-        yield (
-            "The time of a step is not predicted: ranks of other machines hand their weights over in blocks, by "
-            "plain connections, whose rate is not known."
-        )
+        yield "The time of a step is not predicted: blocks of weights come by plain connections, of no known rate."

@@ -112,17 +112,13 @@ def engines_by_place(config: RunConfig, device: Device) -> tuple[int, int]:
     if config.engine.name == "transformers":
         return 1 + placement.tries_beside(config), 0
     # One more process, for evaluations beside one that produces, is where that is.
-    more = (
-        [0]
-        if config.engine.name == "process" and placement.num_engines(config) == 1 and placement.tries_beside(config)
-        else []
-    )
-    numbers = [*range(placement.num_engines(config)), *more]
+    count, is_process = placement.num_engines(config), config.engine.name == "process"
+    numbers = [*range(count), *[0] * (is_process and count == 1 and placement.tries_beside(config))]
     if not device.is_gpu:
-        return len(numbers) * (config.engine.name == "process"), 0
-    here, count = on_machine(config, device)
-    used = [gpu for number in numbers for gpu in placement.engine_seat(here, number, count).gpus]
-    ranks = placement.rank_gpus(here, count)
+        return len(numbers) * is_process, 0
+    here, num_gpus = on_machine(config, device)
+    used = [gpu for number in numbers for gpu in placement.engine_seat(here, number, num_gpus).gpus]
+    ranks = placement.rank_gpus(here, num_gpus)
     return max(map(used.count, ranks)), max(map(used.count, {*used}.difference(ranks)), default=0)
 
 

@@ -3,7 +3,6 @@
 from forebay.produce.background import TaskRunner as TaskRunner
 from forebay.produce.batches import ProductionStopped as ProductionStopped
 from forebay.produce.manager import AgentLoopManager as AgentLoopManager
-from forebay.produce.manager import split_batch as split_batch
 from forebay.produce.progress import ProduceProgress as ProduceProgress
 from forebay.produce.prompts.dataset import DataConfig as DataConfig
 from forebay.produce.prompts.dataset import Prompt as Prompt
@@ -24,9 +23,7 @@ from forebay.produce.strategies.base import SyncProduceStrategy as SyncProduceSt
 from forebay.produce.strategies.base import SyncProduceStrategyConfig as SyncProduceStrategyConfig
 from forebay.produce.strategies.base import calculate_stale_threshold as calculate_stale_threshold
 from forebay.produce.strategies.context import GROUP_GENERATE_TIME_KEY as GROUP_GENERATE_TIME_KEY
-from forebay.produce.strategies.context import IsValidSampleFn as IsValidSampleFn
 from forebay.produce.strategies.context import ProduceContext as ProduceContext
-from forebay.produce.strategies.context import ShouldContinueFn as ShouldContinueFn
 from forebay.produce.strategies.context import default_is_valid_sample_fn as default_is_valid_sample_fn
 from forebay.produce.strategies.context import default_should_continue_fn as default_should_continue_fn
 from forebay.produce.strategies.context import has_reward_variance as has_reward_variance

@@ -28,7 +28,7 @@ from forebay.aio.tasks import run_to_the_end
 from forebay.replay import arrival as arriving
 from forebay.replay import saving
 from forebay.replay.arrival import PutKeywords
-from forebay.replay.format.packed import GroupCodec, hand_out
+from forebay.replay.format.packed import GroupCodec, PlainCodec, hand_out
 from forebay.replay.policies import ReplayPolicy
 from forebay.replay.query import QueryLike, StorageIndices, check_whole
 from forebay.replay.reuse import Reuse, superfluous
@@ -91,7 +91,7 @@ class ReplayBuffer:
         self.limit = limit
         self.reuse = reuse
         self.on_evict = on_evict
-        if self.storage.codec is None:
+        if isinstance(self.storage.codec, PlainCodec | None):
             self.storage.use_codec(GroupCodec())
         # Puts do not exclude each other: a store on disk writes those that wait at the same time together.
         self._lock = SharedLock()

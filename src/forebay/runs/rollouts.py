@@ -33,7 +33,6 @@ from forebay.models import Precision, context_of, find_device, load_tokenizer, p
 from forebay.models.config import TINY
 from forebay.models.tiny import DEFAULT_ALPHABET
 from forebay.produce import (
-    STALENESS_RULES,
     AgentLoopManager,
     AsyncProduceStrategyConfig,
     GroupRules,
@@ -472,10 +471,7 @@ def build_strategy(config: RunConfig, task: TaskConfig, controller: EnginePool) 
         return SyncProduceStrategyConfig(is_valid_sample_fn=accept).build(
             sync_weights_interval=produce.sync_weights_interval
         )
-    rule = look_up("staleness_rule", produce.staleness_rule, STALENESS_RULES)
-    options = produce.model_dump(include=set(ASYNC_ONLY)) | {
-        "staleness_rule": rule() if isinstance(rule, type) else rule
-    }
+    options = produce.model_dump(include=set(ASYNC_ONLY))
     if task.max_staleness is not None:
         options["max_staleness"] = task.max_staleness
     return AsyncProduceStrategyConfig(is_valid_sample_fn=accept, **options).build(

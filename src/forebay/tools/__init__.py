@@ -1,6 +1,5 @@
 """Tools that a model may call while it answers: a calculator, Python, search, and functions of your own."""
 
-from forebay.tools.base import TOOLS as TOOLS
 from forebay.tools.base import FunctionTool as FunctionTool
 from forebay.tools.base import build_tool as build_tool
 from forebay.tools.base import find_tool as find_tool

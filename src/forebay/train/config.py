@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, FiniteFloat, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, Field, FiniteFloat, model_validator
 
-from forebay.config import ConfigError, StrictModel, locate, look_up
+from forebay.config import ConfigError, Located, StrictModel, look_up
 from forebay.models.config import AttentionKey, PrecisionKey
 from forebay.train.batch import Layout
 from forebay.train.objective.corrections import CORRECTIONS, DEFAULT_BANDS, Band
@@ -125,7 +125,7 @@ class TrainConfig(StrictModel):
     unbiased and never negative. ``reward``: k1 is taken from the rewards instead, token by token;
     ``advantage``: from each token's own advantage (with a `teacher`, where nothing is said). ``top_64``: the
     divergence itself over the reference's 64 likeliest tokens, and over all others as one."""
-    teacher: str | None = None
+    teacher: Annotated[str, Located] | None = None
     """A model with the same tokenizer, named as ``model.source`` is: the reference in place of the model
     before training, so that the trained one is distilled from it on its own rollouts."""
     entropy_coef: FiniteFloat | tuple[Positive, Positive] = 0.0
@@ -261,11 +261,6 @@ class TrainConfig(StrictModel):
             return given
         # The run file's own keys win over those that go with a teacher, and these over a paper's.
         return with_papers(given) | (DISTILLING if given.get("teacher") else {}) | dict(given)
-
-    @field_validator("teacher")
-    @classmethod
-    def _found(cls, teacher: str | None, info: ValidationInfo) -> str | None:
-        return teacher and locate(teacher, info.context)
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:

@@ -212,10 +212,6 @@ class FragmentStore:
     def __len__(self) -> int:
         return self._read_totals(self._environment.read())[0]
 
-    def num_bytes(self) -> int:
-        """Bytes of all payloads held."""
-        return self._read_totals(self._environment.read())[1]
-
     def _read_totals(self, reader: Any) -> tuple[int, int]:
         """Count and bytes of the payloads, as a snapshot or a transaction has them."""
         raw = reader.get(_TOTALS_KEY, db=self._totals)

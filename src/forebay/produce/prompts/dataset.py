@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field
 
 from forebay.agents.chat.rendering import ChatTokenizer, offered_tools, render_prompt
 from forebay.config import ArgumentPaths, ConfigError, StrictModel, did_you_mean, errors_about
@@ -67,7 +67,7 @@ class DataConfig(StrictModel):
     >>> held_out = DataConfig(source="addition", arguments={"digits": 2}, start=4000, size=200)
     """
 
-    source: str | list[str]
+    source: Annotated[str | list[str], AfterValidator(lambda source, info: locate_source(source, info.context))]
     """A ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.arrow`` file, pattern or list; a folder of
     `datasets.save_to_disk`; a dataset of the hub as ``owner/name``; ``addition``, ``sorting``,
     ``reasoning_gym:NAME``, or ``package.module:function`` returning rows."""
@@ -88,11 +88,6 @@ class DataConfig(StrictModel):
     """Number of prompts left out at the beginning."""
     size: int | None = Field(default=None, gt=0)
     """Number of prompts; None takes all."""
-
-    @field_validator("source")
-    @classmethod
-    def _found(cls, source: str | list[str], info: ValidationInfo) -> str | list[str]:
-        return locate_source(source, info.context)
 
 
 def load_prompts(config: DataConfig) -> Sequence[Prompt]:

@@ -21,11 +21,12 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from forebay.aio.time_limits import timeout_at
+from forebay.config import checked_by
 from forebay.produce.strategies import base
 from forebay.produce.strategies.context import COUNTED_TOKENS_KEY, Generation, Group, ProduceContext
 from forebay.produce.strategies.pending import Ended, Work
@@ -258,8 +259,9 @@ class AsyncProduceStrategyConfig(base.ProduceStrategyConfig):
     """An interrupted rollout keeps its tokens and goes on from them; else it starts over."""
     max_staleness: int = Field(default=0, ge=0)
     """Sync periods that a rollout may lag behind, beyond the current one."""
-    staleness_rule: str | base.StalenessRule = "drop"
-    """A name of `produce.strategies.base` (drop, requeue, admit, mask, correct), or your own rule."""
+    staleness_rule: Annotated[str | base.StalenessRule, checked_by(base.find_staleness_rule)] = "drop"
+    """A name of `produce.strategies.base` (drop, requeue, admit, mask, correct), or your own rule, also as
+    ``package.module:Class``."""
     tail_batch_trigger_size: int = Field(default=0, ge=0)
     """With this many EXPIRED and MAX_TRIES groups waiting, the next round generates those, and no more."""
     tail_batch_max_tries: int = Field(default=0, ge=0)
@@ -268,12 +270,6 @@ class AsyncProduceStrategyConfig(base.ProduceStrategyConfig):
     """How often the rollouts of a group that failed are generated again; its completed ones are kept."""
     pause_timeout_s: float = Field(default=60.0, ge=0)
     """A group that has not stopped this long after the request is cut short: its prompt is kept."""
-
-    @field_validator("staleness_rule")
-    @classmethod
-    def _is_known(cls, rule: str | base.StalenessRule) -> str | base.StalenessRule:
-        base.find_staleness_rule(rule)
-        return rule
 
     def build(
         self, *, sync_weights_interval: int = 1, rollout_controller: Generation | None = None

@@ -39,7 +39,7 @@ from functools import partial
 from pydantic import BaseModel
 
 from forebay.aio.tasks import beside
-from forebay.config import StrictModel
+from forebay.config import StrictModel, look_up
 from forebay.produce.strategies import context
 from forebay.produce.strategies.pending import Ended, PendingGroups, ProductionBudget, Work
 from forebay.types import Status, get_group_status, reset_rollout_response
@@ -337,13 +337,11 @@ STALENESS_RULES: Mapping[str, StalenessRule] = {
 
 
 def find_staleness_rule(rule: str | StalenessRule) -> StalenessRule:
-    """The rule of that name, or the object itself.
+    """The rule of that name, or of that ``package.module:Class``; or the object itself.
 
     Raises:
-        ValueError: there is no rule of that name.
+        ConfigError: there is no such rule.
     """
-    if isinstance(rule, str):
-        if rule not in STALENESS_RULES:
-            raise ValueError(f"staleness_rule must be one of {', '.join(STALENESS_RULES)} or an object, got {rule!r}")
-        return STALENESS_RULES[rule]
-    return rule
+    found = look_up("staleness_rule", rule, STALENESS_RULES) if isinstance(rule, str) else rule
+    made: StalenessRule = found() if isinstance(found, type) else found
+    return made

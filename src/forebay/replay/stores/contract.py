@@ -45,20 +45,18 @@ class StorageBackend(ABC):
     * **Ids.** `put` gives each row a `uid` and a `timestamp_id` above every one given before; they never
       rewind, also after the store was drained, saved and loaded. Arrival order is the order of
       `timestamp_id`.
-    * **Age.** A row with an `oldest_model_step` has, once a train step of its task is known, the
-      staleness ``train_step - 1 - oldest_model_step`` as of the latest train step set for the task (step
-      3 at train step 5: staleness 1); any other row has the staleness it was given. Queries, orders and
-      returned rows all use this value. An older step changes nothing: a task's step falls only after
-      `let_train_steps_fall`.
+    * **Age.** A row with an `oldest_model_step` has, once a train step of its task is known, the staleness
+      ``train_step - 1 - oldest_model_step`` as of the latest train step set for the task (step 3 at train step 5:
+      staleness 1); any other row has the staleness it was given. Queries, orders and returned rows all use this
+      value. An older step changes nothing: a task's step falls only after `let_train_steps_fall`.
     * **Isolation.** `get` and `take` return copies of the rows (the payload by reference, for stores that
       hold it in memory); changing one changes nothing in the store until `update`.
     * **Atomicity.** Each method happens wholly or not at all, and no other call sees half of it.
     * **Order.** Rows come in the order asked for, ties in arrival order. Where several processes put into
       one store, arrival order is that in which the ids were given.
-    * **Competing takers.** A row is returned by at most one `take`, `take_first` or `take_drawn` of all
-      processes. `take` returns only the rows that are still there and still match. `take_first` ranks and
-      takes in one step and passes over rows that another process is taking; no call waits longer than one
-      call of another takes.
+    * **Competing takers.** A row is returned by at most one `take`, `take_first` or `take_drawn` of all processes.
+      `take` returns only the rows that are still there and still match. `take_first` ranks and takes in one step
+      and passes over rows that another process is taking; no call waits longer than one call of another takes.
     * **Durability**, for stores that outlive the process: a method that returned stays done. One that a
       death or a cancellation interrupts happened wholly or not at all; a cancelled `take` not at all.
     * **Limits.** Every store can hold the rows that `check_row` lets through in a put or an update.
@@ -307,9 +305,8 @@ class StorageBackend(ABC):
 
     plain_codec: ClassVar[type[Codec]]
     """Makes the codec of a store that is handed none. `forebay.replay.format.packed`, which knows groups, sets it."""
-
     codec: Codec | None = None
-    """The codec that the store was handed; None: none, and a buffer hands it one of groups."""
+    """Of a store that makes bytes: a buffer hands it one of groups in place of none, and of `plain_codec`'s."""
 
     def use_codec(self, codec: Codec) -> None:
         """Make bytes of payloads by `codec` from now on. Stores in memory keep the objects and need none."""

@@ -65,7 +65,7 @@ class SQLStorage(StorageBackend):
         """
         self._engine = open_engine(url, create=create)
         self._glances = self._engine.dialect.name == "sqlite"
-        self._codec: Codec = self.plain_codec()
+        self.codec: Codec = self.plain_codec()
         self._transactions = Transactions(self._engine)
         self._reading, self._writing = self._transactions.reading, self._transactions.writing
         self._worker = Worker("forebay-sql")
@@ -73,10 +73,6 @@ class SQLStorage(StorageBackend):
         # An SQLite database in memory lives as long as a connection.
         self._keeper = self._engine.connect() if is_in_memory(self._engine.url) else None
         self._write_together = partial(writes.write_together, self._transactions)
-
-    def use_codec(self, codec: Codec) -> None:
-        """Payloads are what `codec` says."""
-        self.codec = self._codec = codec
 
     def close(self) -> None:
         """Finish the calls that were made, end the threads, close the connections."""
@@ -102,7 +98,7 @@ class SQLStorage(StorageBackend):
         self, items: Sequence[StorageItem], *, receipt: bytes | None = None, aged_at: int | None = None
     ) -> list[int]:
         def make() -> writes.Write:
-            rows = [sql_rows.prepare(item, self._codec) for item in items]
+            rows = [sql_rows.prepare(item, self.codec) for item in items]
             return writes.Write(frozenset(item.task_name for item in items), rows, receipt, aged_at)
 
         uids: list[int] = await self._worker.share(self._write_together, make)
@@ -118,9 +114,9 @@ class SQLStorage(StorageBackend):
         asked = ranking.Ranking.of(query, order, limit)
 
         def work(connection: sa.Connection) -> list[StorageItem]:
-            rows = ranking.ranked_rows(connection, asked, self._codec)
+            rows = ranking.ranked_rows(connection, asked, self.codec)
             if not rows_only:
-                sql_rows.attach_payloads(connection, rows, self._codec)
+                sql_rows.attach_payloads(connection, rows, self.codec)
             return rows
 
         return await self._read(work)
@@ -136,7 +132,7 @@ class SQLStorage(StorageBackend):
             numbers = ranking.count_cells(await self._ask(ranking.CELLS), parsed)
             if numbers is not None:
                 return numbers
-        return await self._read(lambda connection: ranking.count_rows(connection, parsed, self._codec))
+        return await self._read(lambda connection: ranking.count_rows(connection, parsed, self.codec))
 
     async def take(
         self, uids: Iterable[int], *, query: QueryLike | None = None, train_step: int | None = None
@@ -145,7 +141,7 @@ class SQLStorage(StorageBackend):
         wanted = sql_rows.storable_uids(uids)
 
         def choose(connection: sa.Connection) -> list[StorageItem]:
-            found = sql_rows.lock_rows(connection, wanted, self._codec, ranking.train_steps(connection))
+            found = sql_rows.lock_rows(connection, wanted, self.codec, ranking.train_steps(connection))
             rows = [found[uid] for uid in wanted if uid in found]
             return [row for row in rows if parsed is None or matches(parsed, row)]
 
@@ -156,7 +152,7 @@ class SQLStorage(StorageBackend):
     ) -> list[StorageItem]:
         asked = ranking.Ranking.of(query, order, count)
         return await self._take(
-            lambda connection: ranking.ranked_rows(connection, asked, self._codec, lock="skip"), train_step
+            lambda connection: ranking.ranked_rows(connection, asked, self.codec, lock="skip"), train_step
         )
 
     async def take_drawn(
@@ -165,8 +161,8 @@ class SQLStorage(StorageBackend):
         """Of the rows that match, only ids and priorities are read."""
         parsed = parse_query(query)
         # Before the transaction that writes: it takes long where many rows match.
-        tree = await self._read(partial(ranking.read_priorities, query=parsed, codec=self._codec))
-        drawing = partial(ranking.lock_drawn, tree=tree, query=parsed, count=count, random=random, codec=self._codec)
+        tree = await self._read(partial(ranking.read_priorities, query=parsed, codec=self.codec))
+        drawing = partial(ranking.lock_drawn, tree=tree, query=parsed, count=count, random=random, codec=self.codec)
         return await self._take(drawing, train_step)
 
     async def update_priorities(self, priorities: Mapping[int, float]) -> int:
@@ -184,9 +180,7 @@ class SQLStorage(StorageBackend):
     async def delete(self, uids: Iterable[int]) -> None:
         wanted = sql_rows.storable_uids(uids)
         await self._write(
-            lambda connection: sql_rows.delete_rows(
-                connection, sql_rows.lock_rows(connection, wanted, self._codec, {})
-            )
+            lambda connection: sql_rows.delete_rows(connection, sql_rows.lock_rows(connection, wanted, self.codec, {}))
         )
 
     async def delete_where(
@@ -195,7 +189,7 @@ class SQLStorage(StorageBackend):
         parsed = parse_query(query)
 
         def work(connection: sa.Connection) -> int:
-            uids = ranking.lock_matching(connection, parsed, self._codec)
+            uids = ranking.lock_matching(connection, parsed, self.codec)
             if expected in (None, len(uids)):
                 sql_rows.delete_rows(connection, uids)
                 writes.keep_receipts(connection, receipt)
@@ -219,10 +213,10 @@ class SQLStorage(StorageBackend):
 
         def work() -> int:
             # Before the transaction: encoding takes time, and other writers wait for their turn.
-            rows = [sql_rows.prepare(item, self._codec, keep_payload=True) for item in listed]
+            rows = [sql_rows.prepare(item, self.codec, keep_payload=True) for item in listed]
             uids = sql_rows.storable_uids(row.uid for row in rows)
             with self._writing() as connection:
-                found = sql_rows.lock_rows(connection, uids, self._codec, ranking.train_steps(connection))
+                found = sql_rows.lock_rows(connection, uids, self.codec, ranking.train_steps(connection))
                 known = {uid for uid, row in found.items() if parsed is None or matches(parsed, row)}
                 if expected in (None, len(known)):
                     sql_rows.replace_rows(connection, [row for row in rows if row.uid in known])
@@ -246,7 +240,7 @@ class SQLStorage(StorageBackend):
 
     def __len__(self) -> int:
         with self._reading() as connection:
-            return ranking.count_live(connection, self._codec)
+            return ranking.count_live(connection, self.codec)
 
     @property
     def num_evicted(self) -> dict[str, int]:
@@ -291,7 +285,7 @@ class SQLStorage(StorageBackend):
             steps = ranking.train_steps(connection)
             # As given, and not as stale as now: whatever loads it knows the train steps, too.
             lines = connection.execute(sql_rows.SELECT_ROWS.order_by(groups.c.timestamp_id))
-            rows = list(sql_rows.read_rows(lines, self._codec, {}))
+            rows = list(sql_rows.read_rows(lines, self.codec, {}))
             yield {
                 "version": STATE_VERSION,
                 "items": self._with_payloads(connection, rows),
@@ -304,13 +298,13 @@ class SQLStorage(StorageBackend):
         # Popped from the end, so that no list holds a row that was walked already.
         rows.reverse()
         while items := [rows.pop() for _ in range(min(GROUPS_AT_ONCE, len(rows)))]:
-            sql_rows.attach_payloads(connection, items, self._codec)
+            sql_rows.attach_payloads(connection, items, self.codec)
             items.reverse()
             while items:
                 yield items.pop()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        rows = [sql_rows.prepare(item, self._codec) for item in check_state(state)]
+        rows = [sql_rows.prepare(item, self.codec) for item in check_state(state)]
         steps = [{"task_name": name, "train_step": step} for name, step in sorted(state["train_steps"].items())]
         with self._writing() as connection:
             for table in (tags, payloads, groups):
@@ -359,7 +353,7 @@ class SQLStorage(StorageBackend):
                     taken.rows.extend(rows)
                     taken.data.update(data)
                 # After the commit, because others wait for it, and this takes longer.
-                taken.decode(self._codec)
+                taken.decode(self.codec)
             except BaseException:
                 # No caller is going to have these groups, whether they were committed or not.
                 if taken.rows:
@@ -374,16 +368,16 @@ class SQLStorage(StorageBackend):
         with self._writing(is_fenced=False) as connection:
             if removed.is_evicted:
                 writes.count_evicted(connection, removed.rows, -1)
-            removed.put_back(connection, self._codec)
+            removed.put_back(connection, self.codec)
 
     def _evict(self, limits: list[int]) -> list[sql_rows.Removed]:
-        evicted = writes.evict_together(self._transactions, limits, self._codec)
+        evicted = writes.evict_together(self._transactions, limits, self.codec)
         for removed in evicted:
             for row in removed.rows:
                 # Only after the commit: they are gone, whether their payloads can be read or not. An error
                 # would be that of a put that is stored, and hide the other rows.
                 try:
-                    sql_rows.Removed([row], removed.data).decode(self._codec)
+                    sql_rows.Removed([row], removed.data).decode(self.codec)
                 except ValueError as error:
                     _log.warning("an evicted group is known by its row alone: %s", error)
         return evicted

@@ -40,6 +40,7 @@ from forebay.produce import (
     ProduceStrategy,
     Prompt,
     Sampler,
+    StalenessRule,
     SyncProduceStrategyConfig,
     TaskRunner,
 )
@@ -466,21 +467,18 @@ def _why_untrainable(train: TrainConfig, context: int, state: RolloutState) -> s
 
 def build_strategy(config: RunConfig, task: TaskConfig, controller: EnginePool) -> ProduceStrategy:
     """The strategy that produces `task`, as the run file says."""
-    produce = config.produce
+    produce, interval = config.produce, config.produce.sync_weights_interval
     accept = look_up("filter", produce.filter, FILTERS)
     if not produce.is_async:
-        return SyncProduceStrategyConfig(is_valid_sample_fn=accept).build(
-            sync_weights_interval=produce.sync_weights_interval
-        )
-    rule = look_up("staleness_rule", produce.staleness_rule, STALENESS_RULES)
-    options = produce.model_dump(include=set(ASYNC_ONLY)) | {
-        "staleness_rule": rule() if isinstance(rule, type) else rule
-    }
+        return SyncProduceStrategyConfig(is_valid_sample_fn=accept).build(sync_weights_interval=interval)
+    named = look_up("staleness_rule", produce.staleness_rule, STALENESS_RULES)
+    if not isinstance(rule := named() if isinstance(named, type) else named, StalenessRule):
+        raise ConfigError(f"staleness_rule {produce.staleness_rule!r} is no StalenessRule; derive its class from that")
+    options = produce.model_dump(include=set(ASYNC_ONLY)) | {"staleness_rule": rule}
     if task.max_staleness is not None:
         options["max_staleness"] = task.max_staleness
-    return AsyncProduceStrategyConfig(is_valid_sample_fn=accept, **options).build(
-        sync_weights_interval=produce.sync_weights_interval, rollout_controller=controller
-    )
+    settings = AsyncProduceStrategyConfig(is_valid_sample_fn=accept, **options)
+    return settings.build(sync_weights_interval=interval, rollout_controller=controller)
 
 
 def build_buffer(config: RunConfig, storage: StorageBackend | None = None) -> ReplayBuffer:

@@ -385,8 +385,7 @@ def import_object(kind: str, path: str) -> Any:
         raise ConfigError(f"{kind} {path!r}: cannot import {module_name!r}: {error}{place}") from error
     # The user's module may raise anything while it is imported.
     except Exception as error:
-        raised = raised_at(error)
-        said = f"{type(error).__name__}: {error}{f' ({raised})' if raised else ''}"
+        said = f"{type(error).__name__}: {error}" + (f" ({raised})" if (raised := raised_at(error)) else "")
         raise ConfigError(f"{kind} {path!r}: cannot import {module_name!r}: {said}") from error
     try:
         return getattr(module, attribute)

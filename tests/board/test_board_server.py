@@ -589,3 +589,13 @@ def test_a_folder_without_a_run_is_one_sentence(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 2
     assert "there is no run at or below" in done.stderr + done.stdout
+
+
+def test_a_port_that_is_none_is_refused_in_a_sentence(tmp_path):
+    from typer.testing import CliRunner
+
+    from forebay.cli import app
+
+    made = CliRunner().invoke(app, ["board", str(tmp_path), "--port", "65536"])
+    assert made.exit_code == 2
+    assert "Invalid value for '--port'" in made.output

@@ -202,6 +202,7 @@ def bad_runs():
     no_judge = {key: value for key, value in task.items() if key != "judge"}
     long_prompt = {**task, "sample": {"max_tokens": 512}}
     missing = {**task, "data": {"source": "no/such/file.jsonl"}}
+    no_rule = {"mode": "separate", "staleness_rule": "fractions:Fraction"}
     greedy = {**task, "sample": {"max_tokens": 5, "temperature": 0.0}}
     grouped = {"lr": 1e-3, "advantage": "pass_at_5"}
     return [
@@ -218,6 +219,7 @@ def bad_runs():
         ({"tasks": [task, task]}, "task names must differ"),
         ({"model": {"source": "no/such/folder"}}, "no/such/folder"),
         ({"produce": {"filter": "variance"}}, "reward_variance"),
+        ({"produce": no_rule}, "staleness_rule 'fractions:Fraction' is no StalenessRule; derive its class from that"),
         ({"train": {"lr": 1e-3, "advantage": "gae"}}, "critic"),
         ({"stepps": 3}, "did you mean 'steps'"),
         ({"train": {"learning_rate": 1e-3}}, "unknown key 'train.learning_rate'"),
@@ -509,6 +511,11 @@ def test_functions_beside_the_user_are_found_and_a_bad_judge_fails_the_dry_run(t
     wrong = CliRunner().invoke(app, [*choose, "tasks.0.judge.name=my_judges:hlaf"])
     assert wrong.exit_code == 2
     assert "did you mean 'half'" in " ".join(wrong.output.split())
+    (tmp_path / "my_rows.py").write_text("def rows():\n    raise RuntimeError('no rows today')\n")
+    broken = CliRunner().invoke(app, ["train", str(run_file), 'tasks.0.data={source = "my_rows:rows"}'])
+    assert broken.exit_code == 2
+    assert f"RuntimeError: no rows today ({tmp_path / 'my_rows.py'}, line 2)" in broken.output
+    assert "Traceback" not in broken.output
 
 
 def test_the_command_line_starts_without_torch():

@@ -27,7 +27,7 @@ from forebay.runs.launch import launch
 from forebay.runs.placement import is_apart
 from forebay.train import OffPolicyError, TrainController
 from forebay.train.objective.losses import POLICY_LOSSES
-from forebay.train.parallel.ranks import LocalRanks
+from forebay.train.parallel.ranks import LocalRanks, RankError
 from forebay.watching.stalls import StallError
 
 STEPS, BATCH_SIZE, GROUP_SIZE = 6, 4, 4
@@ -146,6 +146,16 @@ def test_a_separate_run_that_loses_its_trainer_goes_back_and_generates_nothing_a
     assert any(event.get("found") for event in admitted)
     assert events(folder, "rewound")
     assert not [child for child in active_children() if child.name.startswith("forebay-rank")]
+
+
+def broken(inputs, config):
+    raise KeyError("it is broken")
+
+
+def test_an_error_in_a_loss_ends_the_run_and_is_not_tried_again(tmp_path, capsys):
+    with pytest.raises(RankError, match=r"(?s)rank 0 of 1 failed in update: KeyError: 'it is broken'.*in broken"):
+        train(tmp_path, train={"lr": 1e-3, "token_budget": 512, "loss": f"{__name__}:broken"})
+    assert "the run goes back" not in capsys.readouterr().out
 
 
 def test_a_loss_of_the_script_itself_is_found_in_the_process_of_the_run(tmp_path, monkeypatch):

@@ -15,9 +15,9 @@ import safetensors
 import torch
 
 from forebay.io.shared import MemoryFile, lay_out, views
-from forebay.train import LocalRanks, TrainConfig, TrainController
+from forebay.train import LocalRanks, RankError, TrainConfig, TrainController
 from forebay.train.objective.losses import POLICY_LOSSES
-from forebay.train.parallel.ranks import START, RankError
+from forebay.train.parallel.ranks import START
 from warm_python import START_OWN
 
 
@@ -46,9 +46,9 @@ def test_ranks_have_the_gpus_from_the_one_that_is_named_on(make_model, monkeypat
     assert {torch.device(device).type for each in told for _, device in each} == {"cuda", "cpu"}
 
 
-def trainer_for(model, process=None, **settings):
+def trainer_for(model, process=None, *, apart=False, **settings):
     config = TrainConfig(**{"lr": 1e-2, "token_budget": 24, **settings})
-    return TrainController(model, config, pad_token_id=0, total_steps=4, seed=7, ranks=process)
+    return TrainController(model, config, pad_token_id=0, total_steps=4, seed=7, ranks=process, apart=apart)
 
 
 def files_of(trainer, folder):
@@ -136,6 +136,17 @@ def test_its_warnings_and_its_errors_come_here_and_its_environment_is_that_of_it
         trainer.fit(make_groups())
     trainer.close()
     assert caplog.messages == ["a warning of 1"]
+
+
+def leave(inputs, config):
+    sys.exit("the loss has left")
+
+
+def test_a_loss_that_ends_its_process_is_an_error_and_no_hang(make_model, make_groups):
+    trainer = trainer_for(make_model(), apart=True, loss=f"{__name__}:leave")
+    with pytest.raises(RankError, match="rank 0 of 1 failed in update: SystemExit: the loss has left"):
+        trainer.fit(make_groups())
+    trainer.close()
 
 
 def test_a_script_whose_trainer_is_apart_needs_no_main_guard(make_model, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ def board(
     host: Annotated[
         str, typer.Option(help="The address to serve on; away from loopback a token is asked for.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="The port; the next free one if it is taken.")] = 7331,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; the next free one if it is taken.")] = 7331,
     beside: Annotated[bool, typer.Option(hidden=True, help="End when standard input does.")] = False,
     export: Annotated[
         Path | None,

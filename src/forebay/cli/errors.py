@@ -5,6 +5,7 @@
     with one_message():  work
         an error that a person can mend --> "error: ..." on stderr, exit status 2
         Ctrl-C, SIGTERM                 --> "stopped" on stderr, exit status 130
+        one of the user's own code      --> the same, with its file and line
         anything else is a bug here, and keeps its traceback
 """
 
@@ -27,7 +28,7 @@ from rich.text import Text
 from forebay.config import ConfigError
 from forebay.extras import MissingLibraryError, missing
 from forebay.io.safe_files import is_disk_error
-from forebay.tracebacks import INTERRUPTED, first_error
+from forebay.tracebacks import INTERRUPTED, first_error, raised_at
 
 MARKUP: Literal["rich", None] = "rich" if sys.stdout.isatty() and sys.stderr.isatty() else None
 """How typer shows help and wrong usage: boxes of 80 columns are for a terminal; a pipe gets plain lines."""
@@ -77,10 +78,12 @@ def one_message(*also: type[Exception]) -> Iterator[None]:
         known = [getattr(sys.modules.get(module), name, None) for module, name in _MENDABLE.items()]
         mendable = (ConfigError, FloatingPointError, *also, *(kind for kind in known if kind is not None))
         cannot_open = isinstance(first, OSError) and first.errno in (errno.EISDIR, errno.EMFILE)
-        if not (isinstance(first, mendable) or is_disk_error(first) or cannot_open):
-            raise
         message = str(first)
-        if type(first).__module__.startswith("sqlalchemy."):
+        if not (isinstance(first, mendable) or is_disk_error(first) or cannot_open):
+            if (place := raised_at(first)) is None:
+                raise
+            message = f"{type(first).__name__}: {first} ({place})"
+        elif type(first).__module__.startswith("sqlalchemy."):
             # It goes on with the statement and its values.
             message = f"the database says: {message.splitlines()[0]}"
         elif isinstance(first, OSError) and first.strerror is not None:

@@ -195,7 +195,7 @@ def _lost_part(run: Run, error: Exception) -> str:
         raise PartLost(
             f"{error}; torchrun or srun has to start all again, to go on with --resume {run.folder}"
         ) from error
-    if isinstance(error, PartLost | RankError):
+    if isinstance(error, PartLost) or (isinstance(error, RankError) and error.is_lost):
         return str(error)
     if store.store_of(run.config) == "postgresql" and (lost := store.lost_database(error)):
         return f"the database of the replay buffer is lost: {lost}"
@@ -210,7 +210,8 @@ async def _back_to_checkpoint(run: Run, reason: str) -> Run:
     checkpoints = run_folder.list_checkpoints(config.folder)
     # Before the first one nothing was trained or produced that would have to be taken back.
     step = run_folder.step_of(checkpoints[-1]) if checkpoints else 0
-    display.warning(f"{reason}; the run goes back from train step {run.train_step} to {step}")
+    # Of an error in a rank the traceback is for the end.
+    display.warning(f"{reason.splitlines()[0]}; the run goes back from train step {run.train_step} to {step}")
     display.start(config.name, {}, step=step, total=config.steps)
     storage = run.manager.replay_buffer.storage
     await asyncio.to_thread(store.wait_for_database, config)

@@ -44,6 +44,7 @@ from forebay.produce import (
 )
 from forebay.produce.prompts.dataset import check_prompt_lengths, hold_out, load_prompts, texts_of
 from forebay.produce.prompts.orders import build_order
+from forebay.produce.strategies.base import find_staleness_rule
 from forebay.produce.strategies.context import GroupGenerator
 from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, StorageBackend, SyncReplayBufferConfig
 from forebay.runs.config import ASYNC_ONLY, FILTERS, RunConfig, TaskConfig
@@ -465,18 +466,17 @@ def _why_untrainable(train: TrainConfig, context: int, state: RolloutState) -> s
 
 def build_strategy(config: RunConfig, task: TaskConfig, controller: EnginePool) -> ProduceStrategy:
     """The strategy that produces `task`, as the run file says."""
-    produce = config.produce
+    produce, interval = config.produce, config.produce.sync_weights_interval
     accept = look_up("filter", produce.filter, FILTERS)
     if not produce.is_async:
-        return SyncProduceStrategyConfig(is_valid_sample_fn=accept).build(
-            sync_weights_interval=produce.sync_weights_interval
-        )
+        return SyncProduceStrategyConfig(is_valid_sample_fn=accept).build(sync_weights_interval=interval)
     options = produce.model_dump(include=set(ASYNC_ONLY))
+    # Here and not among the fields, so that what is wrong with it is one sentence.
+    options["staleness_rule"] = find_staleness_rule(produce.staleness_rule)
     if task.max_staleness is not None:
         options["max_staleness"] = task.max_staleness
-    return AsyncProduceStrategyConfig(is_valid_sample_fn=accept, **options).build(
-        sync_weights_interval=produce.sync_weights_interval, rollout_controller=controller
-    )
+    settings = AsyncProduceStrategyConfig(is_valid_sample_fn=accept, **options)
+    return settings.build(sync_weights_interval=interval, rollout_controller=controller)
 
 
 def build_buffer(config: RunConfig, storage: StorageBackend | None = None) -> ReplayBuffer:

@@ -104,8 +104,8 @@ def ask_to_scale(folder: Path, change: str) -> str:
             said = sock.makefile().read()
     except TimeoutError:
         raise ConfigError(f"the run in {str(folder)!r} has not answered in {_SCALED_S:g} s") from None
-    except OSError as error:
-        raise ConfigError(f"no run works in {str(folder)!r} on this machine: {error}") from None
+    except OSError:
+        raise ConfigError(f"no run works in {str(folder)!r} here; name the folder of one that works") from None
     if said.startswith("refused: ") or not said:
         raise ConfigError(said.removeprefix("refused: ") or "the run ended meanwhile")
     return said

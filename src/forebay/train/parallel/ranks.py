@@ -148,14 +148,14 @@ class Ranks:
             f"{f' (no answer from {numbers(silent)})' if silent else ''}\n{trace}"
         )
         agreed = len(failed) == self.num_ranks and {error[0] for error in failed.values()} == {kind}
+        report.is_lost = self.num_ranks > 1 or method == START
         if not (agreed and kind in EXPECTED) or method == START:
             # A call beside this one sees ranks that ended, and is to tell the cause.
             self._lost = self._lost or report
             Ranks.close(self)
-        expected: Exception
         if disk := [error[1] for error in failed.values() if error[0] == DiskError.__name__]:
             # Often of one rank alone. New ranks would find the disk as it is.
-            expected = DiskError(disk[0])
+            expected: Exception = DiskError(disk[0])
         elif agreed and kind in EXPECTED:
             expected = EXPECTED[kind](message)
         else:
@@ -278,6 +278,9 @@ LOADED_ONCE = ["forebay.io.forked", "forebay.train.parallel.worker", "transforme
 
 class RankError(RuntimeError):
     """A rank failed or died; the message has its number, and its traceback or exit code."""
+
+    is_lost = True
+    """False: the only rank made an error, which a new one would make as well."""
 
 
 GRACE_S = 10.0
@@ -437,6 +440,6 @@ def _attempt(call: Callable[[], Any]) -> dict[str, Any]:
     try:
         with disk_errors_named("a rank's files"):
             return {"error": None, "result": call()}
-    # Whatever it is, the caller has to learn of it.
-    except Exception as error:
+    # Whatever it is, also `sys.exit` in a loss of one's own, the caller has to learn of it.
+    except BaseException as error:
         return {"error": [type(error).__name__, str(error), traceback.format_exc()], "result": None}

@@ -42,7 +42,6 @@ class Habits:
 
     cancels_get: float = 0.0
     gives_back: float = 0.0
-    takes_ahead: float = 0.0
     skips_commit: float = 0.0
     evaluates: float = 0.0
     saves: float = 0.0
@@ -209,7 +208,6 @@ def _members(rng, faults, longest):
 def _habits(rng):
     rates = {f.name: rng.choice([0.0, 0.0, 0.1, 0.3]) for f in fields(Habits)}
     rates["ends_early"] /= 4
-    rates["takes_ahead"] = rng.choice([0.0, 0.5, 1.0])
     rates["num_disturbances"] = rng.choice([0, 0, 4, 10])
     rates["disturbed_every_s"] = rng.choice([0.7, 4.0])
     return Habits(**rates)

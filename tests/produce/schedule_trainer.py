@@ -49,8 +49,6 @@ class Trainer:
         self.saved = None
         self.ended = False
         self.empty_in_a_row = 0
-        self.ahead = None
-        """Of the next batch: its step, what ends its taking, and the task."""
         self.switch = asyncio.Lock()
         """Held by who pauses, changes weights and continues."""
 
@@ -73,7 +71,6 @@ class Trainer:
         finally:
             for watcher in watchers:
                 watcher.cancel()
-            await self.give_back_ahead()
             await self.settle(watchers)
         await self.check_quiet()
 
@@ -90,19 +87,13 @@ class Trainer:
 
     async def do_step(self):
         step = self.step + 1
-        if (result := await self.taken_ahead()) is None:
-            result = await self.get_batch(step)
-            if not result.rollout_states:
-                await self.sync_for(result, step)
-                return
-            await self.check_batch(result, step)
+        result = await self.get_batch(step)
+        if not result.rollout_states:
+            await self.sync_for(result, step)
+            return
         self.empty_in_a_row = 0
-        if self.chance("takes_ahead") and all(s.works_ahead for s in self.world.strategies.values()):
-            enough = asyncio.Event()
-            self.ahead = step + 1, enough, asyncio.create_task(self.take_ahead(step + 1, enough))
+        await self.check_batch(result, step)
         if self.chance("gives_back"):
-            await self.wait_a_little()
-            await self.give_back_ahead()
             await self.manager.give_back(result.rollout_states, step)
             return
         self.train(result, step)
@@ -111,24 +102,6 @@ class Trainer:
         if not self.chance("skips_commit"):
             await self.world.buffer.commit(step)
         await self.after_step()
-
-    async def take_ahead(self, step, enough):
-        """The batch that follows, taken while this one is trained."""
-        if (result := await self.manager.take_ahead(self.plan.batch_size, step, enough)) is not None:
-            await self.check_batch(result, step)
-        return result
-
-    async def taken_ahead(self):
-        if self.ahead is None:
-            return None
-        (_, enough, taking), self.ahead = self.ahead, None
-        enough.set()
-        return await taking
-
-    async def give_back_ahead(self):
-        """As before a checkpoint, which would take its groups for trained ones."""
-        if (ahead := self.ahead) is not None and (result := await self.taken_ahead()) is not None:
-            await self.manager.give_back(result.rollout_states, ahead[0])
 
     async def sync_for(self, result, step):
         """Only newer weights can help, and there are some."""
@@ -203,7 +176,6 @@ class Trainer:
             await self.manager.continue_produce(self.model_step)
 
     async def save(self):
-        await self.give_back_ahead()
         async with self.switch:
             await self.manager.pause_produce()
             await self.write_checkpoint()

@@ -97,30 +97,6 @@ def test_production_runs_ahead_as_far_as_the_weights_allow_and_then_waits_for_ne
     virtual_time.run(main())
 
 
-def test_a_batch_taken_ahead_comes_with_the_deciding_put_or_not_at_all():
-    async def main():
-        world = World(strategy=AsyncProduceStrategyConfig(max_staleness=3)).build()
-        manager, enough = world.manager, asyncio.Event()
-        taking = asyncio.create_task(manager.take_ahead(2, 1, enough))
-        await world.buffer.put(completed(0), "t")
-        await asyncio.sleep(1000)
-        # Nothing is produced, which is no error: nobody waits for it.
-        assert not taking.done()
-        await world.buffer.put(completed(1), "t")
-        await asyncio.sleep(0.005)
-        assert ids((await taking).rollout_states) == ["t/0", "t/1"]
-        await world.buffer.put(completed(2), "t")
-        taking = asyncio.create_task(manager.take_ahead(2, 2, enough))
-        await asyncio.sleep(1)
-        enough.set()
-        assert await taking is None
-        await world.buffer.put(completed(3), "t")
-        assert await world.buffer.count("t", Status.COMPLETED) == 2
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    virtual_time.run(main())
-
-
 def test_what_a_batch_dropped_is_not_dropped_again_when_it_is_given_back():
     async def main():
         world = World(strategy=AsyncProduceStrategyConfig(max_staleness=3)).build()
@@ -131,33 +107,12 @@ def test_what_a_batch_dropped_is_not_dropped_again_when_it_is_given_back():
             state.status = Status.FILTERED
         for group in (completed(0), rejected, completed(1)):
             await world.buffer.put(group, "t")
-        batch = await world.manager.take_ahead(2, 1, asyncio.Event())
+        batch = await world.manager.get_batch(2, 1)
         await world.manager.give_back(batch.rollout_states, 1)
         assert told == [("t/9", "filtered")]
         assert await world.buffer.count("t", Status.COMPLETED) == 2
         await world.manager.get_batch(2, 1)
         assert told == [("t/9", "filtered")]
-
-    virtual_time.run(main())
-
-
-def test_two_batches_in_the_trainers_hands_are_given_back_one_after_the_other():
-    async def main():
-        world = World(strategy=AsyncProduceStrategyConfig(max_staleness=3)).build()
-        producing = asyncio.create_task(world.manager.produce_loop(2))
-        first = await world.manager.get_batch(2, 1)
-        ahead = await world.manager.take_ahead(2, 2, asyncio.Event())
-        assert world.manager.progress.consumed_samples == {"t": 4}
-        await world.manager.pause_produce()
-        await world.manager.give_back(ahead.rollout_states, 2)
-        await world.manager.give_back(first.rollout_states, 1)
-        assert world.manager.progress.consumed_samples == {"t": 0}
-        assert world.manager.progress.next_consumer_step == 1
-        assert (await world.check_balance()).trained == 0
-        await world.manager.continue_produce(0)
-        again = [await world.manager.get_batch(2, step) for step in (1, 2)]
-        assert [ids(one.rollout_states) for one in again] == [ids(first.rollout_states), ids(ahead.rollout_states)]
-        await stop(world, producing)
 
     virtual_time.run(main())
 

@@ -49,14 +49,14 @@ async def test_a_take_that_an_owner_lost_in_the_middle_comes_back(open_store, mo
     await older.claim()
     await older.put_many([make_row("a"), make_row("b")])
     decoding, go_on = threading.Event(), threading.Event()
-    decode = older._codec.decode
+    decode = older.codec.decode
 
     def wait_for_the_test(data):
         decoding.set()
         assert go_on.wait(timeout=300)
         return decode(data)
 
-    monkeypatch.setattr(older._codec, "decode", wait_for_the_test)
+    monkeypatch.setattr(older.codec, "decode", wait_for_the_test)
     taking = asyncio.create_task(older.take_first(1, {}))
     await asyncio.to_thread(decoding.wait)
     # Nobody waits for the decoding.

@@ -1,12 +1,10 @@
 """The separate run end to end: a background producer and the trainer, a real tiny model and engine."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import sys
-import threading
 import tomllib
 from collections import Counter
 from multiprocessing import active_children
@@ -19,13 +17,13 @@ from forebay.config import ConfigError, parse_config
 from forebay.engines import EngineLost
 from forebay.ledger import Ledger
 from forebay.metrics import read_jsonl
-from forebay.produce import AgentLoopManager, ProductionError
+from forebay.produce import ProductionError
 from forebay.runs import steps
 from forebay.runs.config import SEPARATE_DEFAULTS, ProduceConfig, RunConfig, to_toml
 from forebay.runs.folder import list_checkpoints, saved_config
 from forebay.runs.launch import launch
 from forebay.runs.placement import is_apart
-from forebay.train import OffPolicyError, TrainController
+from forebay.train import TrainController
 from forebay.train.objective.losses import POLICY_LOSSES
 from forebay.train.parallel.ranks import LocalRanks, RankError
 from forebay.watching.stalls import StallError
@@ -283,86 +281,6 @@ def test_a_batch_that_cannot_be_trained_is_kept_with_the_last_finished_step(
         train(tmp_path)
     folder = tmp_path / "run"
     assert [path.name for path in list_checkpoints(folder)] == ["step_000003"]
-    monkeypatch.undo()
-    asyncio.run(launch(saved_config(folder), resume=folder))
-    check_books(folder)
-
-
-CORRECTED = {**run_table("")["produce"], "staleness_rule": "correct"}
-"""Groups do not expire: where they do, nothing is taken ahead."""
-
-
-@pytest.fixture
-def taken_ahead(monkeypatch):
-    """The train steps whose batches were taken ahead; with such a one, a train step ends only after it is taken."""
-    asked, is_there = [], threading.Event()
-    take_ahead, fit = AgentLoopManager.take_ahead, TrainController.fit
-
-    async def noted(manager, batch_size, train_step, until):
-        asked.append(train_step)
-        is_there.clear()
-        batch = await take_ahead(manager, batch_size, train_step, until)
-        is_there.set()
-        return batch
-
-    def fit_after_it(trainer, groups, **options):
-        result = fit(trainer, groups, **options)
-        if trainer.train_step + 1 in asked:
-            assert is_there.wait(60)
-        return result
-
-    monkeypatch.setattr(AgentLoopManager, "take_ahead", noted)
-    monkeypatch.setattr(TrainController, "fit", fit_after_it)
-    return asked
-
-
-def test_no_batch_is_taken_ahead_where_long_groups_would_come_too_late_for_it(tmp_path, taken_ahead):
-    train(tmp_path, steps=2)
-    assert not taken_ahead
-
-
-def test_the_next_batch_is_taken_while_one_is_trained_unless_a_checkpoint_is_made_between(tmp_path, taken_ahead):
-    train(tmp_path, checkpoint_every=3, produce=CORRECTED)
-    folder = tmp_path / "run"
-    assert taken_ahead == [2, 3, 5, 6]
-    assert not events(folder, "requeued")
-    check_books(folder)
-
-
-@pytest.mark.parametrize("store", ["memory", "sqlite"])
-@pytest.mark.parametrize("ending", ["stop", "refused", "guard"])
-def test_a_batch_that_was_taken_ahead_is_live_again_where_the_run_ends(
-    tmp_path, monkeypatch, taken_ahead, ending, store
-):
-    fit, guard = TrainController.fit, steps.guard
-
-    def refused_after_it(trainer, groups, **options):
-        batch = fit(trainer, groups, **options)
-        if trainer.train_step == 4 and ending == "refused":
-            trainer.train_step = 3
-            raise ValueError("of no use")
-        return batch
-
-    def ended(run, train_step, metrics):
-        guard(run, train_step, metrics)
-        if train_step == 4 and ending == "stop":
-            run.stop.set()
-        if train_step == 4 and ending == "guard":
-            raise OffPolicyError("too far")
-
-    monkeypatch.setattr(TrainController, "fit", refused_after_it)
-    monkeypatch.setattr(steps, "guard", ended)
-    error = {"refused": ConfigError, "guard": OffPolicyError}.get(ending)
-    with contextlib.nullcontext() if error is None else pytest.raises(error):
-        train(tmp_path, replay={"store": store}, produce=CORRECTED)
-    folder, done = tmp_path / "run", 3 if ending == "refused" else 4
-    assert [path.name for path in list_checkpoints(folder)] == [f"step_{done:06}"]
-    assert taken_ahead == [2, 3, 4, 5]
-    trained = [event["group"] for event in events(folder, "trained")]
-    assert [event["group"] for event in events(folder, "requeued")] == [*trained[16:], *trained[12:16]][
-        : 4 * (5 - done)
-    ]
-    check_books(folder, num_steps=done)
     monkeypatch.undo()
     asyncio.run(launch(saved_config(folder), resume=folder))
     check_books(folder)

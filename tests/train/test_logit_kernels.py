@@ -20,15 +20,42 @@ from forebay.train.packing import Packer
 from train.conftest import build_groups, build_model
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-pytestmark = [] if DEVICE == "cpu" else [pytest.mark.gpu]
+computes = pytest.mark.usefixtures("interpreted") if DEVICE == "cpu" else pytest.mark.gpu
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+
+
+def test_without_triton_or_its_compiler_torch_computes(monkeypatch, caplog):
+    class Logits:
+        device, dtype = torch.device("cuda"), torch.bfloat16
+
+    class Exact(Logits):
+        dtype = torch.float64
+
+    def fail(*given):
+        raise RuntimeError("Failed to find C compiler")
+
+    real = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: real(*size))
+    monkeypatch.setattr(logit_kernels.TargetLogprobs, "apply", fail)
+    logit_kernels._can_launch.cache_clear()
+    assert not any(logit_kernels.has_kernels(Logits) for _ in range(3))
+    assert [record.getMessage() for record in caplog.records] == [
+        "the output head takes longer: its kernels cannot be built here: Failed to find C compiler"
+    ]
+    monkeypatch.setattr(logit_kernels, "_can_launch", lambda device: True)
+    assert logit_kernels.has_kernels(Logits)
+    assert not logit_kernels.has_kernels(Exact)
+    assert not logit_kernels.has_kernels(real(1))
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-    if DEVICE == "cpu":
-        monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-        monkeypatch.setattr(logit_kernels, "has_kernels", lambda logits: True)
-        monkeypatch.setattr(forward_module, "has_kernels", lambda logits: True)
+def forget():
+    yield
+    getattr(logit_kernels._can_launch, "cache_clear", int)()
 
 
 def of_torch(logits, targets, scale):
@@ -37,6 +64,7 @@ def of_torch(logits, targets, scale):
     return logprobs.gather(1, targets[:, None]).squeeze(1), entropy
 
 
+@computes
 @pytest.mark.parametrize("size", [5, 199, 2 * logit_kernels.BLOCK + 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_they_give_what_log_softmax_gives(size, dtype):
@@ -59,6 +87,7 @@ def test_they_give_what_log_softmax_gives(size, dtype):
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=rounding, atol=1e-6)
 
 
+@computes
 @pytest.mark.parametrize("elements", [1 << 27, 64])
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
 def test_a_step_has_the_gradients_that_it_has_without_them(layout, elements, monkeypatch):

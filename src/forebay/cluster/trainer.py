@@ -30,7 +30,7 @@ from forebay.io.shared import Layout, MemoryFile
 from forebay.models import load_tokenizer
 from forebay.models.starting_weights import AdaptersRefusedError
 from forebay.runs.placement import PartLost
-from forebay.train.batch import Collector, Groups, TrainBatch
+from forebay.train.batch import Groups, TrainBatch
 from forebay.train.parallel.ranks import EXPECTED, RankError
 from forebay.types import ByteArray, FloatArray
 from forebay.watching.stalls import StallError
@@ -58,15 +58,9 @@ class RayTrainer:
         self.model_step = 0
         """Completed train steps."""
         self._actor = actor
-        self._collector = Collector(overlong=overlong)
+        self._overlong = overlong
 
-    def collect(self, groups: Groups) -> None:
-        """As `TrainController.collect`."""
-        self._collector.collect(groups)
-
-    def fit(
-        self, groups: Groups | TrainBatch, *, stale_thresholds: int | Mapping[str, int] | None = None
-    ) -> TrainBatch:
+    def fit(self, groups: Groups, *, stale_thresholds: int | Mapping[str, int] | None = None) -> TrainBatch:
         """One train step; the batch has its metrics.
 
         Raises:
@@ -75,14 +69,14 @@ class RayTrainer:
             PartLost: the trainer's process has ended, or hangs.
         """
         # Flat arrays travel as they lie; rollouts would be pickled one by one.
-        batch = self._collector.batch(groups)
+        batch = TrainBatch.from_groups(groups, overlong=self._overlong)
         batch.metrics = self._call("fit", batch, stale_thresholds)
         self.model_step += 1
         return batch
 
     def pack(self, groups: Groups) -> TrainBatch:
         """A packed batch, as of `TrainController.pack`; PartLost as of `fit`."""
-        packed: TrainBatch = self._call("call", "pack", self._collector.batch(groups))
+        packed: TrainBatch = self._call("call", "pack", TrainBatch.from_groups(groups, overlong=self._overlong))
         return packed
 
     def compute_logprobs(self, batch: TrainBatch) -> FloatArray:

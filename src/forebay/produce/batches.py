@@ -76,7 +76,7 @@ class Batches:
         """The train step and the thresholds of the last aging."""
         self._num_hungry = dict.fromkeys(self.runners, 0)
         self._consumed: dict[int, dict[str, int]] = {}
-        """Groups of each task in the last two batches of the separate run, by train step."""
+        """Groups of each task in the latest batch of the separate run, by its train step."""
         self._past: set[tuple[str, str | int]] = set()
         self._replaced: GroupsByTask = {}
         """Of the latest batch: the groups that were used again, and those that gave their places to some."""
@@ -230,7 +230,7 @@ class Batches:
             # groups fill places, too.
             self.progress.mark_consumed(sizes)
             self.progress.finish_consume(train_step)
-            self._consumed = {**dict(list(self._consumed.items())[-1:]), train_step: sizes}
+            self._consumed = {train_step: sizes}
         uses = await self._use_past(groups_by_task, sizes, train_step)
         # Counted before they are dropped: the result tells how many groups ended badly.
         leftovers = await self._drop_terminal(train_step)

@@ -31,7 +31,6 @@ from fractions import Fraction
 from numbers import Integral
 from pathlib import Path
 
-from forebay.aio.tasks import unless
 from forebay.io.safe_files import check
 from forebay.ledger import Ledger
 from forebay.produce.background import BackgroundProducer, Mode, TaskRunner, pause_tasks, produce_tasks, tell
@@ -256,21 +255,6 @@ class AgentLoopManager:
                 if result is not None:
                     return result
 
-    async def take_ahead(self, batch_size: int, train_step: int, until: asyncio.Event) -> ProduceBatchResult | None:
-        """The batch of `train_step` as soon as the buffer holds it, while the one before is trained.
-
-        None, and nothing is taken, if `until` is set first. It neither judges whether a batch can come nor
-        watches for a stall: `get_batch` does, for a trainer that waits. Not for a buffer with `reuse`. Before a
-        `save`, a `cut` or the giving back of an earlier batch, this one has to be given back.
-        """
-        sizes = self._split(batch_size, train_step)
-        while not until.is_set():
-            version = self.replay_buffer.version
-            if (result := await self.batches.take(sizes, train_step)) is not None:
-                return result
-            await unless(until, self.replay_buffer.wait_for_change(version))
-        return None
-
     async def pause_produce(self) -> float:
         """Stop: afterwards nothing is in flight, and nothing starts before `continue_produce`.
 
@@ -299,10 +283,7 @@ class AgentLoopManager:
         return self._background.shutdown()
 
     async def give_back(self, groups: Sequence[Sequence[RolloutState]], train_step: int) -> None:
-        """Undo `get_batch`, `take_ahead` or `produce_batch` of `train_step`: its groups are live again.
-
-        So are those of all later steps: a batch that was taken ahead is given back before the one it follows.
-        """
+        """Undo `get_batch` or `produce_batch` of `train_step`: its groups are live again."""
         await self.batches.give_back(groups, train_step)
 
     # -- Both

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
 from forebay.models import context_of, find_device, load_model, load_tokenizer, resolve_model
 from forebay.models.loading import save_tokenizer
-from forebay.produce import ProduceBatchResult, Prompt
+from forebay.produce import Prompt
 from forebay.produce.prompts.conversations import Demonstrations
 from forebay.produce.prompts.dataset import load_conversations
 from forebay.produce.strategies.rules import name_group
@@ -59,15 +59,6 @@ from forebay.train.parallel import launched
 from forebay.train.parallel.learner import ModelFolder
 from forebay.train.parallel.ranks import Ranks
 from forebay.types import RolloutState
-
-
-class Ahead(NamedTuple):
-    """A batch that is taken before the trainer is free."""
-
-    train_step: int
-    is_enough: asyncio.Event
-    """Set: what is not whole by now is not taken."""
-    taken: asyncio.Task[ProduceBatchResult | None]
 
 
 @dataclass(kw_only=True)
@@ -106,8 +97,6 @@ class Run(rollout_parts.Rollouts):
     """Train steps that rollouts may be behind since the guard lowered it; None: as configured."""
     saving: asyncio.Task[None] | None = None
     """Writes the latest checkpoint, beside everything else."""
-    ahead: Ahead | None = None
-    """The next batch, which is taken while the present one is trained."""
     evaluating: asyncio.Task[None] | None = None
     """The evaluation under way beside production."""
     best_checkpoint: str | None = None

@@ -103,9 +103,6 @@ class Trainer(Protocol):
     def model_step(self) -> int:
         """The step of the weights: completed train steps."""
 
-    def collect(self, groups: Groups) -> None:
-        """Make ready what `fit` will be given; in any thread, beside `fit`."""
-
     def fit(self, groups: Groups, *, stale_thresholds: int | Mapping[str, int] | None = None) -> TrainBatch:
         """Make one train step on `groups`, and return the batch that was trained."""
 

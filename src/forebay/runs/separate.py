@@ -4,7 +4,7 @@
 
     produce_loop (background)   groups --> replay buffer --> next_batch
                                                                 |
-    sync -> evaluate --+-> next_batch -> fit -> forget_consumed +-> report --+   (the next batch is taken during `fit`)
+    sync -> evaluate --+-> next_batch -> fit -> forget_consumed +-> report --+
                        |      ^ waits for the deciding put                   |
                        |   when due: sync and evaluate, production pauses; checkpoint, it goes on
                        +-----------------------------------------------------+
@@ -60,7 +60,6 @@ async def run_separate(run: Run) -> None:
                     await run.manager.shutdown()
                 else:
                     await run.manager.pause_produce()
-                await steps.give_back_ahead(run)
                 await steps.rescue(run, error)
                 raise
     finally:
@@ -74,7 +73,6 @@ async def _train(run: Run) -> None:
         batch = await steps.next_batch(run, train_step)
         if batch is None:
             break
-        steps.begin_ahead(run, train_step + 1)
         metrics = await steps.fit(run, batch.rollout_states)
         await steps.forget_consumed(run, train_step)
         # Before the guard may lower the interval: `fit` let servers forget weights if this sync is due.
@@ -82,7 +80,6 @@ async def _train(run: Run) -> None:
         steps.report(run, train_step, batch, metrics)
         steps.guard(run, train_step, metrics)
         await _after_step(run, train_step, sync=sync)
-    await steps.give_back_ahead(run)
     await run.manager.pause_produce()
 
 

@@ -5,7 +5,6 @@
     sync_weights -> evaluate
     repeat, colocated: produce -> fit -> forget_consumed -> sync_weights -> report
     repeat, separate:  next_batch -> fit -> forget_consumed -> report -> production_paused: sync_weights
-                            '-- begin_ahead: the next batch is taken meanwhile
             when due:  evaluate, begin_checkpoint
     finish
 
@@ -28,7 +27,7 @@ from forebay.config import ConfigError
 from forebay.engines import EngineLost
 from forebay.io.safe_files import publish, unfinished
 from forebay.produce import ProduceBatchResult, ProductionError
-from forebay.runs.build import Ahead, Run
+from forebay.runs.build import Run
 from forebay.runs.checkpoints import begin_checkpoint as begin_checkpoint
 from forebay.runs.checkpoints import checkpoint, checkpoint_written, compute, limit_lag, phase
 from forebay.runs.checkpoints import resume as resume
@@ -75,9 +74,6 @@ async def next_batch(run: Run, train_step: int) -> ProduceBatchResult | None:
     # Before the batch is taken: an error after it would lose its groups.
     if run.evaluating is not None and run.evaluating.done():
         await evaluation_ended(run)
-    with phase(run, "wait"):
-        if (batch := await _taken_ahead(run)) is not None:
-            return batch
     while True:
         # The manager registers its wait itself, for programs without a run too.
         with phase(run, "wait"):
@@ -88,47 +84,6 @@ async def next_batch(run: Run, train_step: int) -> ProduceBatchResult | None:
             return batch
         async with production_paused(run):
             await sync_weights(run)
-
-
-def begin_ahead(run: Run, train_step: int) -> None:
-    """Have the batch of `train_step` taken, and made into arrays, while the one before is trained.
-
-    Not where a checkpoint is made in between, which has to find its groups in the buffer; not where groups are
-    used again, since a batch and the past groups in it are given back one at a time; not where servers sleep
-    while ranks train; and not where groups expire: the long ones, which end last, would come too late for a
-    batch that is taken already, and be too old for the next one.
-    """
-    config, strategies = run.config, [runner.produce_strategy for runner in run.manager.task_runners]
-    is_last = train_step > config.steps or is_due(train_step - 1, config.checkpoint_every)
-    waits = is_last or run.turns is not None or run.manager.replay_buffer.reuse is not None
-    if waits or not all(strategy.works_ahead and strategy.stale_threshold is None for strategy in strategies):
-        return
-    taking = _take_ahead(run, train_step, is_enough := asyncio.Event())
-    run.ahead = Ahead(train_step, is_enough, asyncio.create_task(taking, name=f"take batch {train_step}"))
-
-
-async def _take_ahead(run: Run, train_step: int, is_enough: asyncio.Event) -> ProduceBatchResult | None:
-    batch = await run.manager.take_ahead(run.config.batch_size, train_step, is_enough)
-    if batch is not None:
-        # `fit` raises it, of the step that it belongs to.
-        with contextlib.suppress(ValueError):
-            await asyncio.to_thread(run.trainer.collect, batch.rollout_states)
-    return batch
-
-
-async def _taken_ahead(run: Run) -> ProduceBatchResult | None:
-    """The batch that was taken ahead; None if it is not whole: then it is not taken any more."""
-    if run.ahead is None:
-        return None
-    ahead, run.ahead = run.ahead, None
-    ahead.is_enough.set()
-    return await ahead.taken
-
-
-async def give_back_ahead(run: Run) -> None:
-    """Make the groups that were taken ahead live again, if there are some."""
-    if (ahead := run.ahead) is not None and (batch := await _taken_ahead(run)) is not None:
-        await run.manager.give_back(batch.rollout_states, ahead.train_step)
 
 
 @contextlib.asynccontextmanager
@@ -168,8 +123,7 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
             fit_step = partial(run.trainer.fit, stale_thresholds=thresholds)
             batch = await compute(run, fit_step, groups)
     except (ValueError, FloatingPointError, EngineLost) as error:
-        # A train step that did not happen: its batch is live again, after the one that follows it.
-        await give_back_ahead(run)
+        # A train step that did not happen: its batch is live again.
         await run.manager.give_back(groups, run.train_step + 1)
         if isinstance(error, EngineLost):
             raise
@@ -297,7 +251,6 @@ async def close(run: Run) -> None:
         if run.saving is not None:
             # All that follows is needed for it.
             stack.push_async_callback(end_saving, run, run.saving)
-        for task in (run.evaluating, run.ahead and run.ahead.taken):
-            if task is not None:
-                task.cancel()
-                stack.push_async_callback(outlast, task)
+        if run.evaluating is not None:
+            run.evaluating.cancel()
+            stack.push_async_callback(outlast, run.evaluating)

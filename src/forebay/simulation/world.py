@@ -274,9 +274,6 @@ class TimedTrainer:
         self.model_step = 0
         self.steps: list[TrainedStep] = []
 
-    def collect(self, groups: list[list[RolloutState]]) -> None:
-        """Do nothing: a batch has no arrays."""
-
     def fit(
         self, groups: list[list[RolloutState]], *, stale_thresholds: Mapping[str, int] | None = None
     ) -> SimpleNamespace:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
 
@@ -304,29 +304,6 @@ class TrainBatch:
     def by_sequence(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """An array by response token as S views, one per sequence."""
         return np.split(values, self.response_starts[1:])
-
-
-class Collector:
-    """Makes batches of groups, also of some that are asked for later: with the same list, and nothing added to it."""
-
-    def __init__(self, *, temperature: float = 1.0, overlong: str | float = "train") -> None:
-        self._make = partial(TrainBatch.from_groups, temperature=temperature, overlong=overlong)
-        self._made: tuple[Groups, TrainBatch | None] = (), None
-
-    def collect(self, groups: Groups) -> None:
-        """Make the batch of these groups; ValueError as `TrainBatch.from_groups`."""
-        self._made = groups, self._make(groups)
-
-    def batch(self, groups: Groups | TrainBatch) -> TrainBatch:
-        """The batch of these groups; ValueError as `TrainBatch.from_groups`."""
-        if isinstance(groups, TrainBatch):
-            return groups
-        known, made = self._made
-        if known is not groups or made is None:
-            return self._make(groups)
-        # A train step adds to it.
-        self._made = (), None
-        return made
 
 
 def passed(pack: Pack) -> Pack:

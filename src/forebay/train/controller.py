@@ -34,7 +34,7 @@ from forebay.models import load_model, precision_on, save_tokenizer
 from forebay.models.config import Precision
 from forebay.models.live_weights import LiveWeights
 from forebay.train import checkpoint, measures, presets, weight_sync
-from forebay.train.batch import Collector, Groups, TrainBatch
+from forebay.train.batch import Groups, TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Learner
 from forebay.train.model.critic import Critic
@@ -114,7 +114,7 @@ class TrainController:
         """Completed train steps."""
         self._turn = threading.Lock()
         """Held while weights change or move: an engine that comes back may read them at any time."""
-        self._collector = Collector(temperature=temperature, overlong=config.overlong)
+        self._temperature = temperature
         self._seed = seed
         self._engine_dtype: Precision = engine_dtype
         self._tokenizer = tokenizer
@@ -194,18 +194,11 @@ class TrainController:
         Raises:
             ValueError: as `TrainBatch.from_groups` and `Packer.pack_pad_dispatch`.
         """
-        batch = self._collector.batch(groups)
+        if not isinstance(groups, TrainBatch):
+            groups = TrainBatch.from_groups(groups, temperature=self._temperature, overlong=self.config.overlong)
         # In the batch, because a learner, on whatever rank, knows no controller.
-        batch.penalties = self.penalties
-        return self._packer.pack_pad_dispatch(batch, seed=(self._seed, self.train_step))
-
-    def collect(self, groups: Groups) -> None:
-        """Make the arrays of a batch before `fit` gets these groups; in any thread, beside `fit`.
-
-        Raises:
-            ValueError: as `TrainBatch.from_groups`; so will `fit`.
-        """
-        self._collector.collect(groups)
+        groups.penalties = self.penalties
+        return self._packer.pack_pad_dispatch(groups, seed=(self._seed, self.train_step))
 
     def mask_stale(self, batch: TrainBatch, thresholds: int | Mapping[str, int]) -> TrainBatch:
         """Leave out of the loss the tokens at or over their task's stale threshold in the next train step.

@@ -39,7 +39,7 @@ from functools import partial
 from pydantic import BaseModel
 
 from forebay.aio.tasks import beside
-from forebay.config import ConfigError, StrictModel, look_up
+from forebay.config import ConfigError, StrictModel, errors_about, look_up
 from forebay.produce.strategies import context
 from forebay.produce.strategies.pending import Ended, PendingGroups, ProductionBudget, Work
 from forebay.types import Status, get_group_status, reset_rollout_response
@@ -343,7 +343,8 @@ def find_staleness_rule(rule: str | StalenessRule) -> StalenessRule:
         ConfigError: there is no such rule, or it is something else.
     """
     found = look_up("staleness_rule", rule, STALENESS_RULES) if isinstance(rule, str) else rule
-    made: StalenessRule = found() if isinstance(found, type) else found
+    with errors_about(f"staleness_rule {rule!r} is made without arguments", TypeError):
+        made: StalenessRule = found() if isinstance(found, type) else found
     if not isinstance(made, StalenessRule):
         raise ConfigError(f"staleness_rule {rule!r} is no StalenessRule; derive its class from that")
     return made

@@ -42,7 +42,7 @@ class BufferRerun:
     def __init__(self, buffer: ReplayBuffer) -> None:
         self.buffer = buffer
         self._taken: dict[int, Groups] = {}
-        """The batches taken for train steps that have not come yet."""
+        """The batch taken last, by its train step."""
 
     async def execute(self, event: Event) -> None:
         """Do again what the event says, if it is one of the buffer's; the others are there to be read.
@@ -79,7 +79,7 @@ class BufferRerun:
         _require_equal(facts, facts.get("result"), _summary(result))
         # What leaves with another status is dropped.
         if facts["event"] == "take_batch" and "train_step" in facts and "group_status" not in facts:
-            self._taken[facts["train_step"]] = [group for part in result[0].values() for group in part]
+            self._taken = {facts["train_step"]: [group for part in result[0].values() for group in part]}
         if facts["event"] == "use_again":
             self._taken[facts["train_step"]] += [group for part in result.values() for group in part]
 

@@ -8,11 +8,14 @@ Shapes: N tokens, V vocabulary.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import logging
+from functools import cache
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+
+logger = logging.getLogger(__name__)
 
 BLOCK = 4096
 """Logits that a program of the GPU looks at together."""
@@ -21,7 +24,20 @@ BLOCK = 4096
 def has_kernels(logits: torch.Tensor) -> bool:
     """Whether there are kernels for these logits, or for others on their device."""
     is_plain = logits.dtype != torch.float64 and not isinstance(logits, DTensor)
-    return logits.device.type == "cuda" and is_plain and find_spec("triton") is not None
+    return logits.device.type == "cuda" and is_plain and _can_launch(logits.device)
+
+
+@cache
+def _can_launch(device: torch.device) -> bool:
+    """Tried once: Triton may be missing, or what it builds with (a C compiler, Python's headers)."""
+    try:
+        few_NV = torch.zeros(1, 2, device=device)
+        TargetLogprobs.apply(few_NV, few_NV.new_zeros(1, dtype=torch.int64), few_NV.new_ones(1), [])  # type: ignore[no-untyped-call]
+    # Of what kind is up to Triton and the compiler.
+    except Exception as error:
+        logger.warning("the output head takes longer: its kernels cannot be built here: %s", error)
+        return False
+    return True
 
 
 class TargetLogprobs(torch.autograd.Function):

@@ -148,7 +148,7 @@ class Ranks:
             f"{f' (no answer from {numbers(silent)})' if silent else ''}\n{trace}"
         )
         agreed = len(failed) == self.num_ranks and {error[0] for error in failed.values()} == {kind}
-        report.is_lost = self.num_ranks > 1 or method == START
+        report.is_lost = self.num_ranks > 1 or method == START or kind in _OF_THE_DEVICE
         if not (agreed and kind in EXPECTED) or method == START:
             # A call beside this one sees ranks that ended, and is to tell the cause.
             self._lost = self._lost or report
@@ -282,6 +282,9 @@ class RankError(RuntimeError):
     is_lost = True
     """False: the only rank made an error, which a new one would make as well."""
 
+
+_OF_THE_DEVICE = {"AcceleratorError", "OutOfMemoryError"}
+"""Errors of torch that a new process may not have."""
 
 GRACE_S = 10.0
 """How long the other ranks may take to fail as well, or to end, once one has failed; then they are killed."""

@@ -265,6 +265,5 @@ def _rest(script: Mapping[tuple[int, ...], Answer], request: GenerateRequest) ->
     for length in range(len(ids), 0, -1):
         if ids[:length] in script:
             answer = script[ids[:length]]
-            done = len(ids) - length
-            return answer[done:] if isinstance(answer, Sequence) else answer
+            return answer[len(ids) - length :] if isinstance(answer, Sequence) else answer
     raise KeyError(f"the script has no answer for {ids}")

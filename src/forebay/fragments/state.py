@@ -143,8 +143,7 @@ class ReplayState:
     def serve(self, num_chunks: int, now_s: float) -> FragmentBatch:
         """A batch of that many distinct chunks, under a lease."""
         seed = (self.rules.seed, self.meta.num_draws)
-        chunks = self.chunks.sample(num_chunks, seed)
-        return self._serve(chunks, now_s, self.rules.lease_s)
+        return self._serve(self.chunks.sample(num_chunks, seed), now_s, self.rules.lease_s)
 
     def _serve(self, chunks: list[Chunk], now_s: float, lease_s: float) -> FragmentBatch:
         meta, length = self.meta, self.rules.fragments_per_chunk

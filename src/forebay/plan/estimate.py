@@ -118,8 +118,7 @@ def make_plan(config: RunConfig, device: Device, *, prompt_tokens: int | None = 
     if prompt_tokens is None:
         prompt_tokens = _longest_prompt(config, data)
     response = max(_longest_response(config, task, hugging_face, prompt_tokens) for task in config.tasks)
-    longest = prompt_tokens + response
-    return _plan(config, device, hugging_face, prompt_tokens, longest)
+    return _plan(config, device, hugging_face, prompt_tokens, prompt_tokens + response)
 
 
 def fit_memory(config: RunConfig, device: Device | None = None) -> tuple[RunConfig, str | None]:

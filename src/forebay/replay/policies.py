@@ -86,8 +86,7 @@ class ReplayPolicy:
 
 async def take_ranked(count: int, query: QueryLike, storage_backend: StorageBackend, *, order: str) -> list[Any]:
     """Take the first `count` matching groups in `order`."""
-    taken = await storage_backend.take_first(count, query, order=order)
-    return [item.item for item in taken]
+    return [item.item for item in await storage_backend.take_first(count, query, order=order)]
 
 
 class FIFOReplayPolicy(ReplayPolicy):

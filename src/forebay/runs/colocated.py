@@ -33,11 +33,7 @@ async def run_colocated(run: Run) -> None:
     """
     config = run.config
     try:
-        await steps.sync_weights(run)
-        # A resumed run has those of before.
-        if not run.evaluations:
-            await steps.evaluate(run, "before")
-        await steps.first_checkpoint(run)
+        await steps.begin(run)
         while run.train_step < config.steps and not run.stop.is_set():
             train_step = run.train_step + 1
             batch = await steps.produce(run, train_step)
@@ -52,8 +48,6 @@ async def run_colocated(run: Run) -> None:
                 await steps.evaluate(run, f"step {train_step}", due)
             if steps.is_due(train_step, config.checkpoint_every):
                 await steps.begin_checkpoint(run)
-        if run.train_step == config.steps and not steps.is_evaluated(run):
-            await steps.evaluate(run, "after")
         await steps.finish(run)
     except steps.RESCUED as error:
         await steps.rescue(run, error)

@@ -44,15 +44,10 @@ async def run_separate(run: Run) -> None:
             the last state.
     """
     try:
-        await steps.sync_weights(run)
-        if not run.evaluations:
-            await steps.evaluate(run, "before")
-        await steps.first_checkpoint(run)
+        await steps.begin(run)
         async with _producer(run):
             try:
                 await _train(run)
-                if run.train_step == run.config.steps and not steps.is_evaluated(run):
-                    await steps.evaluate(run, "after")
                 await steps.finish(run)
             except steps.RESCUED as error:
                 if isinstance(error, StallError):

@@ -163,8 +163,12 @@ async def forget_consumed(run: Run, train_step: int) -> None:
     await run.status.count_buffer()
 
 
-async def first_checkpoint(run: Run) -> None:
-    """Where parts of the run can be lost: something to go back to before the first train step."""
+async def begin(run: Run) -> None:
+    """Hand the weights over, and try the held-out prompts, unless a resumed run has done that."""
+    await sync_weights(run)
+    if not run.evaluations:
+        await evaluate(run, "before")
+    # Where parts of the run can be lost: something to go back to before the first train step.
     if run.cluster is not None and run.train_step == 0:
         await checkpoint(run)
 
@@ -196,7 +200,9 @@ async def rescue(run: Run, error: Exception) -> None:
 
 
 async def finish(run: Run) -> None:
-    """Save the last state and the model, and say where they are."""
+    """Try the held-out prompts if the run is complete, save the last state and the model, and say where they are."""
+    if run.train_step == run.config.steps and not is_evaluated(run):
+        await evaluate(run, "after")
     await evaluation_ended(run)
     final = await checkpoint(run)
     await compute(run, _publish_model, final / "trainer" / "model", run.folder / "model")

@@ -164,8 +164,7 @@ def _engine(cluster: ClusterConfig, seed: int, number: int) -> ModeledEngine:
         task_name = (request.session_id or "").rsplit("/", 3)[0]
         lengths = cluster.task_lengths.get(task_name, cluster.lengths)
         # The half keeps the share above 0, where a log-normal has no quantile.
-        whole = lengths.quantile((request.seed + 0.5) / _SEED_SPAN)
-        return whole - request.num_earlier
+        return lengths.quantile((request.seed + 0.5) / _SEED_SPAN) - request.num_earlier
 
     return ModeledEngine(
         rate=cluster.decode_rate,

@@ -62,8 +62,7 @@ def calculate(expression: str) -> Number:
         raise ToolError(f"the expression has {len(expression)} characters, more than {MAX_CHARACTERS}")
     try:
         # `ast.parse` would take blanks at the beginning for an indentation.
-        tree = ast.parse(expression.strip(), mode="eval")
-        return _value(tree.body)
+        return _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError):
         raise ToolError(f"{expression!r} is not an arithmetic expression") from None
     except (ArithmeticError, ValueError, TypeError) as error:

@@ -155,12 +155,11 @@ class AsyncProduceStrategy(base.ProduceStrategy):
                 self._start_over(group)
             # Cut short half-way, the tokens of a partial rollout may not fit together.
             await ctx.put_back(group, wipe=self.config.enable_partial_rollout)
-        else:
-            if await ctx.put_generated_group(group, before_put=self._prepare):
-                self._budget.count(Status.COMPLETED, group)
-            elif group[0].status is Status.EXPIRED:
-                self._budget.count(Status.EXPIRED, group)
-                self.num_expired += 1
+        elif await ctx.put_generated_group(group, before_put=self._prepare):
+            self._budget.count(Status.COMPLETED, group)
+        elif group[0].status is Status.EXPIRED:
+            self._budget.count(Status.EXPIRED, group)
+            self.num_expired += 1
 
     def _prepare(self, group: Group) -> None:
         """Count a group that did not complete, and let it start over or be retried, before it is stored."""

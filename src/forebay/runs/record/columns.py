@@ -156,9 +156,8 @@ def _of_tokens(rows: Sequence[Mapping[str, Any]]) -> dict[str, NDArray[Any]]:
     steps, at = _generated(rows, "model_steps")
     last = np.full(len(rows), UNLABELED)
     np.maximum.at(last, at, steps)
-    labeled = steps != UNLABELED
-    first = np.where(last == UNLABELED, UNLABELED, np.iinfo(np.int32).max)
-    np.minimum.at(first, at[labeled], steps[labeled])
+    first = last.copy()
+    np.minimum.at(first, at, np.where(steps == UNLABELED, np.iinfo(np.int32).max, steps))
     advantages, at = _generated(rows, "advantages")
     sums, counts = np.bincount(at, advantages, len(rows)), np.bincount(at, minlength=len(rows))
     mean = np.divide(sums, counts, out=np.full(len(rows), np.nan), where=counts > 0)

@@ -46,32 +46,26 @@ class TargetLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: torch.Tensor, targets_N: Any, scale_N: Any, known: list[Any]) -> torch.Tensor:
         """Of logits times `scale_N` (float32); `known` as of `forebay.train.model.forward`."""
-        from forebay.train.model import triton_kernels
-
         logits_NV = logits_NV.contiguous()
-        num_rows, num_words = logits_NV.shape
         if not known:
-            known += scale_N.new_empty(num_rows, 2), torch.empty_like(scale_N)
-            with torch.cuda.device(logits_NV.device):
-                triton_kernels.statistics[(num_rows,)](
-                    logits_NV, targets_N, scale_N, *known, num_words, BLOCK, num_warps=8
-                )
-        normalizer_N: torch.Tensor = known[1]
+            known += scale_N.new_empty(len(scale_N), 2), torch.empty_like(scale_N)
+            _launch("statistics", (len(scale_N),), logits_NV, targets_N, scale_N, *known)
         results_N2: torch.Tensor = known[0]
-        ctx.save_for_backward(logits_NV, targets_N, scale_N, normalizer_N)
+        ctx.save_for_backward(logits_NV, targets_N, scale_N, known[1])
         return results_N2.clone()
 
     @staticmethod
     def backward(ctx: Any, grad_N2: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         """The gradient of the logits, in their dtype."""
-        from forebay.train.model import triton_kernels
-
         logits_NV, targets_N, scale_N, normalizer_N = ctx.saved_tensors
-        grad_NV = torch.empty_like(logits_NV)
-        num_rows, num_words = logits_NV.shape
-        factor_N = grad_N2[:, 0] * scale_N
-        with torch.cuda.device(logits_NV.device):
-            triton_kernels.gradient[(num_rows, -(-num_words // BLOCK))](
-                logits_NV, targets_N, scale_N, normalizer_N, factor_N, grad_NV, num_words, BLOCK, num_warps=8
-            )
+        factor_N, grad_NV = grad_N2[:, 0] * scale_N, torch.empty_like(logits_NV)
+        blocks = len(logits_NV), -(-logits_NV.shape[1] // BLOCK)
+        _launch("gradient", blocks, logits_NV, targets_N, scale_N, normalizer_N, factor_N, grad_NV)
         return grad_NV, None, None, None
+
+
+def _launch(kernel: str, grid: tuple[int, ...], logits_NV: torch.Tensor, *others: torch.Tensor) -> None:
+    from forebay.train.model import triton_kernels
+
+    with torch.cuda.device(logits_NV.device):
+        getattr(triton_kernels, kernel)[grid](logits_NV, *others, logits_NV.shape[1], BLOCK, num_warps=8)

@@ -42,8 +42,7 @@ SOLVED_SCORE = 1.0
 
 def _is_counted(group_S: Ints, first_S: Ints | None) -> NDArray[np.bool_]:
     """Which sequences stand for their attempt."""
-    numbers_S = np.arange(len(group_S))
-    return np.ones(len(group_S), bool) if first_S is None else first_S == numbers_S
+    return np.ones(len(group_S), bool) if first_S is None else first_S == np.arange(len(group_S))
 
 
 def center(scores_S: Floats, group_S: Ints, first_S: Ints | None = None) -> Floats:

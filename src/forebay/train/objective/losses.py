@@ -197,8 +197,7 @@ def token_weights(normalization: str | int, lengths_S: NDArray[np.int64]) -> NDA
         # Masks may have left no token at all.
         return np.full(len(lengths_S), 1 / max(1, lengths_S.sum()))
     if normalization == "sequence-mean":
-        num_sequences = max(1, np.count_nonzero(lengths_S))
-        return np.asarray(1 / (np.maximum(lengths_S, 1) * num_sequences))
+        return np.asarray(1 / (np.maximum(lengths_S, 1) * max(1, np.count_nonzero(lengths_S))))
     return np.full(len(lengths_S), 1 / (int(normalization) * max(1, len(lengths_S))))
 
 

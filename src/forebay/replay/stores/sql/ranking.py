@@ -193,8 +193,7 @@ STEPS = sa.select(tasks.c.task_name, tasks.c.train_step, tasks.c.may_fall)
 
 def _scan(connection: sa.Connection, query: Query, codec: Codec, lock: Lock) -> list[StorageItem]:
     lines = connection.execute(_locking(SELECT_ROWS.order_by(groups.c.uid), lock))
-    rows = read_rows(lines, codec, train_steps(connection))
-    return [row for row in rows if matches(query, row)]
+    return [row for row in read_rows(lines, codec, train_steps(connection)) if matches(query, row)]
 
 
 def _locking(statement: sa.Select[Any], lock: Lock) -> sa.Select[Any]:

@@ -107,8 +107,7 @@ def prepare(item: StorageItem, codec: Codec, *, data: bytes | None = None, keep_
     columns["priority"], columns["tags"] = float(item.priority), json.dumps(item.tags) if item.tags else "{}"
     if data is None and not (keep_payload and item.item is None):
         data = codec.encode(item.item)
-    checksum = 0 if data is None else zlib.crc32(data)
-    return PreparedRow(columns, data, checksum, dict(item.tags))
+    return PreparedRow(columns, data, zlib.crc32(data or b""), dict(item.tags))
 
 
 def give_ids(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None:

@@ -22,12 +22,10 @@ import hashlib
 import json
 import os
 import re
-import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,7 +203,7 @@ def begin_save(
     (folder / STATE).mkdir(exist_ok=True)
     shard = folder / STATE / f"shard-{rank:05d}.safetensors"
     files = _model_files(parts.model, rank, 1 if mesh is None else mesh.size())
-    threads = ThreadPoolExecutor(2, "forebay-checkpoint", _step_back)
+    threads = ThreadPoolExecutor(2, "forebay-checkpoint")
     written = threads.submit(save_tensors, copies, shard, **described)
     exported = threads.submit(_write_model, parts.model, files, folder / "model")
     threads.shutdown(wait=False)
@@ -217,14 +215,6 @@ def begin_save(
             future.result()
 
     return finish
-
-
-def _step_back() -> None:
-    """Let the train step go first where this thread and it want a core."""
-    if sys.platform == "linux":
-        # A sandbox may forbid it.
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def _weights(parts: TrainerParts) -> dict[str, torch.Tensor]:

@@ -155,10 +155,17 @@ def test_a_checkpoint_goes_on_on_the_other_device(tmp_path, moments):
 
 def test_slices_of_one_rank_give_the_step_of_a_whole_model(tmp_path):
     """FSDP2, NCCL and a checkpoint of slices. In a process of its own, which has one process group."""
-    program = "import sys, train.test_on_gpu as here; here.train_slices(sys.argv[1])"
+    ran = run_apart("train_slices", str(tmp_path), limit_s=90)
+    assert ran.returncode == 0, ran.stderr
+
+
+def run_apart(function, *arguments, limit_s, **around):
+    """A function of this module, in a process of its own with `around` in its environment."""
+    program = f"import sys, train.test_on_gpu as here; here.{function}(*sys.argv[1:])"
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    around = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, env=around, timeout=90)
+    around = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | around
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, env=around, timeout=limit_s, stderr=subprocess.PIPE, text=True)
 
 
 def train_slices(place):
@@ -218,10 +225,9 @@ def test_kernels_have_the_gradients_of_plain_attention(kernel, layout):
         logprobs = trainer.compute_logprobs(trainer.pack(groups))
         steps.append((trainer.fit(groups).metrics["train/grad_norm"], logprobs))
     (norm, logprobs), (found_norm, found) = steps
-    assert found_norm == pytest.approx(norm, rel=0.05)
-    # Rounding: a mask that is wrong changes them by more than 1.
-    assert np.abs(found - logprobs).mean() < 0.1
-    assert np.abs(found - logprobs).max() < 0.5
+    # On a CPU bfloat16 is off by 0.1% and 0.015.
+    assert found_norm == pytest.approx(norm, rel=0.02)
+    np.testing.assert_allclose(found, logprobs, atol=0.05)
 
 
 @pytest.mark.parametrize(
@@ -354,10 +360,7 @@ for line in sys.stdin:
 @pytest.mark.parametrize("segments", ["expandable_segments:False", "expandable_segments:True"])
 def test_another_process_reads_buckets_where_they_lie(segments):
     """By CUDA IPC, as vLLM and SGLang do. Its own process, since torch reads the setting once."""
-    program = "import train.test_on_gpu as here; here.write_buckets()"
-    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    around = os.environ | {"PYTORCH_ALLOC_CONF": segments, "PYTHONPATH": os.pathsep.join(paths)}
-    ran = subprocess.run([sys.executable, "-c", program], env=around, timeout=40, stderr=subprocess.PIPE, text=True)
+    ran = run_apart("write_buckets", limit_s=40, PYTORCH_ALLOC_CONF=segments)
     if segments.endswith("True") and "pidfd_getfd" in ran.stderr:
         pytest.skip("such memory goes by a file descriptor, and this machine's kernel hands none to another process")
     assert ran.returncode == 0, ran.stderr

@@ -130,12 +130,11 @@ def make_reward_scorer(model: str, device: str) -> Callable[[list[list[Message]]
     from torch.nn.utils.rnn import pad_sequence
     from transformers import AutoModelForSequenceClassification
 
-    from forebay.models import find_device, load_tokenizer, precision_on, resolve_model
+    from forebay.models import find_device, forgo_cudnn, load_tokenizer, precision_on, resolve_model
 
     folder, where = resolve_model(model), find_device(device)
     tokenizer = load_tokenizer(folder)
-    # It plans each new shape for some tenths of a second, as do engines without this.
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    forgo_cudnn()
     dtype = getattr(torch, precision_on(where, "auto"))
     classifier: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype).to(where).eval()
     if classifier.config.num_labels != 1 or tokenizer.chat_template is None:

@@ -15,6 +15,7 @@ from forebay.models.config import Precision as Precision
 from forebay.models.config import TinyConfig as TinyConfig
 from forebay.models.devices import empty_cache as empty_cache
 from forebay.models.devices import find_device as find_device
+from forebay.models.devices import forgo_cudnn as forgo_cudnn
 from forebay.models.devices import precision_on as precision_on
 from forebay.models.loading import context_of as context_of
 from forebay.models.loading import load_model as load_model

@@ -19,6 +19,17 @@ ONE_RECORDING = threading.Lock()
 whole device."""
 
 
+def forgo_cudnn() -> None:
+    """Have torch compute no attention with cuDNN, its first choice on Hopper and Blackwell.
+
+    It plans each new shape for some tenths of a second, and an engine or a micro-batch may have a new one at every
+    step. With masks it has given wrong tokens, and gradients that are NaN at some lengths.
+    """
+    import torch
+
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def empty_cache() -> None:
     """Give the memory that torch keeps cached on a CUDA device back to it, for other processes."""
     import torch

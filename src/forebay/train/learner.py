@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forebay.config import look_up
 from forebay.io.shared import Layout, views
-from forebay.models import Precision, attention, empty_cache, precision_on, routing
+from forebay.models import Precision, attention, empty_cache, forgo_cudnn, precision_on, routing
 from forebay.models.images import Sight
 from forebay.models.live_weights import cast
 from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
@@ -77,8 +77,7 @@ class Learner:
         context: Context | None = None,
     ) -> None:
         output_head(model)
-        # With a mask its gradients are NaN at some lengths on Hopper, and each new shape takes it a second.
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        forgo_cudnn()
         self.config = config
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
         # Asked once: what a GPU computes in is a question to its driver, and passes are many.

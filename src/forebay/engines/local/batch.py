@@ -42,7 +42,7 @@ from forebay.engines.local.kv_cache import RowCache, fold_shared_heads, round_up
 from forebay.engines.local.rows import ROW_FIELDS, TOKEN_FIELDS, Ended, Row, grown
 from forebay.engines.local.step_graphs import Record, StepGraphs, graph_size
 from forebay.engines.local.stopping import StopTexts
-from forebay.models.devices import empty_cache
+from forebay.models.devices import empty_cache, forgo_cudnn
 from forebay.models.images import Images, Sight
 from forebay.models.routing import Routing
 from forebay.types import IntArray
@@ -75,9 +75,7 @@ class DecodeBatch:
         recorder: Callable[[], Record] | None = None,
     ) -> None:
         fold_shared_heads()
-        # Torch's first choice on Hopper and Blackwell plans each new shape for some tenths of a second, and of
-        # a request every step may have another; with masks it has given wrong tokens, too.
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        forgo_cudnn()
         self.model = model
         self.max_context_tokens = max_context_tokens
         self.budget = budget or CacheBudget()

@@ -17,8 +17,6 @@ The resolved run file has the folders and the absolute paths, so every later com
 working folder.
 """
 
-from __future__ import annotations
-
 import copy
 import difflib
 import glob

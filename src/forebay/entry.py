@@ -10,8 +10,6 @@ It is what ``forebay train`` does, with objects in place of names; the display, 
 are the same.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import logging

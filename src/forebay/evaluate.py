@@ -8,8 +8,6 @@ Failed rollouts (an engine or judge error) are counted as ``failed`` and left ou
 nothing about the model.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Optional libraries: which extra brings each of them, and the one message for one that is missing."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -10,8 +10,6 @@
 The objects belong to the call: two runs of one process do not see each other's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar

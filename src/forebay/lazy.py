@@ -1,7 +1,5 @@
 """Names of a package that load something heavy: imported when they are asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module

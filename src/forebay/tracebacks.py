@@ -1,7 +1,5 @@
 """How failures are told: where a user's own code raised, and the exit status after Ctrl-C."""
 
-from __future__ import annotations
-
 import os
 import sysconfig
 import traceback

@@ -1,7 +1,5 @@
 """From a run file's ``[tasks.agent]`` table to an agent loop."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -14,8 +14,6 @@ One environment object serves all rollouts; the state of one episode is in its `
 * `SecondChances` is for tasks with an answer: any judge looks at every try, and the model may try again.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy

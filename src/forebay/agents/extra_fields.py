@@ -6,8 +6,6 @@
     conversation | chat_record   --conversation_of--> the messages after the prompt
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -12,8 +12,6 @@ this package. A pause ends the program, which runs again when the rollout goes o
 `forebay.agents.chat.session` for what becomes of the turns it had.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import inspect

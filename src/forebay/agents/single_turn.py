@@ -8,8 +8,6 @@ It does not sample tokens (the rollout controller does) and does not judge (the 
                      (once a prompt)                 ^ a continued rollout enters here
 """
 
-from __future__ import annotations
-
 from forebay.agents.base import AgentLoop
 from forebay.agents.chat.rendering import PromptRenderer
 from forebay.types import RolloutState

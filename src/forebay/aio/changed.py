@@ -1,7 +1,5 @@
 """A counter of changes that coroutines wait on: the wake-up behind `ReplayBuffer.wait_for_change`."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -8,8 +8,6 @@
     first item --> settle: turn, turn, turn ... --4 turns without another item, or `at_most`--> all of them
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

@@ -12,8 +12,6 @@ Work for threads (``run_in_executor``, ``asyncio.to_thread``) is done at once, o
 takes no virtual time, and nothing depends on the scheduler of the operating system.
 """
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine

@@ -1,7 +1,5 @@
 """A run, or several, as one HTML file that needs no server: the page with the answers it asks for first."""
 
-from __future__ import annotations
-
 import html
 import re
 from base64 import b64encode

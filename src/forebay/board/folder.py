@@ -3,8 +3,6 @@
 It only reads. Files that a run is writing are read up to their last whole line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

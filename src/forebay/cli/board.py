@@ -1,7 +1,5 @@
 """The ``forebay board`` command: the page of one or more runs, served or written into one file."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

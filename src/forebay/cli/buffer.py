@@ -13,8 +13,6 @@ PATH is a snapshot folder, a checkpoint, a run folder (its newest checkpoint), o
 SQLite file. Of the commands that look, only ``export`` and ``migrate`` write, and only what they are told to.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Mapping

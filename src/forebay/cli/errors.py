@@ -9,8 +9,6 @@
         anything else is a bug here, and keeps its traceback
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

@@ -1,7 +1,5 @@
 """The ``forebay init`` command: a recipe or an example, written into a folder to start from."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """``forebay keys``: lines of the page ``docs/keys.md``, which the tests hold against the config models."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from pathlib import Path

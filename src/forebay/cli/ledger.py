@@ -6,8 +6,6 @@
     a buffer on disk        --> `ledger_section`: the ledger near it, held against it
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -4,8 +4,6 @@ Text that a model, a dataset or a user wrote is shown as text: never as markup, 
 terminal would obey.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """The keys of ``cluster.arguments``: checked before anything is started; needs no Ray."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from pydantic import AfterValidator, Field

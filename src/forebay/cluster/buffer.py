@@ -14,8 +14,6 @@ Of a killed actor's groups its store keeps all on a database, none in memory. It
 the node it was on before if the store is an SQLite file, which is on that node's disk.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import secrets

@@ -11,8 +11,6 @@ A call of an actor costs about a millisecond at each end, however little it carr
 hundreds of requests: with a call for each, a step of the demo took twice as long.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence

@@ -8,8 +8,6 @@
                  missing --> ConfigError: the machine, the folder
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -8,8 +8,6 @@
                       RankError --> the run goes back to its last checkpoint, with new ranks
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from collections import Counter

@@ -13,8 +13,6 @@
     produces: a process that is set up, and a count
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -1,7 +1,5 @@
 """From a run file's ``[engine]`` table to engines; importing it loads no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal

@@ -1,7 +1,5 @@
 """A request on its way through one engine of a pool or several: what it has, and what is to come."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import reduce

@@ -9,8 +9,6 @@ It does not chat, decode or judge: tokens in, tokens out. Which engine makes the
 lost, pauses and weights are in `forebay.engines.pool`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Sequence

@@ -9,8 +9,6 @@
 Time is the loop's, so it runs under a virtual clock; a request costs one timer however many tokens it makes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

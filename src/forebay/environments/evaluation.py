@@ -1,7 +1,5 @@
 """Plays episodes with the likeliest actions, for a mean return."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -14,8 +14,6 @@ thread but deleting and copying. The next buffer on the folder of a killed one k
 lease gets its whole term again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -14,8 +14,6 @@
                        | the worker falls silent, its session ends, or they grow stale: dropped
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice

@@ -10,8 +10,6 @@ A batch says which payloads it names; its lease keeps exactly those. Several lea
 hold the same payloads. A payload is free once no chunk, no partial chunk and no lease holds it.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass

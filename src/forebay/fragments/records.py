@@ -9,8 +9,6 @@
 The payload (`SampleFragment`) goes to the store, and only its id and its `FragmentMetadata` to the buffer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -13,8 +13,6 @@ Each fragment is in exactly one place, so at any moment
 ``added = in chunks + in sequences + used up + dropped (by reason)``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 from forebay.fragments.chunks import Chunk, ChunkTable, Fragment, Sequences

@@ -1,7 +1,5 @@
 """Counts of what went in, what came out and what was dropped, and the numbers made of them."""
 
-from __future__ import annotations
-
 import msgspec
 
 DROP_REASONS = ("stale", "session", "evicted", "gap", "silent_worker", "lost_payload")

@@ -18,8 +18,6 @@ A message with `sizes` is followed by as many raw buffers. A `Part` brings buffe
 ahead of it. A message that does not fit its type ends the connection.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping, Sequence

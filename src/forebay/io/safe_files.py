@@ -14,8 +14,6 @@ no file is read twice and each of the two can be checked alone. CRC-32 finds acc
 against deceit.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -3,8 +3,6 @@
 Fast, so the judge runs on the event loop.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from decimal import Decimal, InvalidOperation

@@ -1,7 +1,5 @@
 """From a run file's ``[tasks.judge]`` table to a judge."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any

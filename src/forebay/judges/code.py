@@ -11,8 +11,6 @@ own process: that they passed is said in words which the program cannot guess an
 ordinary means, so leaving early gains nothing; a program made to search its own process could forge them.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Mapping, Sequence

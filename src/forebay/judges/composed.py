@@ -10,8 +10,6 @@
        '--> any part fails, or none applies: FAILED
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import inspect

@@ -17,8 +17,6 @@ The timer is the child's own, so it also fires when the parent is gone; a child 
 that is stopped, or never begins, is ended from here, two minutes later.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

@@ -10,8 +10,6 @@ The response is part of the prompt, so it may try to instruct its judge; policie
 pay. Keep the question strict, and look at the rollouts that score best.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

@@ -8,8 +8,6 @@
 The score is the model's one number as it is, before any sigmoid; no number is a failure, not a zero.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from typing import Annotated, Any

@@ -10,8 +10,6 @@
 A text may say ``<image>`` where one of the columns' images stands.
 """
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Mapping

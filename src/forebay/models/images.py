@@ -10,8 +10,6 @@ smaller so, servers take files, and a processor makes the same pixels of the sam
 and trainer read a model's processor from the folder that the model was loaded from.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import threading

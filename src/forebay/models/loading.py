@@ -11,8 +11,6 @@ A folder in the cache is written beside its place and then renamed, so it is who
 and not installed from here: ``pip install --no-deps PACKAGE`` is the user's step.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

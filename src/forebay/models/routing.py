@@ -14,8 +14,6 @@ computes now, with their gradient, by the router's own code.
 Shapes: C tokens of a pass, M layers with a router, k experts of a token, E experts of a layer.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import partial

@@ -9,8 +9,6 @@
 Trainers and engines do not know each other, so what both must agree on is here.
 """
 
-from __future__ import annotations
-
 import hashlib
 import zlib
 from collections.abc import Iterable, Mapping

@@ -11,8 +11,6 @@ one of those is tried before it is trained (`forebay.train.model.trial`).
 Shapes: B rows, L columns of queries, K of keys, H heads, D numbers of a head, S sequences.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

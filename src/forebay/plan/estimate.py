@@ -8,8 +8,6 @@
                     '--> rates by the roofline --> ClusterConfig --> `forebay.simulation` --> step time
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

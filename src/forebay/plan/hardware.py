@@ -1,7 +1,5 @@
 """The devices a plan is for: their memory, arithmetic and bandwidth, from their makers' data sheets."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass, replace

@@ -11,8 +11,6 @@ No formula follows the architecture: attention, chunked output head, activation 
 layout of the batch take what their own operations allocate, on the CPU; a GPU's kernels keep as much.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A plan as a person reads it: a table of memory, whether it fits, and the time of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rich.console import Console

@@ -7,8 +7,6 @@
                            sync_cost: ranks --> trainer's process --> each machine with engines
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from forebay.config import ConfigError

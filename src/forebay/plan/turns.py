@@ -11,8 +11,6 @@
 In separate mode all work at once, but for such servers, and without any there is one turn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

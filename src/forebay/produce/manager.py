@@ -16,8 +16,6 @@ The manager owns no device and starts no engine; it is the one writer of progres
 priority over production by being done between `pause_produce` and `continue_produce`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

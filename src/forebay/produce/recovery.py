@@ -20,8 +20,6 @@
 A row carries its group's entry of the books, as tags, so both are one transaction.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

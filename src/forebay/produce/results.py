@@ -1,7 +1,5 @@
 """The result of a call to the manager: the batch, and the statistics of how it was made."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 

@@ -15,8 +15,6 @@ rollout. The same place in the data always gets the same id, so a sampler that w
 can ask whether a group is already held somewhere and skip it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -10,8 +10,6 @@
 A copy may outlive its group for an interval; `settle` deletes it then.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

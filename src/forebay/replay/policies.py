@@ -10,8 +10,6 @@ back. It may have a state of its own (`PrioritizedReplayPolicy` has its random n
 the buffer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 

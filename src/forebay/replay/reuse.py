@@ -13,8 +13,6 @@ as the rest. Training on such a group must correct for the weights that made its
 `response_model_steps` are those of its generation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

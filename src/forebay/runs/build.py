@@ -11,8 +11,6 @@ answer at all, so that some rollouts earn a reward: it is trained on conversatio
 training prompts' own answers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

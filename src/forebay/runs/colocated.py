@@ -12,8 +12,6 @@ weights are synced after every step. To change the loop, copy this page; ``examp
 the same from smaller steps.
 """
 
-from __future__ import annotations
-
 from forebay.runs import steps
 from forebay.runs.build import Run
 

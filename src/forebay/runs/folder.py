@@ -15,8 +15,6 @@
     runs/.NAME.lock     held while a process is at work in runs/NAME
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

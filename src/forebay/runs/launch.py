@@ -7,8 +7,6 @@
                                        '-----------' from the last checkpoint, a limited number of times
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """The numbers of a run's steps: logged, held against the alarms, shown; and the totals of its end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -10,8 +10,6 @@
 With a cluster, the agent loops and engines are there, and what stands here talks to them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

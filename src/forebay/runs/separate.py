@@ -19,8 +19,6 @@ the held-out prompts are tried the producer rests and the weights stay as they a
 beside production (`forebay.runs.evaluation`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

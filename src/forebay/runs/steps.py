@@ -11,8 +11,6 @@
 CPU-heavy work runs in the run's compute thread, so that the event loop stays free.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import shutil

@@ -21,8 +21,6 @@ the first SYNCING starts them. A part that ends ends the wait of the others: a l
 SYNCING, a lost rank is the end of the run.
 """
 
-from __future__ import annotations
-
 import asyncio
 from concurrent.futures import Executor
 from dataclasses import dataclass

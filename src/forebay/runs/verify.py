@@ -12,8 +12,6 @@ not be several times worse. Right after an update with a tiny learning rate old 
 noise: the check finds weights that are wrong, not every weight that is one step old.
 """
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

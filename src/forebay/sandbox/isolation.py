@@ -12,8 +12,6 @@ where it is said that the sandbox stood. This module builds command lines, `fore
 them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

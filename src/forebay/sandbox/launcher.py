@@ -17,8 +17,6 @@ It does not bound the folder, which is on a real disk and holds as many files as
 kernel's attack surface is larger than with namespaces and bubblewrap.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json

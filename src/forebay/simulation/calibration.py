@@ -12,8 +12,6 @@ the rates. The first steps are left out, as in a simulation, and so are evaluati
 again after a way back to a checkpoint.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ Requests wait, run and are aborted as those of `forebay.engines.scripted`, where
 time: here it takes 1 on a clock that shows this progress.
 """
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import math

@@ -6,8 +6,6 @@
                               '--> simulation.json, cluster.toml
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@
         --> every combination --> simulate, several at once --> Outcome, with the synchronous run beside it
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

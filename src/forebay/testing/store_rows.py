@@ -1,7 +1,5 @@
 """What the conformance suite does to stores: rows, and operations and queries drawn at random."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from random import Random
 from typing import Any

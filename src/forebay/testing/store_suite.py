@@ -14,8 +14,6 @@ over operations and queries in any order; the other tests hold what a comparison
 and nothing else, and run the coroutines themselves. Payloads are short texts and numbers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """From a run file's entry, or a plain function, to a tool."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Mapping

@@ -7,8 +7,6 @@
 Everything is bounded: the length of the text, the size of integers, so no expression takes long.
 """
 
-from __future__ import annotations
-
 import ast
 import math
 import operator

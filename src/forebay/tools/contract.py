@@ -7,8 +7,6 @@
                                                  | ToolUnavailableError      --> the rollout is FAILED
 """
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 Schema = dict[str, Any]

@@ -1,7 +1,5 @@
 """Python for models: a program in, what it printed out; run by `forebay.sandbox`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

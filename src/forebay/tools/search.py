@@ -8,8 +8,6 @@
 It is not a vector search: words are matched by their stems.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sqlite3

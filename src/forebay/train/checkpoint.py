@@ -16,8 +16,6 @@ A crash at any point leaves either the old folder or the new one under `path`, o
 renames, the old one as ``path.replaced``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

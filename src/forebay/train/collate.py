@@ -18,8 +18,6 @@ Shapes: B rows, L columns, Q distinct prompts, P longest prompt, N trained token
 tokens of the whole batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -14,8 +14,6 @@ through a learner: a `Learner` here, or a `RankedLearner` whose ranks hold a sli
 Every step takes and returns the batch; `fit` composes those needed. No pass reads what the loss does not.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import threading

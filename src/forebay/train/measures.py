@@ -6,8 +6,6 @@
 Every name is ``train/NAME``; means are over trained tokens unless the name says otherwise.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import defaultdict

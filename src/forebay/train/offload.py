@@ -7,8 +7,6 @@
 Tensors that were on the host before (moments that always are there) stay where they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 

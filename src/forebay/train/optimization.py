@@ -10,8 +10,6 @@ the copies there and back. ``8bit`` leaves them on the device in a quarter of th
 "8-bit Optimizers via Block-wise Quantization"), by bitsandbytes: 256 numbers share a scale.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass

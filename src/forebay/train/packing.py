@@ -19,8 +19,6 @@ In a pass with images all ranks gather the slices of a tower that a pass without
 round either all have images or none has; one without work passes a sequence of another, and trains nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

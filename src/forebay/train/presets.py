@@ -8,8 +8,6 @@ Learning rates and sizes of batches are not here: they go with a model, not with
 rollouts and of tokens, which are keys of other tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

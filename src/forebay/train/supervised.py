@@ -9,8 +9,6 @@ optimizer. A token counts the same whatever example it is in.
     held out --TrainController.compute_logprobs--> loss before the first pass and after each
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

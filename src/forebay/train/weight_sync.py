@@ -12,8 +12,6 @@
 A rollout controller is a receiver. The receivers are declared here because this package knows no engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Mapping

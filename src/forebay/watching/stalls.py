@@ -19,8 +19,6 @@ production has to end: a producer that waits for room while the trainer trains f
 `answered` is for the other kind of wait: one thing is asked for, and its answer is due within a fixed time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -10,8 +10,6 @@ activities in its history (`forebay.runs.record.history.read_spans`), a simulati
 A lane holds one activity at a time, so nothing in it overlaps: the viewers draw only what nests.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import json

@@ -10,8 +10,6 @@
                 note() --> extra_fields of the rollout, from which it is made again after a pause
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping, Sequence

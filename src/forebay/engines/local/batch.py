@@ -23,8 +23,6 @@ To and from the device goes one array each a step: tokens, positions and random 
 Shapes: B running rows, L columns of a prefill, P distinct prompts, V vocabulary.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress

@@ -12,8 +12,6 @@
 A bound by running out of memory comes back because the memory may have been another's: the trainer's, say.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Literal
 

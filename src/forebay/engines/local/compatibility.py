@@ -8,8 +8,6 @@ The config tells of what shows only in long contexts (sliding windows, context-d
 finds everything else, whatever the architecture calls it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A request's place in a decode batch, and the per-row numbers of all of them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

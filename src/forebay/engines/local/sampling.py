@@ -13,8 +13,6 @@ temperature 1, which is what a trainer compares with.
 Shapes: B rows, V vocabulary, N blocks of it, W tokens of a block, R rows with top-k or top-p.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -10,8 +10,6 @@ where it wrote them; so inputs are copied into one tensor and weights are update
 before moving the cache or the weights.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable

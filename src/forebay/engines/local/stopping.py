@@ -8,8 +8,6 @@
 The text may span several tokens and, in a continued rollout, begin in tokens that an earlier call made.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

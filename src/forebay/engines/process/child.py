@@ -5,8 +5,6 @@
     python -c "from forebay.engines.process.child import main; main()" SOCKET SILENCE_LIMIT_S RECIPE
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import socket

@@ -6,8 +6,6 @@
                                  '--> WeightInbox --'
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterable
 from dataclasses import replace

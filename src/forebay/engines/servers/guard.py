@@ -10,8 +10,6 @@ A server that outlives the run that started it would keep its memory, and a GPU.
 used, so that a guard costs little.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

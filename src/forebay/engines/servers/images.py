@@ -7,8 +7,6 @@
                            | refused: the server has dropped it    from now on fewer are named alone
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable

@@ -9,8 +9,6 @@
 It does not talk to the server beyond its health: that is the engine's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

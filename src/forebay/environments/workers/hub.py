@@ -9,8 +9,6 @@ It also counts what workers saw: episodes that ended, steps taken. A worker that
 no sign of life, or closes its connection without ending, is reported to the caller of `while_heard`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -10,8 +10,6 @@ One question, one answer: the worker goes on when the buffer has taken its fragm
 far ahead waits, and begins the next fragment with the newest weights.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import msgspec

@@ -19,8 +19,6 @@ goes. Shapes: T steps, E environments, D numbers in an observation, A numbers in
 of memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any

@@ -8,8 +8,6 @@
 The same function in a thread or a process; it ends when the hub says so, or is gone.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from contextlib import closing, suppress

@@ -12,8 +12,6 @@ apart. A sweep happens when the buffer is opened, and then with its activity at 
 runs while there is nothing to wait for.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager

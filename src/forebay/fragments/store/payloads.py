@@ -11,8 +11,6 @@ know; see `forebay.fragments.store.collector`.
     folder/shard-0/   tables: payloads (id -> payload), schemas, totals (count, bytes)
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import struct

@@ -8,8 +8,6 @@ Tokens are those that a rollout with the same turns would have: what the assista
 model's own tokens, and everything between two turns is an increment (`forebay.agents.chat.rendering`).
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from itertools import groupby
 from typing import Any

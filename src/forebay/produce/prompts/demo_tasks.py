@@ -6,8 +6,6 @@ its kind once, as rows ``{"prompt", "answer"}``, in an order that its seed fixes
 the training set by construction.
 """
 
-from __future__ import annotations
-
 import string
 from collections.abc import Callable
 

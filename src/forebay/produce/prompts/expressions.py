@@ -9,8 +9,6 @@
 They run in Jinja's sandbox: they see the row (columns by name, and all of it as ``row``) and nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any

@@ -15,8 +15,6 @@ The pass rate of a prompt is the mean score of its latest group, which the ledge
 A plan is kept with the sampler, so a resumed run goes on with the same one.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias

@@ -15,8 +15,6 @@ or of a function that returns an iterator, is read as far as it is wanted. Every
 `ConfigError` that says which file, line or argument.
 """
 
-from __future__ import annotations
-
 import csv
 import difflib
 import glob

@@ -11,8 +11,6 @@ Members are attempts: a rollout together with the further trajectories that were
 context without `GroupRules` stores groups as they are, as long as they are well formed.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import math

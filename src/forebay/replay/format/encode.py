@@ -17,8 +17,6 @@ beside them in `Head.sample_params`. All others (arrays,
 tuples, bytes, integers over 64 bits, ...) are the trees of `forebay.replay.format.values`, as in a snapshot.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable, Sequence

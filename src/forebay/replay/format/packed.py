@@ -15,8 +15,6 @@ is believed only if the bytes bear it out. A group is checked once, when it come
 and more than once.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator, Sequence

@@ -17,8 +17,6 @@ that can write to the directory can write the manifest, too, so a stronger one w
 pickle.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

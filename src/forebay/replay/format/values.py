@@ -34,8 +34,6 @@ fields. No constructor, validator or ``__post_init__`` runs. Otherwise the value
 which holds the same, and which is stored as what it stands for.
 """
 
-from __future__ import annotations
-
 import ast
 import base64
 import datetime as dt

@@ -16,8 +16,6 @@ the next call that takes begins when those of the last one are sent: a client th
 on its way, and no more. Nothing here waits for another connection.
 """
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 import socket

@@ -18,8 +18,6 @@ ARCHIVED groups that are asked for are removed, or archived for the other step, 
 has them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

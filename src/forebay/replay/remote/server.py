@@ -23,8 +23,6 @@ Both sides can rely on this:
 * **Closing.** Running calls end, waiting ones raise `ServerClosed`, then every client is sent goodbye.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

@@ -5,8 +5,6 @@ the store, the same policy archives. The view remembers what was removed and wha
 that is cancelled or fails half way is given back, and groups of which only some could be put are taken out.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager

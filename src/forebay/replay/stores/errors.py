@@ -1,7 +1,5 @@
 """The errors of a replay store beside `ValueError`: a damaged row, a lost claim, rows judged too early."""
 
-from __future__ import annotations
-
 
 class DamagedRowError(ValueError):
     """The payload of one row is not what was stored; the other rows can be read.

@@ -9,8 +9,6 @@ loop over it for every question.
     update -> remove, insert the row anew            state_dict, load_state_dict <- check_state
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from operator import attrgetter

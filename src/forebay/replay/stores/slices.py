@@ -8,8 +8,6 @@ The buffer holds its lock meanwhile, so that its callers see all of it or nothin
 event loop free by itself (`StorageBackend.rows_at_once` is None) is asked once: its call is one transaction.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice

@@ -1,7 +1,5 @@
 """The check of a state before a store takes it over: every store refuses the same, and keeps what it has."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

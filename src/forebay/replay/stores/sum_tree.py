@@ -9,8 +9,6 @@ The tree holds no row of the store, only ids and priorities. Every node is compu
 and never adjusted by a difference, so rounding errors do not pile up and the sum of no priorities is 0.
 """
 
-from __future__ import annotations
-
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence

@@ -13,8 +13,6 @@ runs use never hand over to another task half-way through, so the order of event
 took effect.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -11,8 +11,6 @@ A text can stand only where all its runs of five bytes do, so a search for a rar
 Upper and lower case count as one. For a text of under five bytes, and without an index, all is searched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

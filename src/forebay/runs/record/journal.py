@@ -20,8 +20,6 @@ A last line that a killed process did not finish is left out with a message; any
 was written is a ValueError that names the place.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -10,8 +10,6 @@
 A file that was not replaced for `STALE_S` is of a run that hangs, or was killed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -10,8 +10,6 @@ gave when it ran, and a resumed run is brought up to date by its history. `foreb
 tells of rollouts too far from the policy, `forebay.produce.batches` of tasks without a share of the batches.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque

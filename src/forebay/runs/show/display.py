@@ -10,8 +10,6 @@ everywhere, 100 columns wide and free of control characters where it is not a te
 control characters.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 import time

@@ -11,8 +11,6 @@
 is stalled, so nothing jumps. A narrow terminal gets fewer fields of each line, the most important ones first.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

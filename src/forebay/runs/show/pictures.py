@@ -3,8 +3,6 @@
 Rows are those of ``metrics.jsonl``; a missing or ``None`` number is a gap.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@
     forebay board        --> a process beside the run, which ends with it
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

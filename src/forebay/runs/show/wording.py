@@ -1,7 +1,5 @@
 """Numbers and foreign text as a person reads them, in one line and without control characters."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

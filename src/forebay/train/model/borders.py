@@ -5,8 +5,6 @@ whether there are any. A process that queues work for a GPU then waits at each p
 of it. The answer is known here, from the layout.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

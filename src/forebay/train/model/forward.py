@@ -17,8 +17,6 @@ Whether a model computes a sequence in a layout as it does alone is asked of the
 Shapes: B rows, L columns, H hidden size, N trained tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple

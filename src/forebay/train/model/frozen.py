@@ -5,8 +5,6 @@
     "model.vision_tower" or "*.layers.[0-7].*" --> weights of these names, or of modules of these names
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from itertools import accumulate

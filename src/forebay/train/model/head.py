@@ -11,8 +11,6 @@ exist would not do: the gradient of a slice is as large as all of them, so the b
 Shapes: N tokens, n of a chunk, m of several, H hidden size, V vocabulary, K results by token.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

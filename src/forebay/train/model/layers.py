@@ -6,8 +6,6 @@
     compile_layers(model, device)           torch.compile: one program for all layers and all lengths
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import shutil

@@ -6,8 +6,6 @@ copy of the logits exists. Sums are float32.
 Shapes: N tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 from typing import Any

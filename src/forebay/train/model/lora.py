@@ -6,8 +6,6 @@ Merging never touches the trained weights: adding and subtracting an adapter in 
 errors behind.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Container, Iterable, Iterator

@@ -12,8 +12,6 @@ its device and in its precision. A mask or a sliding window that a kernel leaves
 attention (``eager``), sequence by sequence.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress

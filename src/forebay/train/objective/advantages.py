@@ -17,8 +17,6 @@ is the number of the first sequence of each one's attempt; only the first ones c
 numbers, and every sequence is then compared with these by its own score. None: each is an attempt of its own.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any

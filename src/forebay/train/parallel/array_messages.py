@@ -8,8 +8,6 @@
 A value is made of None, numbers, text, lists, dicts with text keys, numpy arrays and CPU tensors (any dtype).
 """
 
-from __future__ import annotations
-
 import socket
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """How a model is shared out over ranks, as the ``[train.parallel]`` table of a run file; needs no torch."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

@@ -14,8 +14,6 @@ before; the trial at the start of training (`forebay.train.model.trial`) refuses
 Shapes: B rows, L columns, c ranks, H heads, D numbers of a head, N trained tokens, n on this rank.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any

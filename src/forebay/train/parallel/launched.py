@@ -9,8 +9,6 @@
 None of them can be started again alone: a lost rank ends the run, and the end of the run ends every rank.
 """
 
-from __future__ import annotations
-
 import secrets
 import signal
 import socket

@@ -10,8 +10,6 @@
 It has the methods of `Learner` that `TrainController` uses, and no model: that lives with the ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce

@@ -7,8 +7,6 @@
                              --> each rank reads its slices of the files: the whole model is nowhere
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any

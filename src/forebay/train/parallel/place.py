@@ -5,8 +5,6 @@
     environment --find_place--> Place | None: this process is alone, and starts its ranks itself
 """
 
-from __future__ import annotations
-
 import os
 import re
 from functools import cache

@@ -11,8 +11,6 @@ and many. `whole` and every pass of a sharded model are collective: all ranks ma
 order, or wait for each other until the time limit of the process group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

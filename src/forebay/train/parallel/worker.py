@@ -17,8 +17,6 @@ Every method but the constructor is called on all ranks, with the same name and 
 they meet in collective operations. All return; what differs by rank is said there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial

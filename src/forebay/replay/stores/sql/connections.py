@@ -15,8 +15,6 @@ gives its lock back. One that is stopped or hangs keeps it, so no writer waits l
 lock only orders the writers; SQLite's own lock protects the content.
 """
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import os

@@ -10,8 +10,6 @@
 Without this, a thread that waits in the driver waits for ever.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from typing import Any
 

@@ -15,8 +15,6 @@ first" is "oldest step first": an index serves both. Rows without a label have a
 another index. Hence the arms; the store merges what they find.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ all of them once more, as JSON, for reading. Text of tags is stored as UTF-8 byt
 compares in the order of Python.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import sqlalchemy as sa

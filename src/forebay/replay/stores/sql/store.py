@@ -18,8 +18,6 @@ LOCKED``).
 Reading. Queries are compiled to SQL (`query`): counts, orders and limits are the database's work.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -20,8 +20,6 @@ holds up no cancelled caller for longer than `GRACE_S` and `CUT_S`: the connecti
 undoes the call when it gets to it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -8,8 +8,6 @@
 Evictions have a transaction of their own, so that one that fails costs no put.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@
                    '-> started: one of this machine's own, on the loopback interface ---close--> ended
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -17,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from forebay.config import ConfigError
 from forebay.extras import needed_by
@@ -56,7 +54,7 @@ class Given:
     """The setting that the address comes from, for messages."""
 
     @classmethod
-    def find(cls, address: str | None) -> Given | None:
+    def find(cls, address: str | None) -> Self | None:
         """`address`, else that of ``RAY_ADDRESS``; None: there is none, and a cluster is to be started.
 
         Raises:

@@ -37,13 +37,11 @@ Contract:
   be given a seed must mix ``num_earlier`` into it, or a continuation repeats the first numbers.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,7 +78,7 @@ class GenerateRequest:
         """Tokens that earlier calls of the same rollout made."""
         return self.params.max_tokens - self.max_tokens
 
-    def after(self, new_ids: Sequence[int] | IntArray) -> GenerateRequest:
+    def after(self, new_ids: Sequence[int] | IntArray) -> Self:
         """The same request once `new_ids` were made: they join the input, and less of the budget is left."""
         # Nearly every request: its long input is not copied for nothing.
         if not len(new_ids):

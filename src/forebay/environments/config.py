@@ -1,9 +1,7 @@
 """The recipe of a run in environments: every table of it; importing it loads no torch."""
 
-from __future__ import annotations
-
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -139,7 +137,7 @@ class FragmentRunConfig(RunFile):
         }
 
     @model_validator(mode="after")
-    def _check(self) -> FragmentRunConfig:
+    def _check(self) -> Self:
         if self.fragments.length * self.fragments.fragments_per_chunk < 2:
             raise ConfigError(
                 "fragments.length = 1 and fragments.fragments_per_chunk = 1 make streams of a single step, "

@@ -12,14 +12,12 @@ Only ids and metadata go through the socket, which only the user who started the
 that leaves takes back its waiting calls; its leases end by time, as those of a reader that was killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -69,7 +67,7 @@ class RemoteFragmentBuffer(FragmentCalls):
         self._link = link
 
     @classmethod
-    async def connect(cls, path: str | os.PathLike[str], *, limit_s: float = SILENCE_LIMIT_S) -> RemoteFragmentBuffer:
+    async def connect(cls, path: str | os.PathLike[str], *, limit_s: float = SILENCE_LIMIT_S) -> Self:
         """A client of the buffer served at the socket `path`.
 
         A server that does not answer within `limit_s`, or later is silent for so long, is given up.

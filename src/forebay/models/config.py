@@ -1,9 +1,7 @@
 """The run file's ``[model]`` table; importing it loads no torch."""
 
-from __future__ import annotations
-
 from collections import Counter
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
@@ -26,7 +24,7 @@ class TinyConfig(StrictModel):
     every other character of a run's data; fewer are learned faster."""
 
     @model_validator(mode="after")
-    def _check(self) -> TinyConfig:
+    def _check(self) -> Self:
         if repeated := sorted(c for c, count in Counter(self.alphabet or "").items() if count > 1):
             raise ValueError(f"the alphabet has {repeated} more than once")
         if self.hidden_size % (2 * self.num_heads):

@@ -9,11 +9,9 @@ The object is only ever updated in place: contexts, strategies and the manager h
 that is not one of ours is a `KeyError`, never a silent 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 
 @dataclass
@@ -49,7 +47,7 @@ class ProduceProgress:
     produce_time_s: float = 0.0
 
     @classmethod
-    def build(cls, task_names: Iterable[str]) -> ProduceProgress:
+    def build(cls, task_names: Iterable[str]) -> Self:
         """Progress at the start of a run."""
         progress, names = cls(), list(task_names)
         for entry in fields(cls):
@@ -59,9 +57,7 @@ class ProduceProgress:
         return progress
 
     @classmethod
-    def build_local(
-        cls, task_names: Iterable[str], task_batch_sizes: Mapping[str, int], train_step: int
-    ) -> ProduceProgress:
+    def build_local(cls, task_names: Iterable[str], task_batch_sizes: Mapping[str, int], train_step: int) -> Self:
         """Progress of one colocated step: its target is this step's batch, and nothing is consumed yet."""
         progress = cls.build(task_names)
         progress.next_consumer_step = progress.producer_future_step = train_step

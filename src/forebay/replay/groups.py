@@ -6,12 +6,10 @@
     columns (a value per member and field) --build_states--> rollouts
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import make_dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 from forebay.types import (
     FIELDS,
@@ -41,7 +39,7 @@ class StoredGroup(list[RolloutState]):
         self.steps: tuple[int | None, ...] = tuple([oldest_step_of(state) for state in self])
 
     @classmethod
-    def with_steps(cls, states: Iterable[RolloutState], steps: Iterable[int | None]) -> StoredGroup:
+    def with_steps(cls, states: Iterable[RolloutState], steps: Iterable[int | None]) -> Self:
         """A group whose oldest model steps are known."""
         group = cls(())
         group.extend(states)

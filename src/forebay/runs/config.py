@@ -1,11 +1,9 @@
 """The run file: every table of it, composed from the config models that stand beside what they build."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import tomli_w
 from pydantic import BaseModel, Field, PositiveInt, field_validator, model_validator
@@ -149,7 +147,7 @@ class ProduceConfig(StrictModel):
         return self.mode == "separate" or any(getattr(self, name) != fields[name].default for name in ASYNC_ONLY)
 
     @model_validator(mode="after")
-    def _check(self) -> ProduceConfig:
+    def _check(self) -> Self:
         look_up("filter", self.filter, FILTERS)
         look_up("staleness_rule", self.staleness_rule, STALENESS_RULES)
         if self.mode == "colocated" and self.in_flight_update:
@@ -293,7 +291,7 @@ class RunConfig(RunFile):
         return {**given, "produce": {**dynamic, **produce}}
 
     @model_validator(mode="after")
-    def _fill_train(self) -> RunConfig:
+    def _fill_train(self) -> Self:
         """Defaults of ``[train]`` that follow from other tables."""
         train, given = self.train, self.train.model_fields_set
         fill: dict[str, Any] = {}
@@ -311,7 +309,7 @@ class RunConfig(RunFile):
         return self
 
     @model_validator(mode="after")
-    def _check(self) -> RunConfig:
+    def _check(self) -> Self:
         names = [task.name for task in self.tasks]
         if len(set(names)) != len(names):
             raise ValueError(f"task names must differ, got {names}")

@@ -11,14 +11,12 @@ It holds no tensors and knows no model: `collate` turns parts of it into tensors
 Shapes: S sequences, T tokens of all sequences one after the other, R response tokens in the same order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,7 +125,7 @@ class TrainBatch:
     """Measures of the steps, as ``train/NAME``."""
 
     @classmethod
-    def from_groups(cls, groups: Groups, *, temperature: float = 1.0, overlong: str | float = "train") -> TrainBatch:
+    def from_groups(cls, groups: Groups, *, temperature: float = 1.0, overlong: str | float = "train") -> Self:
         """The batch of these groups; `temperature` holds for rollouts without their own ``sample_params``.
 
         `overlong` is for rollouts cut at their ``max_tokens``: ``filter`` gives them loss weight 0, and a
@@ -179,7 +177,7 @@ class TrainBatch:
         return batch
 
     @classmethod
-    def from_examples(cls, examples: Iterable[Example]) -> TrainBatch:
+    def from_examples(cls, examples: Iterable[Example]) -> Self:
         """A batch without rewards, for supervised training."""
         states = [
             RolloutState(
@@ -212,7 +210,7 @@ class TrainBatch:
         return [[np.frombuffer(file, np.uint8) for file in numbers], *tables]
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any], images: Sequence[Any] = ()) -> TrainBatch:
+    def from_plain(cls, plain: Mapping[str, Any], images: Sequence[Any] = ()) -> Self:
         """The batch of what `to_plain` and `images_for` gave."""
         arrays, *tables = images or ([], [], [])
         files = [array.tobytes() for array in arrays]

@@ -4,12 +4,10 @@ Names that choose code (`advantage`, `loss`, `correction`) come from a literal t
 ``package.module:function``.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, FiniteFloat, model_validator
 
@@ -263,7 +261,7 @@ class TrainConfig(StrictModel):
         return with_papers(given) | (DISTILLING if given.get("teacher") else {}) | dict(given)
 
     @model_validator(mode="after")
-    def _check(self) -> TrainConfig:
+    def _check(self) -> Self:
         if self.pass_k is None:
             # The last name is for the message: it stands for every `pass_at_K`.
             look_up("advantage", self.advantage, dict.fromkeys((*ADVANTAGE_NAMES, "pass_at_8")))

@@ -8,8 +8,6 @@
 The servers of a run share one folder of weights, which all of them must see.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -19,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
@@ -81,7 +79,7 @@ class HTTPArguments(StrictModel, strict=True):
     """The environment variable that holds the servers' API key; None sends none."""
 
     @model_validator(mode="after")
-    def _check(self) -> HTTPArguments:
+    def _check(self) -> Self:
         if bool(self.urls) == (self.servers > 0):
             raise ConfigError(
                 f"give either urls (of running servers) or servers (how many to start), got urls = "

@@ -10,11 +10,9 @@ Calls that wait for answers are bounded: puts by their bytes, others by their nu
 in order, before anything of them is sent.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -60,7 +58,7 @@ class BufferLink(Link):
         self._calls = Gate(messages.MAX_CALLS)
 
     @classmethod
-    async def open(cls, address: Address, token: str | None, *, limit_s: float = SILENCE_LIMIT_S) -> BufferLink:
+    async def open(cls, address: Address, token: str | None, *, limit_s: float = SILENCE_LIMIT_S) -> Self:
         """Connect and be admitted, within `limit_s`; later a server that is silent for so long is given up.
 
         Raises:

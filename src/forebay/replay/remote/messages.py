@@ -15,9 +15,7 @@ arrays (`forebay.replay.format.encode`). The arguments of a call that do not fit
 only.
 """
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -123,7 +121,7 @@ class EvictedGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """The rollout id and the group id of each member."""
 
     @classmethod
-    def of(cls, row: StorageItem) -> EvictedGroup:
+    def of(cls, row: StorageItem) -> Self:
         """The evicted row, without its payload."""
         names = [(_id(state.rollout_id), _id(state.group_id)) for state in row.item]
         return cls(row.uid, row.task_name, Status(row.status), row.staleness, names)

@@ -5,9 +5,7 @@
 It shares no weights with the policy, so neither can spoil the other's gradient. Its first values are 0.
 """
 
-from __future__ import annotations
-
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -33,7 +31,7 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     @classmethod
-    def from_policy(cls, model: nn.Module) -> Critic:
+    def from_policy(cls, model: nn.Module) -> Self:
         """A critic whose body is a copy of that of the causal language model `model` (without adapters)."""
         policy: Any = model
         body: nn.Module = routing.copied(policy.base_model)

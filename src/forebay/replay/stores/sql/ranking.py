@@ -9,12 +9,10 @@ Everything happens within a transaction that the store opened. The same few ques
 again, and to build a statement takes longer than to answer it: those of short queries are kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import sqlalchemy as sa
 
@@ -41,7 +39,7 @@ class Ranking:
     limit: int | None
 
     @classmethod
-    def of(cls, query: QueryLike, order: str | None, limit: int | None) -> Ranking:
+    def of(cls, query: QueryLike, order: str | None, limit: int | None) -> Self:
         """The ranking of these arguments; ValueError if the query or the order is not one."""
         return cls(parse_query(query), *parse_order(order), limit)
 

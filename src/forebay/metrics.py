@@ -11,8 +11,6 @@ slashes; the constants below are those that the display and the pictures read, e
 tracker that fails is reported once and left out: numbers about training never stop training.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import importlib

@@ -7,12 +7,10 @@
     push: FOLDER --huggingface_hub--> owner/name; where the hub cannot be reached, FOLDER stays
 """
 
-from __future__ import annotations
-
 import io
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tomli_w
 import typer
@@ -25,9 +23,8 @@ from forebay.cli.ledger import LEDGER_FILE, balance_table, bias_table
 from forebay.config import ConfigError
 from forebay.ledger import Ledger, compare_dropped
 from forebay.metrics import EVAL_SCORE, read_jsonl
-
-if TYPE_CHECKING:
-    from forebay.runs.config import RunConfig
+from forebay.runs.config import RunConfig, to_toml
+from forebay.runs.folder import list_checkpoints, saved_config
 
 CARD_FOLDER = "card"
 
@@ -76,8 +73,6 @@ def write_card(run: Path) -> Path:
     Raises:
         ConfigError: it is no run that trains a language model, or it has no model yet.
     """
-    from forebay.runs.folder import list_checkpoints, saved_config
-
     config, target = saved_config(run), run / CARD_FOLDER
     if not (run / "model").is_dir():
         raise ConfigError(f"no trained model in {str(run)!r}: it is there once the run has ended")
@@ -92,7 +87,6 @@ def write_card(run: Path) -> Path:
 
 
 def _text(run: Path, config: RunConfig) -> str:
-    from forebay.runs.config import to_toml
     from forebay.runs.show.pictures import terminal_curve
 
     rows = read_jsonl(run / "metrics.jsonl")

@@ -44,12 +44,14 @@ from forebay.cli import replay as replay_cli
 from forebay.cli import simulate as simulate_cli
 from forebay.cli.errors import MARKUP, Overrides, one_message, say
 from forebay.config import ConfigError, load_config, read_toml
+from forebay.runs.config import RunConfig, to_toml
+from forebay.runs.folder import RUN_FILE, saved_as
 from forebay.tracebacks import INTERRUPTED
+from forebay.train import presets
 from forebay.train.parallel.place import find_place
 
 if TYPE_CHECKING:
     from forebay.environments.config import FragmentRunConfig
-    from forebay.runs.config import RunConfig
 
 app = typer.Typer(
     help="Reinforcement learning for language models: rollouts, replay and training.",
@@ -123,9 +125,6 @@ def evaluate(
 ) -> None:
     """Try a trained model on the held-out prompts of its run, and print the metrics."""
     with one_message():
-        from forebay.runs.config import RunConfig
-        from forebay.runs.folder import RUN_FILE, saved_as
-
         config = saved_as(_kind_of(folder / RUN_FILE), folder, overrides or [])
         if isinstance(config, RunConfig):
             from forebay.runs.launch import launch_evaluation
@@ -176,10 +175,6 @@ def main() -> None:
 
 
 def _train(run_file: Path | None, overrides: list[str], dry_run: bool, resume: Path | None, overwrite: bool) -> None:
-    from forebay.runs.config import RunConfig, to_toml
-    from forebay.runs.folder import RUN_FILE
-    from forebay.train import presets
-
     if resume is not None:
         config = _load(resume / RUN_FILE, overrides, resume)
     elif run_file is not None:
@@ -218,8 +213,6 @@ def _train(run_file: Path | None, overrides: list[str], dry_run: bool, resume: P
 def _check(run_file: Path | None, overrides: list[str]) -> None:
     if run_file is None:
         raise ConfigError("--check is for a run file: forebay train RUN.toml --check")
-    from forebay.runs.config import RunConfig
-
     config = _load(run_file, overrides)
     if isinstance(config, RunConfig):
         from forebay.runs.launch import silence_progress_bars, try_all
@@ -240,8 +233,6 @@ def _load(file: Path, overrides: list[str], resume: Path | None = None) -> RunCo
     Raises:
         ConfigError: it does not fit, or torchrun or srun has started another number of processes.
     """
-    from forebay.runs.folder import saved_as
-
     kind, place = _kind_of(file), find_place()
     if place is not None and "ranks" not in read_toml(file).get("train", {}):
         overrides = [f"train.ranks={place.size}", *overrides]
@@ -260,6 +251,4 @@ def _kind_of(run_file: Path) -> type[RunConfig | FragmentRunConfig]:
         from forebay.environments.config import FragmentRunConfig
 
         return FragmentRunConfig
-    from forebay.runs.config import RunConfig
-
     return RunConfig

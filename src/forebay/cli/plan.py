@@ -6,20 +6,16 @@
     forebay plan RUN.toml [key=value ...] --gpus H100-80GB    on another one
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from forebay.cli.errors import Overrides, one_message
 from forebay.config import load_config
-
-if TYPE_CHECKING:
-    from forebay.runs.config import RunConfig
+from forebay.runs.config import RunConfig
 
 
 def plan(
@@ -39,7 +35,6 @@ def plan(
     with one_message():
         from forebay.plan import make_plan, parse_devices, this_machine
         from forebay.plan.report import show_plan
-        from forebay.runs.config import RunConfig
 
         config = load_config(RunConfig, run_file, overrides or [])
         device = this_machine(config.device) if gpus is None else parse_devices(gpus, network=network)

@@ -1,25 +1,22 @@
 """The columns of a run's history: rollouts that left the run, and activities that ended, as Arrow tables."""
 
-from __future__ import annotations
-
 import json
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from forebay.agents.extra_fields import conversation_of, facts_of
 from forebay.ledger import GroupLife
 from forebay.models.images import IMAGES, REPLY_IMAGES, Images, images_of, reply_images_of
 from forebay.produce.strategies.context import GROUP_GENERATE_TIME_KEY
+from forebay.train.batch import TrainBatch
 from forebay.types import UNLABELED, RolloutState
 from forebay.watching.activity import Span
-
-if TYPE_CHECKING:
-    from forebay.train import TrainBatch
 
 TEXTS = ("outcome", "reason", "task", "group_id", "rollout_id", "status", "finish_reason")
 NUMBERS = {
@@ -65,7 +62,6 @@ class Left(NamedTuple):
 
 def rollouts_table(left: Sequence[Left]) -> Any:
     """The lines of these groups as a table."""
-    import pyarrow as pa
 
     rows: list[dict[str, Any]] = []
     images: dict[str, dict[Images, int]] = {name: {} for name in IMAGE_COLUMNS}
@@ -214,7 +210,6 @@ def _writable(value: object) -> str:
 
 def spans_table(spans: Sequence[Span], to_unix_s: float = 0.0) -> Any:
     """The lines of these activities as a table, their times `to_unix_s` later."""
-    import pyarrow as pa
 
     start_s, end_s, *texts = zip(*spans, strict=True)
     times = (np.array(column) + to_unix_s for column in (start_s, end_s))

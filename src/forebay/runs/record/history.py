@@ -28,18 +28,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from forebay.config import ConfigError
 from forebay.io.safe_files import write_json
 from forebay.ledger import GroupLife
 from forebay.runs.record.columns import IMAGE_COLUMNS, TEXTS, Left, rollouts_table, spans_table
 from forebay.runs.record.grams import LEAST_BYTES, SEARCHED, SUFFIX, TEXT_BYTES, index_texts, write_index
+from forebay.train.batch import TrainBatch
 from forebay.types import RolloutState
 from forebay.watching.activity import Span
-
-if TYPE_CHECKING:
-    from forebay.train import TrainBatch
 
 logger = logging.getLogger(__name__)
 
@@ -222,9 +224,6 @@ class _Files:
 
     def _remove_oldest(self) -> None:
         """Keep the limit; the newest file always stays."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-        import pyarrow.parquet as pq
 
         parts = sorted(
             self._folder.glob("segment_*/*.parquet"),
@@ -252,7 +251,6 @@ class _Files:
 
 
 def _write(segment: Path, kind: str, first: int, last: int, tables: Iterable[Any]) -> None:
-    import pyarrow.parquet as pq
 
     path = segment / f"{kind}_{first:06d}_{last:06d}.parquet"
     temporary = path.with_suffix(".tmp")
@@ -275,7 +273,6 @@ def _write(segment: Path, kind: str, first: int, last: int, tables: Iterable[Any
 
 def _row_groups(tables: Iterable[Any]) -> Iterator[Any]:
     """The lines of `tables` in tables of as much text as the index of a row group is made for."""
-    import pyarrow as pa
 
     rest = None
     for table in tables:
@@ -292,7 +289,6 @@ def _row_groups(tables: Iterable[Any]) -> Iterator[Any]:
 
 def _join(segment: Path, kind: str, parts: Sequence[Part]) -> None:
     """Make one file of these, unless it would be too large."""
-    import pyarrow.parquet as pq
 
     if len(parts) < 2 or sum(_size(part.path) for part in parts) > _MAX_FILE_BYTES:
         return
@@ -365,8 +361,6 @@ def read_spans(run_folder: Path) -> Iterator[Span]:
     Raises:
         ConfigError: the run keeps no history, or it is damaged.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
     while parts := list_parts(run_folder, SPANS):
         # Missing: the run has put files together, or removed some, since they were listed.

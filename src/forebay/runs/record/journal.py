@@ -30,7 +30,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from forebay.io.safe_files import sync, write_text
+from forebay.replay.format.tables import ROLLOUTS_SCHEMA, read_groups, rollout_batches
 from forebay.replay.format.values import damage_named
 from forebay.replay.groups import StoredGroup
 from forebay.replay.stores.contract import StorageItem
@@ -186,11 +190,6 @@ class _Files:
     def flush(self) -> None:
         """Write what is waiting: rollouts first."""
         if self._items:
-            # Here, because loading Arrow takes longer than the event loop may stand still.
-            import pyarrow as pa
-
-            from forebay.replay.format.tables import ROLLOUTS_SCHEMA, rollout_batches
-
             if self._stream is None:
                 options = pa.ipc.IpcWriteOptions(compression="zstd")
                 self._stream = pa.ipc.new_stream(self._rollouts, ROLLOUTS_SCHEMA, options=options)
@@ -326,9 +325,6 @@ def _read_lines(path: Path) -> Iterator[Facts]:
 
 def _read_pieces(path: Path) -> Iterator[dict[int, StoredGroup]]:
     """The groups of each piece of the rollouts, by the number of their event."""
-    import pyarrow as pa
-
-    from forebay.replay.format.tables import read_groups
 
     with damage_named(repr(str(path))), path.open("rb") as file, pa.ipc.open_stream(file) as stream:
         for batch in stream:
@@ -349,10 +345,6 @@ def batch_file(path: Path) -> Iterator[Callable[[int, Sequence[Sequence[RolloutS
         with batch_file(Path("batches.parquet")) as add:
             add(step.train_step, step.groups)
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from forebay.replay.format.tables import ROLLOUTS_SCHEMA, rollout_batches
 
     kept = [field for field in ROLLOUTS_SCHEMA if field.name not in ("uid", "blobs")]
     schema = pa.schema([pa.field("train_step", pa.int64()), *kept])

@@ -11,8 +11,6 @@
 Turns, budgets and pauses are those of `forebay.agents.multi_turn`; this is its environment.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json
@@ -54,7 +52,7 @@ class ToolEnvironment(Environment):
     reads_special_tokens = True
     gives_rewards = False
 
-    def __init__(self, arguments: ToolAgentLoop.Arguments, parse: Parser) -> None:
+    def __init__(self, arguments: "ToolAgentLoop.Arguments", parse: Parser) -> None:
         tools = [build_tool(tool) for tool in arguments.tools]
         self.tools = {tool.name: tool for tool in tools}
         if len(self.tools) < len(tools):

@@ -16,8 +16,6 @@ Not a pool: each blocking call has a daemon thread of its own, and one that hang
 A thread cannot be stopped: a call that overruns is given up, and its thread runs on until it returns.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -131,7 +129,7 @@ class CallClock:
         outer: of the call that this one is a part of; it stands still with this one.
     """
 
-    def __init__(self, timeout: asyncio.Timeout, limit_s: float, outer: CallClock | None = None) -> None:
+    def __init__(self, timeout: asyncio.Timeout, limit_s: float, outer: "CallClock | None" = None) -> None:
         self._timeout = timeout
         self._outer = outer
         self._left_s = limit_s

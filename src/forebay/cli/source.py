@@ -9,8 +9,6 @@ Rows are answered by `storage`; sizes, scores and texts lie in the rollouts, whi
 groups asked for. Nothing here changes what it reads.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
@@ -57,7 +55,7 @@ class BufferSource:
     rollouts: Callable[[Collection[int]], AsyncIterator[pa.RecordBatch]]
     """The rollouts of the groups with these uids, in pieces; groups that are not there are left out."""
 
-    async def digests(self, uids: Collection[int]) -> dict[int, Digest]:
+    async def digests(self, uids: Collection[int]) -> "dict[int, Digest]":
         """The digest of each of these groups, without those that another process took out meanwhile."""
         batches = self.rollouts(uids)
         return {uid: _digest(group) async for batch in batches for uid, group in read_groups(batch)}

@@ -8,8 +8,6 @@
                                              Room.options: what Ray's `actor.options` takes
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -26,7 +24,7 @@ STRATEGIES = {"trainer": "PACK", "engine": "SPREAD", "worker": "SPREAD"}
 are apart, so that a lost machine takes few of them along."""
 
 
-def reserve(ray: Any, plan: Plan, *, timeout_s: float, may_grow: bool) -> dict[str, Any]:
+def reserve(ray: Any, plan: "Plan", *, timeout_s: float, may_grow: bool) -> dict[str, Any]:
     """A placement group for the bundles of each kind of part; `may_grow`: nodes may join while it waits.
 
     Raises:

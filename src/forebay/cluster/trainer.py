@@ -9,8 +9,6 @@ It is not started again by itself, because its state is in its last checkpoint: 
 the run goes back to that. While a call runs, however long, the process is asked for signs of life.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -84,7 +82,7 @@ class RayTrainer:
         logprobs: FloatArray = self._call("call", "compute_logprobs", batch)
         return logprobs
 
-    async def sync_weights(self, rollout_controller: ClusterController) -> int:
+    async def sync_weights(self, rollout_controller: "ClusterController") -> int:
         """Give the current weights, or the adapters alone, to every engine; the bytes of one engine.
 
         Once an engine has refused adapters, all get merged weights. PartLost as of `fit`.

@@ -13,8 +13,6 @@ distribution over actions, A numbers in a continuous action, H units of memory. 
 trainer replays whole chunks: the same code, so equal weights and states give equal log-probs.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, TypeAlias
 
@@ -50,7 +48,7 @@ class Policy(nn.Module):
     torch.Size([1, 3, 2])
     """
 
-    def __init__(self, obs_size: int, head: ActionHead, config: PolicyConfig) -> None:
+    def __init__(self, obs_size: int, head: "ActionHead", config: PolicyConfig) -> None:
         """Orthogonal weights; the actor begins nearly uniform (Andrychowicz et al., 2021)."""
         super().__init__()
         self.head = head

@@ -13,8 +13,6 @@ writers never wait while a reader waits for them. With ``samples_per_insert=2, m
 the difference may lie between -4 and 8: four chunks without a sample make writers wait.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -34,7 +32,7 @@ class Rules:
     seed: int = 0
     lease_s: float = 600.0
     worker_timeout_s: float = 600.0
-    rate_limit: RateLimit | None = None
+    rate_limit: "RateLimit | None" = None
 
     def __post_init__(self) -> None:
         for name, least in {"max_chunks": 1, "max_staleness": 0, "max_reuse": 1, "fragments_per_chunk": 1}.items():

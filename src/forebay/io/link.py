@@ -19,8 +19,6 @@ after `UNDO_S`. An answer that comes later is given to `late`, or thrown away. I
 another one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging
@@ -113,7 +111,7 @@ class Link:
         pending.is_withdrawn = True
         return pending.future
 
-    async def _withdraw(self, pending: Pending) -> None:
+    async def _withdraw(self, pending: "Pending") -> None:
         """The caller does not want the answer: undo the call, and wait a little for that."""
         pending.is_withdrawn = True
         if pending.future.done() and not pending.future.cancelled():

@@ -8,8 +8,6 @@
           '-- checked against `Method.arguments`, the types of the method's own signature
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Coroutine
@@ -54,7 +52,7 @@ class Method(NamedTuple):
     result: Any
 
     @staticmethod
-    def of(method: Callable[..., Any], **other: Any) -> Method:
+    def of(method: Callable[..., Any], **other: Any) -> "Method":
         """The types of the method's annotations, or these."""
         kinds = get_type_hints(method) | other
         result = kinds.pop("return")

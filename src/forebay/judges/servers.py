@@ -7,8 +7,6 @@
             any other refusal, no budget                                        --> JudgeError
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -122,7 +120,7 @@ class JudgeServer:
 _LONGEST_RETRY_AFTER_S = 120.0
 
 
-def _check_status(response: ClientResponse, text: str) -> None:
+def _check_status(response: "ClientResponse", text: str) -> None:
     status = response.status
     if status < 400:
         return

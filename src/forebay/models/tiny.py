@@ -8,8 +8,6 @@ Its chat template is plain text: the contents one after another behind a start t
 what the assistant says. So a prompt ``12+30=`` is answered by ``42`` and the end token.
 """
 
-from __future__ import annotations
-
 import string
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +49,7 @@ def write_tiny(folder: Path, config: TinyConfig, *, max_context: int, seed: int)
     tokenizer.save_pretrained(folder)
 
 
-def tiny_config(config: TinyConfig, *, max_context: int) -> LlamaConfig:
+def tiny_config(config: TinyConfig, *, max_context: int) -> "LlamaConfig":
     """transformers' config of the model."""
     from transformers import LlamaConfig
 

@@ -9,8 +9,6 @@
 This row knows no cluster: `forebay.cluster` has the implementation, which a run file names.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re
@@ -80,7 +78,7 @@ class Cluster(Protocol):
     def agent_loop(self, task_name: str, *, held_out: bool, activities: Activities) -> GroupGenerator:
         """Generates and judges the groups of a task: for training, or `held_out` ones."""
 
-    def trainer(self) -> Trainer:
+    def trainer(self) -> "Trainer":
         """The trainer, as its constructor made it.
 
         After a loss it may be the one of before, for a run that has it `resume` from a checkpoint.

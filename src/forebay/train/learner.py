@@ -11,8 +11,6 @@ On several ranks each has one with slices of weights; all get the whole batch an
 Shapes: R response tokens of the batch, N trained tokens of one micro-batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -215,7 +213,7 @@ class Learner:
 
     # With gradient
 
-    def update(self, batch: TrainBatch, train_step: int) -> Update:
+    def update(self, batch: TrainBatch, train_step: int) -> "Update":
         """One train step: an optimizer step for each mini-batch of each epoch.
 
         The batch has its ``token_weights``. `train_step` counts the completed steps. A mini-batch without any

@@ -13,8 +13,6 @@ what any reply adds to any turn::
 A template that only ever appends therefore gives, turn by turn, what it would give for the whole.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -51,7 +49,7 @@ class IncrementRenderer:
         ValueError: the template does not render such replies; the message says which and what to do.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, *, roles: Sequence[str] = ("user",)) -> None:
+    def __init__(self, tokenizer: "ChatTokenizer", *, roles: Sequence[str] = ("user",)) -> None:
         self._tokenizer = tokenizer
         self._special_ids = frozenset(tokenizer.all_special_ids)
         added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()

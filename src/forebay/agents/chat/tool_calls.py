@@ -16,8 +16,6 @@
 A malformed call is a call too: the model reads what is wrong with it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -42,7 +40,7 @@ class TurnReader:
         parse: finds the calls in a turn; None: it knows text only, and refuses tools.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, parse: Parser | None = None) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, parse: "Parser | None" = None) -> None:
         self._tokenizer, self._parse = tokenizer, parse
         special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")

@@ -18,8 +18,6 @@ neither the columns its sums run over nor their order.
 Shapes: B running rows, H key/value heads, C columns, D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -76,7 +74,7 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         return sum(layer.bytes_per_token for layer in self._all)
 
     @property
-    def _all(self) -> list[RowLayer]:
+    def _all(self) -> "list[RowLayer]":
         """The layers, and the experts that all of them together sent tokens to, which lie as keys do."""
         return [*self.layers, self._experts]
 

@@ -15,8 +15,6 @@ again. Every request has a connection of its own: making one costs 0.1 ms of a r
 and a kept one may be closed by the server just when it is used again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -243,7 +241,7 @@ class ServerLink:
             raise EngineLost(f"{self}: {call.path} was not answered within {limit_s:g} s") from None
 
     @contextlib.asynccontextmanager
-    async def _sent(self, call: Call) -> AsyncIterator[ClientResponse]:
+    async def _sent(self, call: Call) -> "AsyncIterator[ClientResponse]":
         from aiohttp import ClientError
 
         url = str(self) + call.path

@@ -12,8 +12,6 @@ is there, and where it never comes (a server that dies, a cut), every token coun
 that the leg may have met.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
@@ -104,7 +102,7 @@ class Stream:
         finally:
             self._reading = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: "Piece") -> None:
         """Take in what the server sent."""
         if piece.ids and not self.ids and (limit_s := self.request.time_limit_s) is not None:
             # From the first token on: before that it may have waited for its turn.

@@ -12,8 +12,6 @@ Reading gives arrays that look into the payload's memory (`unpack`), or one batc
 same schema (`stack`): a leading axis on every array, with one copy in all. Nothing is pickled.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import struct
@@ -65,7 +63,7 @@ class Schema:
     body_bytes: int
 
     @staticmethod
-    def parse(text: bytes) -> Schema:
+    def parse(text: bytes) -> "Schema":
         """The schema with this text."""
         skeleton = json.loads(text)
         leaves, offset = [], 0

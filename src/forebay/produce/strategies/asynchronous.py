@@ -13,8 +13,6 @@ Counts are absolute: available are the groups that the trainer has taken and the
 Groups in flight at the end of a call go on; each is stored as it finishes and counted by the next call.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -65,7 +63,7 @@ class AsyncProduceStrategy(base.ProduceStrategy):
 
     def __init__(
         self,
-        config: AsyncProduceStrategyConfig,
+        config: "AsyncProduceStrategyConfig",
         sync_weights_interval: int = 1,
         rollout_controller: Generation | None = None,
     ) -> None:

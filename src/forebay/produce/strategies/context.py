@@ -13,8 +13,6 @@
 A group counts as completed only if it still is after the put: the put may find it too stale.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
@@ -52,7 +50,7 @@ def default_is_valid_sample_fn(samples: Group) -> bool:
 class ProduceContext:
     """Everything a production strategy may touch for one task during one call."""
 
-    agent_loop: GroupGenerator
+    agent_loop: "GroupGenerator"
     sampler: Sampler
     replay_buffer: ReplayBuffer
     task_batch_size: int

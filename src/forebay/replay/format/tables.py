@@ -11,8 +11,6 @@ the column ``fields`` as JSON text (`values`), with raw bytes in ``blobs``; ther
 over the column. So plain runs are plain tables, and odd values still come back as they were.
 """
 
-from __future__ import annotations
-
 import json
 import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -288,7 +286,7 @@ def join(groups: pa.Table, rollouts: pa.RecordBatch) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=JOINED_SCHEMA)
 
 
-def to_frame(items: Sequence[StorageItem], *, payloads: bool) -> DataFrame:
+def to_frame(items: Sequence[StorageItem], *, payloads: bool) -> "DataFrame":
     """A DataFrame of the rows, or of their rollouts with the columns of `JOINED_SCHEMA`."""
     with needed_by("to_pandas"):
         if not payloads:

@@ -4,8 +4,6 @@ It is for analysis: one line per row, with typed, nullable columns and a column 
 when a frame is made, never with this module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,7 @@ _DTYPES = {int: "Int64", float: "Float64", bool: "boolean", str: "string[python]
 """Nullable, so that NA is never mistaken for a value. Text as Python has it: with any character."""
 
 
-def rows_to_frame(rows: Sequence[StorageItem]) -> DataFrame:
+def rows_to_frame(rows: Sequence[StorageItem]) -> "DataFrame":
     """One line per row: its fields but the payload, and a column ``tags.<name>`` per tag.
 
     Indexed by uid; the index has no name, so that "uid" means the column. Columns are nullable and of one

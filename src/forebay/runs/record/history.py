@@ -17,8 +17,6 @@ counts their lines. Lines that a full disk does not take, or a slow one not in t
 warning.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -287,7 +285,7 @@ def _row_groups(tables: Iterable[Any]) -> Iterator[Any]:
         yield rest
 
 
-def _join(segment: Path, kind: str, parts: Sequence[Part]) -> None:
+def _join(segment: Path, kind: str, parts: "Sequence[Part]") -> None:
     """Make one file of these, unless it would be too large."""
 
     if len(parts) < 2 or sum(_size(part.path) for part in parts) > _MAX_FILE_BYTES:

@@ -10,8 +10,6 @@ needs no torch.
                                                                                     or OffPolicyError
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import deque
@@ -53,7 +51,7 @@ class OffPolicyGuard:
         self._bands = dict(bands)
         self._windows: dict[str, deque[float]] = {name: deque(maxlen=WINDOW_STEPS) for name in bands}
 
-    def check(self, train_step: int, metrics: Mapping[str, float]) -> GuardDecision:
+    def check(self, train_step: int, metrics: Mapping[str, float]) -> "GuardDecision":
         """Add the metrics (``train/NAME``) of `train_step` and judge the window.
 
         Raises:

@@ -16,8 +16,6 @@
 (`forebay.train.parallel.launched`); others may live elsewhere (`forebay.cluster.trainer`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -183,7 +181,7 @@ class LocalRanks(Ranks):
         device: str = "cpu",
         threads: int | None = None,
         limit_s: float = SILENCE_LIMIT_S,
-        joined: Sequence[Rank] = (),
+        joined: "Sequence[Rank]" = (),
         home: str = LOOPBACK,
         imports_main: bool = True,
     ) -> None:

@@ -12,8 +12,6 @@ changed in the transaction that uses the ids. PostgreSQL has many: two sequences
 another's commit; an interrupted transaction leaves a gap.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 import zlib
@@ -280,7 +278,7 @@ def attach_payloads(connection: sa.Connection, items: Sequence[StorageItem], cod
         Removed(chunk, read_payloads(connection, [item.uid for item in chunk])).decode(codec)
 
 
-def read_payloads(connection: sa.Connection, uids: Iterable[int]) -> dict[int, StoredPayload]:
+def read_payloads(connection: sa.Connection, uids: Iterable[int]) -> "dict[int, StoredPayload]":
     """The bytes of the payloads of these rows, unchecked."""
     found = {uid: StoredPayload(None, 0) for uid in uids}
     for chunk in slices_of(list(found), CHUNK):

@@ -9,8 +9,8 @@ from chat_families import ALPHABET, FAMILIES, PLAIN, SMOLLM2, Family, build_toke
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.agents import IncrementRenderer, render_prompt
-from forebay.agents.chat.rendering import CALL_ID
+from forebay.agents import IncrementRenderer
+from forebay.agents.chat.rendering import CALL_ID, render_prompt
 
 NAMES = [
     pytest.param(name, marks=pytest.mark.skipif(name == "smollm2" and not SMOLLM2.exists(), reason="no SmolLM2 here"))

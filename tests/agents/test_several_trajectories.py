@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from forebay.agents import TRAJECTORY_OF_KEY, AgentLoop, split_attempts
+from forebay.agents import AgentLoop
+from forebay.agents.base import split_attempts
 from forebay.aio.virtual_time import run
 from forebay.engines import RolloutController, ScriptedEngine
 from forebay.evaluate import Evaluator
 from forebay.judges.base import Judge
-from forebay.types import RolloutState, Status, get_group_status
+from forebay.types import TRAJECTORY_OF_KEY, RolloutState, Status, get_group_status
 
 
 class Notes(AgentLoop):

@@ -4,7 +4,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from forebay.agents import SingleTurnAgentLoop, render_prompt
+from forebay.agents import SingleTurnAgentLoop
+from forebay.agents.chat.rendering import render_prompt
 from forebay.judges import ExactMatchJudge
 from forebay.types import RolloutState, SampleParams, Status
 

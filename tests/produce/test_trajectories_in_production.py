@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from production_world import PromptLoop, World, train
 
-from forebay.agents import TRAJECTORY_OF_KEY
 from forebay.aio.virtual_time import run
 from forebay.produce import AsyncProduceStrategyConfig
 from forebay.produce.strategies.rules import check_form
-from forebay.types import RolloutState, Status
+from forebay.types import TRAJECTORY_OF_KEY, RolloutState, Status
 
 
 class Branching(PromptLoop):

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from forebay.agents import TRAJECTORY_OF_KEY
 from forebay.replay import FIFOReplayPolicy, NaiveStorage, ReplayBuffer, SQLStorage
 from forebay.train import TrainConfig, TrainController
-from forebay.types import RolloutState, Status
+from forebay.types import TRAJECTORY_OF_KEY, RolloutState, Status
 
 
 def with_further_trajectories(groups: list[list[RolloutState]]) -> list[list[RolloutState]]:

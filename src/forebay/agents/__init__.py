@@ -1,13 +1,11 @@
 """Agent loops: how a prompt becomes judged rollouts."""
 
 from forebay.agents.base import AgentLoop as AgentLoop
-from forebay.agents.base import split_attempts as split_attempts
 from forebay.agents.build import build_agent_loop as build_agent_loop
 from forebay.agents.build import check_agent as check_agent
 from forebay.agents.build import prompt_tools as prompt_tools
 from forebay.agents.build import with_max_context as with_max_context
 from forebay.agents.chat.rendering import IncrementRenderer as IncrementRenderer
-from forebay.agents.chat.rendering import render_prompt as render_prompt
 from forebay.agents.chat.tool_calls import ToolCall as ToolCall
 from forebay.agents.environments import Environment as Environment
 from forebay.agents.environments import Episode as Episode
@@ -18,4 +16,3 @@ from forebay.agents.multi_turn import MultiTurnAgentLoop as MultiTurnAgentLoop
 from forebay.agents.multi_turn import episode_reward as episode_reward
 from forebay.agents.single_turn import SingleTurnAgentLoop as SingleTurnAgentLoop
 from forebay.agents.tools import ToolAgentLoop as ToolAgentLoop
-from forebay.types import TRAJECTORY_OF_KEY as TRAJECTORY_OF_KEY

@@ -2,6 +2,5 @@
 
 from forebay.plan.estimate import fit_memory as fit_memory
 from forebay.plan.estimate import make_plan as make_plan
-from forebay.plan.estimate import verdict as verdict
 from forebay.plan.hardware import parse_devices as parse_devices
 from forebay.plan.hardware import this_machine as this_machine

@@ -9,8 +9,6 @@
 A task that goes on takes what it waited for before its next ``await``, so a cancelled wait has taken nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from collections import deque
@@ -131,6 +129,22 @@ class _Waiter:
     woken: asyncio.Future[None]
 
 
+class _Holding:
+    """The lock held for one block; written out, because a generator costs every put some microseconds."""
+
+    __slots__ = ("_amount", "_lock")
+
+    def __init__(self, lock: Gate, amount: int) -> None:
+        self._lock = lock
+        self._amount = amount
+
+    async def __aenter__(self) -> None:
+        await self._lock.enter(self._amount)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.leave(self._amount)
+
+
 class SharedLock(Gate):
     """Held by any number of sharers at once, or by one holder alone.
 
@@ -153,19 +167,3 @@ class SharedLock(Gate):
         """Hold it without any other holder."""
         # All of the size: it waits until no other holder is inside, and none fits in beside it.
         return _Holding(self, sys.maxsize)
-
-
-class _Holding:
-    """The lock held for one block; written out, because a generator costs every put some microseconds."""
-
-    __slots__ = ("_amount", "_lock")
-
-    def __init__(self, lock: SharedLock, amount: int) -> None:
-        self._lock = lock
-        self._amount = amount
-
-    async def __aenter__(self) -> None:
-        await self._lock.enter(self._amount)
-
-    async def __aexit__(self, *_: object) -> None:
-        self._lock.leave(self._amount)

@@ -14,7 +14,8 @@ from peft import LoraConfig, get_peft_model
 from test_partial_rollouts import GREEDY, Tokens, has_reached_the_engine, rollout
 
 from forebay.engines import RolloutController, ScriptedEngine, TransformersEngine
-from forebay.engines.weights.takeover import AdaptedWeights, copy_weights
+from forebay.engines.weights.takeover import AdaptedWeights, take_weights
+from forebay.io.shared import LentTensors
 from forebay.models.starting_weights import BASE_FINGERPRINT, AdaptersRefusedError, BaseDiffersError, fingerprint
 from forebay.train.model.lora import adapter_config, adapter_weights, add_lora, model_weights
 from forebay.train.weight_sync import sync_weights
@@ -120,11 +121,15 @@ def test_in_any_order_of_hand_overs_the_model_holds_what_was_given_last(make_mod
     ]
     model, below = copy.deepcopy(bases[0]), 0
     adapted, expected = AdaptedWeights(model), snapshot(model)
+    are_lent, begun = False, [snapshot(base) for base in bases]
     for _ in range(20):
         chosen, source = int(random.integers(2)), sources[int(random.integers(2))][int(random.integers(3))]
         if random.random() < 0.25:
-            copy_weights(model.state_dict(keep_vars=True), bases[chosen].named_parameters())
-            adapted.full_load()
+            given = ((name, tensor.detach()) for name, tensor in bases[chosen].named_parameters())
+            weights = LentTensors(given) if random.random() < 0.5 else given
+            are_lent = take_weights(model.state_dict(keep_vars=True), weights, are_lent=are_lent)
+            assert are_lent == isinstance(weights, LentTensors)
+            adapted.full_load(are_lent=are_lent)
             below, expected = chosen, snapshot(bases[chosen])
             continue
         source.step(int(random.integers(1000)))
@@ -140,6 +145,9 @@ def test_in_any_order_of_hand_overs_the_model_holds_what_was_given_last(make_mod
             adapted.load(given.items(), config)
         assert_holds(model, expected.items())
     assert_holds(model, expected.items())
+    # What was lent was not written to.
+    for base, tensors in zip(bases, begun, strict=True):
+        assert_holds(base, tensors.items())
 
 
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

@@ -5,21 +5,32 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from forebay.engines.base import EngineLost
 from forebay.engines.pool import EnginePool
 from forebay.engines.weights.between_processes import SharedMemoryHandOver, WeightInbox
+from forebay.io.shared import LentTensors
 from forebay.models.starting_weights import AdaptersRefusedError
 
 
 class Engine:
     """Keeps what it is given; a member of hand-overs whose messages go through no process border."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, uses: bool = False) -> None:
+        """With `uses` it keeps no copy."""
+        self.uses = uses
+        self.begin()
+
+    def begin(self) -> None:
+        """A process begins."""
+        self.lost = False
+        self.handling: list[asyncio.Future[bool]] = []
         self.inbox = WeightInbox(EnginePool([self]))
         self.weights: dict[str, torch.Tensor] = {}
         self.model_step = -1
@@ -27,21 +38,41 @@ class Engine:
         self.hold: asyncio.Event | None = None
         self.adapters: tuple[dict[str, torch.Tensor], int, Any] | None = None
         self.refuses = False
-        self.lost = False
         self.latest: dict[str, Any] = {}
 
-    async def send_weights(self, message: dict[str, Any]) -> None:
+    def let_go(self) -> None:
+        if self.hold is not None:
+            self.hold.set()
+            self.hold = None
+
+    def die(self) -> None:
+        """The process ends, with all that it had."""
+        for handling in self.handling:
+            handling.cancel()
+        self.begin()
+        self.lost = True
+
+    async def send_weights(self, message: dict[str, Any]) -> bool:
         self.num_messages += 1
         self.latest = message
         if self.lost:
             raise EngineLost("gone")
-        await self.inbox.handle(message)
+        # As in a process of its own, which goes on where the caller gives up.
+        handling = asyncio.ensure_future(self.inbox.handle(message))
+        self.handling.append(handling)
+        await asyncio.wait([handling])
+        if handling.cancelled():
+            raise EngineLost("gone")
+        return handling.result()
 
-    async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
+    async def load_weights(self, weights: LentTensors, model_step: int) -> None:
         given = list(weights)
         if self.hold is not None:
             await self.hold.wait()
-        self.weights, self.model_step = {name: tensor.clone() for name, tensor in given}, model_step
+        self.weights, self.model_step = dict(given), model_step
+        weights.are_in_use = self.uses
+        if not self.uses:
+            self.weights = {name: tensor.clone() for name, tensor in given}
         self.adapters = None
 
     async def load_adapters(
@@ -220,14 +251,14 @@ async def test_one_engine_that_leaves_takes_no_memory_from_the_others() -> None:
         hand_over.join()
     first, second = some_weights(0), some_weights(1)
     await asyncio.gather(*(hand_over.load(engine.send_weights, first, 0) for engine in (stays, leaves)))
-    hand_over.leave()
+    hand_over.leave(leaves.send_weights)
     await hand_over.again(stays.send_weights)
     assert same(stays, first)
     # The descriptor of memory that was given back has a number that new memory gets: it is no other's.
     hand_over.close()
     await hand_over.load(stays.send_weights, second, 1)
     assert same(stays, second)
-    hand_over.leave()
+    hand_over.leave(stays.send_weights)
 
 
 async def test_the_memory_goes_with_the_hand_over() -> None:
@@ -237,3 +268,66 @@ async def test_the_memory_goes_with_the_hand_over() -> None:
     await hand_over.load(engine.send_weights, some_weights(0), 0)
     hand_over.close()
     assert set(os.listdir("/proc/self/fd")) <= before
+
+
+async def test_engines_that_use_the_memory_have_it_in_turns(hand_over: Any) -> None:
+    engines, paths = [Engine(uses=True), Engine(uses=True)], []
+    for step in range(5):
+        weights = some_weights(step)
+        await asyncio.gather(*(hand_over.load(engine.send_weights, weights, step) for engine in engines))
+        assert all(same(engine, weights) for engine in engines)
+        paths.append(engines[0].latest["path"])
+    assert len(set(paths)) == 2
+    assert all(one != other for one, other in pairwise(paths))
+    # One that copies has no part in it: there is memory to spare, whatever it does.
+    copies = Engine()
+    await hand_over.again(copies.send_weights)
+    assert same(copies, weights)
+    # One that leaves holds nothing back.
+    hand_over.join()
+    hand_over.leave(engines[1].send_weights)
+    await hand_over.load(engines[0].send_weights, some_weights(5), 5)
+    await hand_over.load(engines[0].send_weights, some_weights(6), 6)
+    assert {engines[0].latest["path"]} < set(paths)
+
+
+@pytest.mark.parametrize("seed", range(300 if os.environ.get("FOREBAY_SOAK") == "1" else 20))
+async def test_no_engine_ever_sees_weights_change_under_it(hand_over: Any, seed: int) -> None:
+    """Hand-overs to some engines, given up, held up, lost and repeated: each has whole weights of one step."""
+    random = np.random.default_rng(seed)
+    engines = [Engine(uses=bool(random.random() < 0.7)) for _ in range(4)]
+    given: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    loads: list[asyncio.Task[Any]] = []
+
+    def all_are_whole() -> bool:
+        return all(engine.model_step < 0 or same(engine, given[engine.model_step]) for engine in engines)
+
+    for step in range(30):
+        given[step] = some_weights(step)
+        for engine in engines:
+            match int(random.integers(6)):
+                case 0 if engine.hold is None:
+                    engine.hold = asyncio.Event()
+                case 1:
+                    engine.let_go()
+                case 2 if not engine.lost:
+                    engine.die()
+                case 2:
+                    hand_over.forget(engine.send_weights)
+                    engine.begin()
+            if random.random() < 0.7:
+                loads.append(asyncio.create_task(hand_over.load(engine.send_weights, given[step], step)))
+            elif random.random() < 0.3:
+                loads.append(asyncio.create_task(hand_over.again(engine.send_weights)))
+        if loads and random.random() < 0.3:
+            loads[int(random.integers(len(loads)))].cancel()
+        for _ in range(int(random.integers(8))):
+            await asyncio.sleep(0.0005)
+            assert all_are_whole()
+    for engine in engines:
+        engine.lost = False
+        engine.let_go()
+    await asyncio.gather(*loads, return_exceptions=True)
+    assert all_are_whole()
+    await asyncio.gather(*(hand_over.load(engine.send_weights, given[29], 29) for engine in engines))
+    assert all(same(engine, given[29]) for engine in engines)

@@ -155,7 +155,7 @@ class EngineActor:
 
         layout, data = weights
         with warnings.catch_warnings():
-            # That it must not be written to is known: an engine that takes weights over copies them.
+            # That it must not be written to is known: an engine does not write to what it was lent.
             warnings.filterwarnings("ignore", message=".*not writable.*")
             memory = torch.from_numpy(data)
         try:

@@ -159,7 +159,7 @@ class TrainerActor:
 
     def __init__(self) -> None:
         self._trainer: Any = None
-        self._memory: MemoryFile | None = None
+        self._memory: list[MemoryFile] = []
         """The memory with the weights that were handed over last; it is used again."""
 
     def start(self, spec: TrainerSpec) -> tuple[int, ...]:
@@ -200,6 +200,6 @@ class TrainerActor:
         """Step and bytes of the weights, with `adapters` the config of these alone, if there are any; and the
         weights: two results, of which the caller fetches the first."""
         config, own = self._trainer.adapters() if adapters else (None, ())
-        layout, self._memory = put(self._trainer.live_weights() if config is None else own, self._memory)
-        told = self._trainer.model_step, self._memory.num_bytes, config
-        return told, (layout, self._memory.data.numpy())
+        layout, memory = put(self._trainer.live_weights() if config is None else own, self._memory)
+        self._memory = [memory]
+        return (self._trainer.model_step, memory.num_bytes, config), (layout, memory.data.numpy())

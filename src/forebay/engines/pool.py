@@ -29,6 +29,7 @@ from forebay.aio.changed import Changes
 from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.call import UNSEEN, Call, Within
 from forebay.engines.members import Member, Members, said_by_all
+from forebay.io.shared import LentTensors
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdapterConfig, Weights
 from forebay.watching.activity import Activity, Span, loop_time
@@ -276,7 +277,7 @@ class EnginePool:
             EngineLost: no engine is left.
             ConfigError: they cannot be written to where the engines read them.
         """
-        shared = weights if isinstance(weights, LiveWeights) else list(weights)
+        shared = weights if isinstance(weights, LiveWeights | LentTensors) else list(weights)
         await self._load(model_step, lambda member: member.engine.load_weights(shared, model_step))
 
     takes_live_weights = said_by_all("takes_live_weights")

@@ -102,6 +102,13 @@ def views(layout: Layout, data: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
         yield name, data[start:stop].view(getattr(torch, dtype)).view(tuple(shape))
 
 
+class LentTensors(list[tuple[str, Any]]):
+    """Tensors by name in memory that does not change until later ones are given: they need not be copied."""
+
+    are_in_use = False
+    """Whether the engine that they were given to uses them where they lie."""
+
+
 def write(layout: Layout, data: torch.Tensor, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Copy `tensors`, from any device, to their places in `data`."""
     for (name, place), (own_name, tensor) in zip(views(layout, data), tensors, strict=True):

@@ -39,7 +39,7 @@ from forebay.engines.local.cache_budget import CacheBudget, CacheTokens
 from forebay.engines.local.compatibility import check_config, probe
 from forebay.engines.local.rows import Ended, Row
 from forebay.engines.local.step_graphs import cuda_recorder
-from forebay.engines.weights.takeover import AdaptedWeights, copy_weights
+from forebay.engines.weights.takeover import AdaptedWeights, take_weights
 from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError, Weights
 
 logger = logging.getLogger(__name__)
@@ -105,6 +105,8 @@ class TransformersEngine:
         place = torch.device(device or next(model.parameters()).device)
         self._model = model.eval().to(place)
         self._tensors = model.state_dict(keep_vars=True)
+        self._are_lent = False
+        """Whether these lie in memory that was lent."""
         self._has_tokenizer = tokenizer is not None
         self._vocabulary = len(model.get_input_embeddings().weight)
         self.max_context_tokens = check_config(model, max_context_tokens)
@@ -202,7 +204,8 @@ class TransformersEngine:
     async def load_weights(self, weights: Weights, model_step: int) -> None:
         """Copy these parameters between two forward passes; running requests keep their caches.
 
-        Tied parameters may come under any of their names. Persistent buffers are optional.
+        Tied parameters may come under any of their names. Persistent buffers are optional. `LentTensors`
+        are used where they lie if they are of its dtype and device.
 
         Raises:
             ValueError: a parameter is missing, unknown or of another shape; then nothing has changed.
@@ -391,9 +394,9 @@ class TransformersEngine:
             # There a trainer of this process has made them, perhaps not yet.
             self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))
         if adapters is None:
-            copy_weights(self._tensors, weights)
+            self._are_lent = take_weights(self._tensors, weights, are_lent=self._are_lent)
             if self._adapted is not None:
-                self._adapted.full_load()
+                self._adapted.full_load(are_lent=self._are_lent)
         else:
             assert self._adapted is not None, "refused before"
             self._adapted.load(weights, adapters)

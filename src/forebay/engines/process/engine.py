@@ -157,9 +157,10 @@ class ProcessEngine:
             raise
         self._is_behind = False
 
-    async def _send_weights(self, message: dict[str, Any]) -> None:
-        await self._ask("load_weights", message)
+    async def _send_weights(self, message: dict[str, Any]) -> bool:
+        is_in_use: bool = await self._ask("load_weights", message)
         self.model_step = message["model_step"]
+        return is_in_use
 
     async def health(self) -> EngineHealth:
         """The answer of the child's engine.
@@ -196,6 +197,7 @@ class ProcessEngine:
         # The first child of an engine that joins a run is loading its model already.
         if self._child.was_waited_for:
             await self._child.close()
+            self._hand_over.forget(self._send_weights)
             self._child = _Child(self._recipe, self._log)
         try:
             await asyncio.to_thread(self.wait_until_ready)
@@ -217,7 +219,7 @@ class ProcessEngine:
                     await self._ask("close")
         finally:
             await self._child.close()
-            self._hand_over.leave()
+            self._hand_over.leave(self._send_weights)
 
     def kill(self) -> None:
         """End the child at once; for where no event loop runs."""

@@ -3,6 +3,7 @@
 ::
 
     (name, tensor), ... --check names and shapes--> copy into the model's own parameters
+                             | lent, of their dtype and device: the model uses them where they lie
     (name, tensor), ... + config --check everything--> weight = starting weight + scale * B @ A, where adapted
                                     | anything wrong: ValueError, nothing changed
     starting weights: a copy of the adapted ones, made when adapters first come, forgotten with a full load
@@ -26,6 +27,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from forebay.io.shared import LentTensors
 from forebay.models.starting_weights import (
     BASE_FINGERPRINT,
     AdapterConfig,
@@ -41,7 +43,8 @@ class AdaptedWeights:
 
     Invariants: adapters that are refused change nothing; after `load` the parameters are those that the same
     adapters, merged by the trainer, would have; `full_load` makes the parameters of then the starting
-    weights. The kept copy lies where the model does and is as large as the weights that have adapters.
+    weights. The kept copy lies where the model does and is as large as the weights that have adapters; memory
+    that is lent is not written to.
 
     ::
 
@@ -53,11 +56,13 @@ class AdaptedWeights:
         self._model = model
         self._starting: dict[str, torch.Tensor] = {}
         self._fingerprint: str | None = None
+        self._are_lent = False
 
-    def full_load(self) -> None:
-        """The model has got other parameters, all of them."""
+    def full_load(self, *, are_lent: bool = False) -> None:
+        """The model has got other parameters, all of them; whether they lie in memory that was lent."""
         self._starting.clear()
         self._fingerprint = None
+        self._are_lent = are_lent
 
     def load(self, adapters: Weights, config: AdapterConfig) -> None:
         """Put these adapters, and no others, on the starting weights.
@@ -75,7 +80,12 @@ class AdaptedWeights:
         with torch.no_grad():
             # All copies first: where memory does not suffice for them, nothing has changed.
             for name in adapted.keys() - self._starting.keys():
-                self._starting[name] = adapted[name].weight.detach().clone()
+                weight = adapted[name].weight
+                kept = weight.detach().clone()
+                if self._are_lent:
+                    # Then the layer gets the copy, which is about to change.
+                    kept, weight.data = weight.detach(), kept
+                self._starting[name] = kept
             # Layers that had an adapter and have none now get their starting weights back.
             for name in self._starting.keys() - adapted.keys():
                 self._model.get_parameter(name).copy_(self._starting.pop(name))
@@ -211,15 +221,16 @@ _NAMED_IN_ERRORS = 3
 """Enough to see a pattern (a prefix, another model), few enough to read."""
 
 
-def copy_weights(own: Mapping[str, torch.Tensor], weights: Weights) -> None:
-    """Copy `weights` into the parameters and persistent buffers of these names, `own`.
+def take_weights(own: Mapping[str, torch.Tensor], weights: Weights, *, are_lent: bool = False) -> bool:
+    """Make `weights` the content of the parameters and persistent buffers of these names, `own`.
 
     `own` is a model's ``state_dict(keep_vars=True)``: to make it takes longer than to check all of this. Every
     parameter must be given, a tied one under any of its names; buffers may be left out. Tensors may be on
-    another device and of another dtype.
+    another device and of another dtype, and are copied. `LentTensors` that are as the model's own take their
+    place without a copy. `are_lent` is what the last call returned: whether the model uses such tensors.
 
     Raises:
-        ValueError: names are missing or unknown, or a shape differs; then nothing has been copied.
+        ValueError: names are missing or unknown, or a shape differs; then nothing has changed.
     """
     given = dict(weights)
     if unknown := [name for name in given if name not in own]:
@@ -231,9 +242,23 @@ def copy_weights(own: Mapping[str, torch.Tensor], weights: Weights) -> None:
     for name, tensor in given.items():
         if tensor.shape != own[name].shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but the model's is {tuple(own[name].shape)}")
+    lent = weights if isinstance(weights, LentTensors) else None
+    if any((tensor.dtype, tensor.device) != (own[name].dtype, own[name].device) for name, tensor in given.items()):
+        lent = None
     with torch.no_grad():
-        # On a GPU a few launches for all of them.
-        torch._foreach_copy_([own[name] for name in given], list(given.values()))
+        if are_lent:
+            # The memory that was lent before may change from now on, and is not to be written to here.
+            for kept in own.values():
+                if lent is None or id(kept) not in covered:
+                    kept.data = kept.clone()
+        if lent is None:
+            # On a GPU a few launches for all of them.
+            torch._foreach_copy_([own[name] for name in given], list(given.values()))
+        else:
+            lent.are_in_use = True
+            for name, tensor in given.items():
+                own[name].data = tensor
+    return lent is not None
 
 
 def _some(names: list[str]) -> str:

@@ -2,27 +2,34 @@
 
     python benchmarks/durable_resume.py 1000 100000
     python benchmarks/durable_resume.py --memory 100000
+    python benchmarks/durable_resume.py --process 100000 --events 1000000
 
 The manager, sampler, books and store are those of a run; the groups are small ones. Half of them were there
 at the checkpoint, half came after it: an SQLite file has these after a kill, and a buffer in memory has not.
 "Stood still" is the longest time that the event loop, and with it the producer, waited while the checkpoint
-was written.
+was written. With ``--process`` it is a whole ``forebay train --resume``, from the start of its process to its first
+request to the engine, with so many events of settled groups in the books.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import gc
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from forebay.io.safe_files import seal
 from forebay.ledger import Ledger
 from forebay.produce import AgentLoopManager, AsyncProduceStrategyConfig, Prompt, Sampler, TaskRunner
+from forebay.produce.prompts.dataset import load_prompts
 from forebay.produce.strategies.rules import book_tags
 from forebay.replay import AsyncReplayBufferConfig, SQLStorage
+from forebay.runs.folder import list_checkpoints, saved_config, step_of
 from forebay.types import Status
 
 GROUP_SIZE, NUM_TOKENS = 2, 64
@@ -43,8 +50,8 @@ def build(folder: Path, num_groups: int, *, in_memory: bool) -> AgentLoopManager
 
 
 async def fill(manager: AgentLoopManager, num_groups: int) -> None:
-    """Groups as a context stores them."""
-    [runner] = manager.task_runners
+    """Groups of the first task as a context stores them."""
+    runner = manager.task_runners[0]
 
     async def one() -> None:
         group = await runner.sampler.sample("task")
@@ -115,13 +122,107 @@ async def measure(folder: Path, num_groups: int, *, in_memory: bool) -> None:
     )
 
 
+RUN_FILE = """
+name = "run"
+steps = 2
+batch_size = 4
+rollouts_per_prompt = 2
+produce = { mode = "separate" }
+replay = { store = "sqlite" }
+model = { source = "tiny", tiny = { hidden_size = 16, num_layers = 1, num_heads = 1 } }
+"""
+TASK = """
+[[tasks]]
+name = "NAME"
+data = { source = "sorting", arguments = { length = 6, letters = 12 }, size = 50000 }
+judge = { name = "exact_match", arguments = { partial_credit = true } }
+sample = { max_tokens = 4 }
+"""
+TELLING = """
+import sys, time
+from forebay.engines.controller import RolloutController
+from forebay.cli import main
+generate = RolloutController.generate_sample
+async def told(self, *arguments, **options):
+    print("@request", time.process_time(), flush=True)
+    return await generate(self, *arguments, **options)
+RolloutController.generate_sample = told
+sys.argv = ["forebay", "train", "--resume", sys.argv[1], "steps=99"]
+main()
+"""
+
+
+async def put_behind(folder: Path, num_groups: int, num_events: int) -> None:
+    """Into a finished run: events in the books of its last checkpoint, and live groups of before and after it."""
+    config = saved_config(folder)
+    buffer = AsyncReplayBufferConfig().build(SQLStorage(folder / "buffer.db"))
+    prompts, number = load_prompts(config.tasks[0].data), config.rollouts_per_prompt
+    runners = [
+        TaskRunner(
+            task_name=task.name,
+            agent_loop=None,  # type: ignore[arg-type]
+            produce_strategy=AsyncProduceStrategyConfig().build(),
+            sampler=Sampler(prompts, buffer, task_name=task.name, prompt_repeat_k=number, seed=config.seed),
+        )
+        for task in config.tasks
+    ]
+    ledger = Ledger(folder / "ledger.jsonl")
+    manager = AgentLoopManager(task_runners=runners, replay_buffer=buffer, ledger=ledger, keeps_dropped=True)
+    checkpoint = list_checkpoints(folder)[-1]
+    await manager.resume(checkpoint / "manager", has_groups=True)
+    for place in range(num_events // 3):
+        name = f"settled/{place}"
+        ledger.record(name, "task", "admitted")
+        ledger.record(name, "task", "produced", num_tokens=96, latency_s=1.5, score=0.25)
+        ledger.record(name, "task", "trained", train_step=1)
+    await fill(manager, num_groups // 2)
+    cut = await manager.cut(checkpoint / "manager", train_step=step_of(checkpoint))
+    await cut.write(checkpoint / "manager")
+    await cut.release()
+    seal(checkpoint)
+    await fill(manager, num_groups // 2)
+    ledger.close()
+    await buffer.close()
+
+
+def time_process(folder: Path, num_groups: int, num_events: int) -> None:
+    """Print how long a resume takes from the start of its process on, and its CPU time."""
+    (folder / "run.toml").write_text(RUN_FILE + TASK.replace("NAME", "task") + TASK.replace("NAME", "other"))
+    train = [sys.executable, "-m", "forebay", "train", str(folder / "run.toml"), f"output={folder}"]
+    subprocess.run(train, check=True, stdout=subprocess.DEVNULL)
+    asyncio.run(put_behind(folder / "run", num_groups, num_events))
+    started_s = time.perf_counter()
+    command = [sys.executable, "-c", TELLING, str(folder / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("@request"):
+                break
+        took_s = time.perf_counter() - started_s
+        process.kill()
+    assert lines[-1].startswith("@request"), "".join(lines)
+    print(
+        f"{num_groups:,} live groups, {num_events:,} events behind them: first request {took_s:.2f} s after the "
+        f"start of the process ({float(lines[-1].split()[1]):.2f} CPU s)"
+    )
+
+
 def main() -> None:
     """For each number of groups that is named."""
-    given = sys.argv[1:]
-    numbers = [text for text in given if text != "--memory"] or ["1000", "100000"]
-    for number in numbers:
-        with tempfile.TemporaryDirectory(prefix="forebay-durable-") as folder:
-            asyncio.run(measure(Path(folder), int(number), in_memory="--memory" in given))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("numbers", nargs="*", type=int, default=[1000, 100_000])
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--process", action="store_true")
+    parser.add_argument("--events", type=int, default=0)
+    options = parser.parse_args()
+    for number in options.numbers:
+        with tempfile.TemporaryDirectory(prefix="forebay-durable-") as name:
+            if options.process:
+                time_process(Path(name), number, options.events)
+            else:
+                asyncio.run(measure(Path(name), number, in_memory=options.memory))
 
 
 if __name__ == "__main__":

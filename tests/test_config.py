@@ -295,7 +295,7 @@ _FREE_WORDS = """
     tasks.*.sample.max_tokens tasks.*.sample.temperature tasks.*.sample.top_p tasks.*.sample.top_k
     tasks.*.sample.stop tasks.*.sample.stop_token_ids tasks.*.sample.seed tasks.*.weight
     tasks.*.overlong_prompts tasks.*.max_staleness replay.limit replay.reuse.times replay.reuse.share
-    replay.reuse.order replay.reuse.max_staleness replay.store replay.path produce.mode
+    replay.reuse.order replay.reuse.max_staleness replay.store replay.policy produce.mode
     produce.filter produce.sync_weights_interval produce.max_staleness
     produce.staleness_rule produce.over_sample_threshold produce.enable_partial_rollout
     produce.tail_batch_trigger_size produce.tail_batch_max_tries produce.max_retries

@@ -5,9 +5,11 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -29,7 +31,7 @@ from forebay.replay.stores.archiving import COPY_STEP
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import list_checkpoints, prune_checkpoints, step_of
 from forebay.types import EPISODE_KEY, Status
-from postgres_server import empty_place, running_server
+from postgres_server import empty_place, restart, running_server
 
 STEPS, BATCH_SIZE, STALE_FROM = 8, 3, 2
 SOAK_SEED = int(os.environ.get("FOREBAY_SOAK_SEED", "1"))
@@ -403,6 +405,60 @@ def test_separate_runs_with_a_real_model_survive_forty_kills(nursery, places, tm
     kinds = ["memory", "sqlite", "postgresql"]
     num_runs, num_kills = kill_real_runs(nursery, places, tmp_path, min_kills=40, seed=SOAK_SEED, kinds=kinds)
     print(f"{num_runs} runs with a real model, {num_kills} kills: nothing lost, nothing trained twice")
+
+
+class RestartingNursery(Nursery):
+    """Restarts the database at random instants while a run is at work, which is killed as well."""
+
+    def __init__(self, database, seed):
+        super().__init__()
+        self._database, self._rng = database, random.Random(seed)
+        self.num_restarts, self.num_starts_without, self._left_s = 0, 0, 1.0
+
+    def run(self, *arguments, **until):
+        """As a nursery; a start that finds no database tells of it and is made again."""
+        while True:
+            over, self._lines = threading.Event(), []
+            restarting = threading.Thread(target=self._restart, args=(over,))
+            restarting.start()
+            try:
+                ended = super().run(*arguments, **until)
+            finally:
+                over.set()
+                restarting.join()
+            if not ended or "@end 0\n" in self._lines:
+                return ended
+            self.num_starts_without += 1
+
+    def read_to(self, *beginnings):
+        lines = super().read_to(*beginnings)
+        self._lines += lines
+        return lines
+
+    def may_end(self, endings):
+        has_begun = any(re.match(r"\d+/\d", line) for line in self._lines)
+        tells = any(re.match("error: (the database says|replay.store)", line) for line in self._lines)
+        return super().may_end(endings) or (endings == ["@end 2\n"] and tells and not has_begun)
+
+    def _restart(self, over):
+        # A run ends that loses its database four times without a step in between.
+        while True:
+            before = time.monotonic()
+            if over.wait(self._left_s):
+                self._left_s = max(0, self._left_s - (time.monotonic() - before))
+                return
+            restart(self._database)
+            self.num_restarts += 1
+            self._left_s = self._rng.uniform(3, 9)
+
+
+@pytest.mark.soak
+def test_separate_runs_survive_kills_while_their_database_is_restarted(warm, tmp_path):
+    with running_server() as url, contextlib.ExitStack() as stack, RestartingNursery(url, SOAK_SEED) as nursery:
+        make = lambda: stack.enter_context(empty_place(url))  # noqa: E731
+        num_runs, num_kills = kill_real_runs(nursery, make, tmp_path, 40, SOAK_SEED, kinds=["postgresql"])
+        print(f"{num_runs} runs, {num_kills} kills, {nursery.num_restarts} restarts of PostgreSQL: nothing lost")
+        print(f"{nursery.num_starts_without} starts found no database, and were made again")
 
 
 @pytest.fixture(scope="module")

@@ -112,7 +112,7 @@ def test_a_durable_run_without_a_checkpoint_begins_again_after_a_lost_part(tmp_p
 
 def test_a_database_is_known_by_the_id_in_the_folder_of_its_run(tmp_path):
     """Two machines may have runs at the same path; a folder may move, and be replaced."""
-    run = config(tmp_path, "replay.store=sqlite", f"replay.path={tmp_path / 'groups.db'}")
+    run = config(tmp_path, f"replay.store=sqlite:///{tmp_path / 'groups.db'}")
     aside, copy = tmp_path / "aside", tmp_path / "copy"
 
     def count_groups(folder, *, is_new):
@@ -196,6 +196,42 @@ def test_a_run_without_the_url_of_its_database_says_which_variable_has_it(tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("named", "file", "level"),
+    [
+        ("sqlite", "run/buffer.db", 1),
+        ("sqlite?synchronous=full", "run/buffer.db", 2),
+        ("sqlite:///{}/a%20?synchronous=full", "a%20", 2),
+    ],
+)
+def test_sqlite_syncs_each_commit_if_the_run_file_says_so_also_after_a_resume(
+    tmp_path, monkeypatch, named, file, level
+):
+    report, levels = steps.report, []
+
+    def reported(run, *arguments):
+        report(run, *arguments)
+        with run.manager.replay_buffer.storage._writing() as connection:
+            levels.append(connection.exec_driver_sql("PRAGMA synchronous").scalar())
+
+    monkeypatch.setattr(steps, "report", reported)
+    run = config(tmp_path, "steps=2", f"replay.store={named.format(tmp_path)}")
+    asyncio.run(launch(run))
+    asyncio.run(launch(saved_config(run.folder, ["steps=4"]), resume=run.folder))
+    assert levels == [level] * 4
+    assert (tmp_path / file).exists()
+
+
+def test_a_store_that_is_none_is_refused(tmp_path):
+    for named in ("sqlite3", "sqlite:///", "sqlite:////a.db?synchronous=off", "postgresql://a@b/c"):
+        with pytest.raises(ConfigError, match="is no store: memory, sqlite, sqlite:///PATH"):
+            config(tmp_path, f"replay.store={named}")
+    with pytest.raises(ConfigError, match=r"'replay\.path', of an earlier version: name the file in replay\.store"):
+        config(tmp_path, "replay.store=sqlite", "replay.path=/a.db")
+    with pytest.raises(ConfigError, match=r"replay\.store is 'sqlite\?synchronous=full': leave one of the two out"):
+        config(tmp_path, "record=true", "replay.store=sqlite?synchronous=full")
+
+
 @pytest.mark.parametrize("kind", ["nfs4", "cifs", "fuse.sshfs", "lustre"])
 def test_an_sqlite_file_on_a_network_file_system_is_refused(tmp_path, monkeypatch, kind):
     share, local = tmp_path / "a share", tmp_path / "local"
@@ -205,9 +241,9 @@ def test_an_sqlite_file_on_a_network_file_system_is_refused(tmp_path, monkeypatc
     ]
     monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
     run = config(tmp_path, f"output={share}", "replay.store=sqlite")
-    with pytest.raises(ConfigError, match=rf"run/buffer\.db' is on {kind} at .*set replay\.path"):
+    with pytest.raises(ConfigError, match=rf"run/buffer\.db' is on {kind} at .*set replay\.store"):
         store.open_storage(run, run.folder, is_new=True)
-    moved = config(tmp_path, f"output={share}", "replay.store=sqlite", f"replay.path={local / 'groups.db'}")
+    moved = config(tmp_path, f"output={share}", f"replay.store=sqlite:///{local / 'groups.db'}")
     store.open_storage(moved, moved.folder, is_new=True).close()
     assert (local / "groups.db").exists()
     ray = config(tmp_path, f"output={share}", "cluster=ray")

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from forebay.config import ConfigError, errors_about, look_up
 from forebay.replay.query import QueryLike
 from forebay.replay.stores.archiving import taking
 from forebay.replay.stores.contract import ARRIVAL, STALEST, StorageBackend, StorageItem
@@ -130,3 +131,26 @@ class PrioritizedReplayPolicy(ReplayPolicy):
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"the state of the random numbers is damaged: {error!r}") from None
         self._random = np.random.Generator(fresh)
+
+
+POLICIES: dict[str, type[ReplayPolicy]] = {
+    "fifo": FIFOReplayPolicy,
+    "staleness": StalenessReplayPolicy,
+    "prioritized": PrioritizedReplayPolicy,
+}
+
+
+def find_policy(name: str, *, seed: int = 0) -> ReplayPolicy:
+    """A new policy of that name, with `seed` if it draws, or of that ``package.module:Class``.
+
+    Raises:
+        ConfigError: there is no such policy, or it is something else.
+    """
+    found = look_up("replay.policy", name, POLICIES)
+    if found is PrioritizedReplayPolicy:
+        return PrioritizedReplayPolicy(seed=seed)
+    with errors_about(f"replay.policy {name!r} is made without arguments", TypeError):
+        made = found()
+    if not isinstance(made, ReplayPolicy):
+        raise ConfigError(f"replay.policy {name!r} is no ReplayPolicy; derive its class from that")
+    return made

@@ -152,12 +152,15 @@ class ReuseConfig(StrictModel):
                 f"not be 'none', nor produce.staleness_rule 'mask'; they are {correction!r} and {rule!r}"
             )
 
-    def build(self, sync_weights_interval: int = 1, *, compares: bool = True) -> Reuse | None:
-        """The rule for weights that are handed over so often; None where nothing is used again."""
-        if self.times == 1:
+    def build(self, sync_weights_interval: int = 1, *, compares: bool = True, weighs: bool = False) -> Reuse | None:
+        """The rule for weights that are handed over so often.
+
+        None where nothing is used again, unless it `weighs` groups for a policy that draws by their scores.
+        """
+        if self.times == 1 and not weighs:
             return None
         threshold = (self.max_staleness + 1) * sync_weights_interval
-        given = self.model_dump(exclude={"max_staleness"})
+        given = self.model_dump(exclude={"max_staleness"}) | ({"order": "priority"} if weighs else {})
         return Reuse(**given, stale_threshold=threshold, compares=compares)
 
 

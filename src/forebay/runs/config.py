@@ -217,6 +217,7 @@ class RunConfig(RunFile):
         "train.lam": "it is the second number of train.discount",
         "trace": "forebay board RUN --export timeline.json writes the timeline of any run",
         "show_every": f"rollouts are shown {NUM_SAMPLES} times in a run; forebay board shows every one",
+        "replay.path": "name the file in replay.store = 'sqlite:///PATH', with four slashes before an absolute path",
         "produce.strategy": "it follows from produce.mode and from the keys that are set",
     }
     """By a key of an earlier version, the advice that the error gives."""
@@ -326,7 +327,7 @@ class RunConfig(RunFile):
     def _check_together(self) -> None:
         """Rules over keys of several tables."""
         train, group_size = self.train, self.group_sizes[0]
-        if self.record and self.replay.store not in (None, "memory"):
+        if self.record and self.replay.kind not in (None, "memory"):
             raise ConfigError(
                 f"record = true repeats what happened to groups in memory, and replay.store is "
                 f"{self.replay.store!r}: leave one of the two out"
@@ -348,7 +349,7 @@ class RunConfig(RunFile):
                 "produce.save_partial_every_s saves rollouts that can go on: leave it out, or set "
                 "replay.store = 'sqlite' and produce.enable_partial_rollout = true"
             )
-        self.replay.reuse.check(train.correction, self.produce.staleness_rule, compares=train.compares)
+        self.replay.check(train.correction, self.produce.staleness_rule, compares=train.compares)
         own_limits = [task.name for task in self.tasks if task.max_staleness is not None]
         if own_limits and not self.produce.is_async:
             raise ConfigError(

@@ -478,8 +478,12 @@ def build_strategy(config: RunConfig, task: TaskConfig, controller: EnginePool) 
 
 
 def build_buffer(config: RunConfig, storage: StorageBackend | None = None) -> ReplayBuffer:
-    """The run's buffer: in order of arrival where nothing can be stale, else the most stale first."""
+    """The run's buffer, which without a policy of the run file hands out the most stale first.
+
+    In order of arrival where nothing can be stale.
+    """
     kind = AsyncReplayBufferConfig if config.produce.is_async else SyncReplayBufferConfig
     settings = kind(**config.replay.model_dump(include=set(kind.model_fields)))
     interval = config.produce.sync_weights_interval
-    return settings.build(storage, sync_weights_interval=interval, compares=config.train.compares)
+    compares = config.train.compares
+    return settings.build(storage, sync_weights_interval=interval, compares=compares, seed=config.seed)

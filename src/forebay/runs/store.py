@@ -3,7 +3,7 @@
 ::
 
     [replay] store --> memory
-                   --> SQLite file: RUN/buffer.db, or replay.path; on a local disk
+                   --> SQLite file: RUN/buffer.db, or another; on a local disk
                    --> PostgreSQL: the URL in FOREBAY_REPLAY_URL, which is written down nowhere
 
 A durable store belongs to one run at a time: it has the id that is in the run's folder, fences off every
@@ -27,6 +27,8 @@ from forebay.runs.config import RunConfig
 from forebay.runs.folder import ID_FILE
 
 if TYPE_CHECKING:
+    from sqlalchemy import URL
+
     from forebay.replay import SQLStorage
 
 STORE_FILE = "buffer.db"
@@ -44,8 +46,8 @@ A plain ``fuse`` does not say which it is, and may be a local disk: it passes.
 
 def store_of(config: RunConfig) -> str:
     """The kind of store that a run has: ``memory``, ``sqlite`` or ``postgresql``."""
-    if config.replay.store is not None:
-        return config.replay.store
+    if config.replay.kind is not None:
+        return config.replay.kind
     # A run that goes on in another mode has the store that it had.
     had_one = (config.folder / STORE_FILE).exists()
     outlives = had_one or config.cluster is not None or config.produce.mode == "separate"
@@ -90,7 +92,7 @@ def open_storage(config: RunConfig, folder: Path, *, is_new: bool) -> StorageBac
         from sqlalchemy.exc import SQLAlchemyError
 
         from forebay.replay import SQLStorage
-    url = _url() if kind == "postgresql" else str(_local_file(config, folder))
+    url: str | URL = _url() if kind == "postgresql" else _local_file(config, folder)
     try:
         storage = SQLStorage(url)
     except (SQLAlchemyError, ValueError) as error:
@@ -148,14 +150,17 @@ def _url() -> str:
     return url
 
 
-def _local_file(config: RunConfig, folder: Path) -> Path:
+def _local_file(config: RunConfig, folder: Path) -> URL:
     path = config.replay.path or folder / STORE_FILE
     if mount := network_mount(path):
         raise ConfigError(
             f"replay.store = 'sqlite' needs a local disk, since locks of a network file system do not hold, "
-            f"and {str(path)!r} is on {mount}: set replay.path to a local file, or use 'postgresql'"
+            f"and {str(path)!r} is on {mount}: set replay.store = 'sqlite:///PATH' to a local file, or 'postgresql'"
         )
-    return path
+    # Not a text: a path may hold any character.
+    from sqlalchemy import URL
+
+    return URL.create("sqlite", database=str(path), query={"synchronous": config.replay.synchronous})
 
 
 def network_mount(path: Path) -> str | None:

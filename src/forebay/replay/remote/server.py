@@ -40,8 +40,8 @@ from forebay.io.address import Address, hide_password, listen, tune
 from forebay.io.channel import Channel
 from forebay.io.link import Acceptor
 from forebay.io.messages import Goodbye
-from forebay.replay import policies
 from forebay.replay.buffer import ReplayBuffer
+from forebay.replay.policies import POLICIES
 from forebay.replay.remote.calls import MAX_CLIENTS, Limits, Served
 from forebay.replay.remote.connection import ClientConnection
 from forebay.replay.stores.contract import StorageBackend
@@ -171,12 +171,6 @@ APART_BYTES = 32 << 20
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-
-POLICIES: dict[str, Callable[[], policies.ReplayPolicy]] = {
-    "fifo": policies.FIFOReplayPolicy,
-    "staleness": policies.StalenessReplayPolicy,
-    "prioritized": policies.PrioritizedReplayPolicy,
-}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,7 +144,7 @@ def write_turn(url: sa.URL) -> Iterator[None]:
         yield
 
 
-def open_engine(url: str | os.PathLike[str], *, create: bool = True) -> sa.Engine:
+def open_engine(url: str | os.PathLike[str] | sa.URL, *, create: bool = True) -> sa.Engine:
     """An engine for the database at `url`, whose tables are made if there are none; not without `create`.
 
     Raises:
@@ -225,7 +225,7 @@ BUSY_S = 60.0
 _in_memory = itertools.count()
 
 
-def make_engine(url: str | os.PathLike[str], *, create: bool) -> sa.Engine:
+def make_engine(url: str | os.PathLike[str] | sa.URL, *, create: bool) -> sa.Engine:
     """An engine for the database at `url`; nothing was asked of it yet.
 
     A transaction of it that is going to write says so: ``execution_options(forebay_write=True)``.
@@ -234,7 +234,9 @@ def make_engine(url: str | os.PathLike[str], *, create: bool) -> sa.Engine:
         FileNotFoundError: there is no such file, and it is not to be created.
         ValueError: `url` is neither a path nor of SQLite or PostgreSQL.
     """
-    if isinstance(url, os.PathLike) or "://" not in url:
+    if isinstance(url, sa.URL):
+        parsed = url
+    elif isinstance(url, os.PathLike) or "://" not in url:
         parsed = sa.URL.create("sqlite", database=os.fspath(url))
     else:
         parsed = sa.make_url(url)

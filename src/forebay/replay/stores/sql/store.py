@@ -54,7 +54,7 @@ class SQLStorage(StorageBackend):
     is_shared = True
     is_durable = True
 
-    def __init__(self, url: str | os.PathLike[str], *, create: bool = True) -> None:
+    def __init__(self, url: str | os.PathLike[str] | sa.URL, *, create: bool = True) -> None:
         """Open the database, and make its tables if it has none and `create` says so.
 
         Raises:

@@ -130,6 +130,8 @@ def test_evaluations_beside_production_hold_the_weights_of_their_step_also_if_th
             os.kill(parts[train_step][0].pid, signal.SIGKILL)
 
     monkeypatch.setattr(steps, "report", reported)
+    # While its parts are started again, the next evaluation would be left out.
+    monkeypatch.setattr(steps, "evaluate", test_evaluation.evaluate_in_turn)
     beside = {"every": 2, "mode": "beside"}
     folder = test_evaluation.train(tmp_path / "there", evaluate=beside, steps=4, cluster="ray")
     expected, found = test_evaluation.evaluations(paused), test_evaluation.evaluations(folder)

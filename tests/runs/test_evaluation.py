@@ -1,6 +1,7 @@
 """Evaluations beside production: whose weights answer, what goes on meanwhile, and what a crash leaves."""
 
 import asyncio
+import contextlib
 import json
 
 import pyarrow.parquet as pq
@@ -12,7 +13,7 @@ from forebay.evaluate import Evaluator
 from forebay.ledger import Ledger
 from forebay.metrics import read_jsonl
 from forebay.replay import SQLStorage
-from forebay.runs import evaluation
+from forebay.runs import evaluation, steps
 from forebay.runs.config import RunConfig
 from forebay.runs.evaluation import is_due
 from forebay.runs.folder import list_checkpoints, saved_config
@@ -136,44 +137,172 @@ def _rows(folder):
     return read_jsonl(path) if path.exists() else []
 
 
-is_open = True
+held, tried = set(), []
 
 
 async def gated_judge(state):
-    """Held-out rollouts wait for a gate, so that the run can be cut off there."""
-    while not is_open and "/-1/" in str(state.rollout_id):
+    """Held-out rollouts by the weights of the steps `held` wait until these are let go; notes the steps `tried`."""
+    if "/-1/" not in str(state.rollout_id):
+        return odd_share(state)
+    [step] = set(made_by(state).tolist())
+    while step in held:
         await asyncio.sleep(0.01)
-    return odd_share(state)
+    tried.append(step)
+    return 2.0 if step == 2 else odd_share(state)
 
 
-def test_a_run_that_is_cut_off_in_the_middle_does_it_again(tmp_path, monkeypatch):
-    tasks = [task(judge={"name": f"{__name__}:gated_judge", "timeout_s": 200})]
-    changes = {"tasks": tasks, "evaluate": {"every": 2, "mode": "beside"}, "checkpoint_every": 1}
-    whole = train(tmp_path / "whole", **changes)
-    folder = tmp_path / "cut" / "run"
+async def evaluate_in_turn(run, *arguments):
+    """What is due waits for an evaluation that nothing holds: on a busy machine it would be left out."""
+    if run.evaluating is not None and run.evaluating_step not in held:
+        await asyncio.wait([run.evaluating])
+    await evaluation.evaluate(run, *arguments)
 
-    async def cut_off():
-        global is_open
-        running = asyncio.create_task(launch(config(tmp_path / "cut", **changes)))
-        while not list_checkpoints(folder):
-            await asyncio.sleep(0.01)
-        is_open = False
-        while max([row["train_step"] for row in _rows(folder)], default=0) < 3:
-            assert not running.done(), running.result()
-            await asyncio.sleep(0.01)
+
+@pytest.fixture(autouse=True)
+def in_turn(monkeypatch):
+    held.clear()
+    tried.clear()
+    monkeypatch.setattr(steps, "evaluate", evaluate_in_turn)
+
+
+GATED = {
+    "tasks": [task(judge={"name": f"{__name__}:gated_judge", "timeout_s": 200})],
+    "evaluate": {"every": 2, "mode": "beside"},
+    "checkpoint_every": 1,
+}
+
+
+@contextlib.asynccontextmanager
+async def begun(*arguments, **changes):
+    """A run at work; at the end of the block it is cut off, unless it has ended."""
+    running = asyncio.create_task(launch(*arguments, **changes))
+    try:
+        yield running
+    finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        is_open = True
 
+
+async def until(running, holds):
+    while not holds():
+        assert not running.done(), running.result()
+        await asyncio.sleep(0.01)
+
+
+def trained(folder):
+    return max((row["train_step"] for row in _rows(folder)), default=0)
+
+
+def evaluated(folder):
+    return [row["train_step"] for row in _rows(folder) if "eval/model_step" in row]
+
+
+def test_a_slow_one_holds_neither_training_nor_checkpoints(tmp_path, capsys):
+    num_steps, folder = 12, tmp_path / "run"
+    changes = {**GATED, "checkpoint_every": 2, "keep_checkpoints": 1, "steps": num_steps}
+    held.add(2)
+
+    async def go():
+        async with begun(config(tmp_path, **changes)) as running:
+            # It waits for the result only when all steps are done.
+            await until(running, lambda: trained(folder) == num_steps)
+            await until(running, lambda: list_checkpoints(folder)[-1].name == "step_000010")
+            # The checkpoint of step 2 waits for its result, which may make it the best one.
+            assert [path.name for path in list_checkpoints(folder)] == ["step_000002", "step_000010"]
+            states = [json.loads((path / "run.json").read_text()) for path in list_checkpoints(folder)]
+            assert [state["evaluating"] for state in states] == [2, 2]
+            assert evaluated(folder) == [0]
+            held.clear()
+            await running
+
+    asyncio.run(go())
+    assert evaluated(folder) == [0, 2, num_steps]
+    assert [row["train_step"] for row in _rows(folder) if row.get("eval/left_out")] == [4, 6, 8, 10]
+    assert [path.name for path in list_checkpoints(folder)] == ["step_000002", f"step_{num_steps:06d}"]
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("step 4 is not evaluated, since the evaluation of step 2 is under way: raise evaluate") == 1
+    assert "step 6 is not evaluated" not in said
+    assert "step_000002 (eval/score 2)" in said
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    changes = {**GATED, "evaluate": {"every": 2}}
+    return {row["train_step"]: row for row in evaluations(train(tmp_path_factory.mktemp("undisturbed"), **changes))}
+
+
+@pytest.mark.parametrize(
+    ("cut", "overrides", "steps_found"),
+    [
+        ("under way", [], [0, 2, 6]),
+        ("under way", ["evaluate.mode=pause"], [0, 2, 6]),
+        ("ended since the last checkpoint", [], [0, 2, 6]),
+        ("stopped", [], [0, 2, 4, 6]),
+        ("not saved", [], [0, 3, 4, 6]),
+    ],
+)
+def test_a_run_that_is_cut_off_has_every_result_once(
+    tmp_path, monkeypatch, capsys, undisturbed, cut, overrides, steps_found
+):
+    folder, report, count = tmp_path / "run", steps.report, tried.count
+    tried.clear()
+    held.update({2, STEPS})
+    changes = {**GATED, "checkpoint_every": 3} if cut == "not saved" else GATED
+
+    def reported(run, train_step, batch, metrics):
+        report(run, train_step, batch, metrics)
+        if train_step == 3 and cut == "stopped":
+            run.stop.set()
+
+    async def cut_off():
+        async with begun(config(tmp_path, **changes)) as running:
+            if cut == "stopped":
+                # It does not wait for the result, which nothing lets go.
+                await running
+                return
+            await until(running, lambda: trained(folder) == STEPS)
+            last = "step_000003" if cut == "not saved" else "step_000005"
+            await until(running, lambda: list_checkpoints(folder)[-1].name == last)
+            if cut.startswith("ended"):
+                held.remove(2)
+                await until(running, lambda: 2 in evaluated(folder))
+
+    monkeypatch.setattr(steps, "report", reported)
     asyncio.run(cut_off())
-    # No checkpoint is there whose evaluations were not ended.
     left = list_checkpoints(folder)[-1]
-    assert int(left.name[-1]) < 4
-    asyncio.run(launch(saved_config(folder), resume=folder))
-    assert evaluations(folder) == evaluations(whole)
-    assert [row["train_step"] for row in evaluations(folder)] == [0, 2, 4, 6]
-    rows = [row["eval/model_step"] for row in read_jsonl(folder / "metrics.jsonl") if "eval/score" in row]
-    assert sorted(set(rows)) == [0, 2, 4, 6]
+    assert json.loads((left / "run.json").read_text())["evaluating"] == 2
+    assert (2 in evaluated(folder)) == cut.startswith("ended")
+    cut = ""
+    held.clear()
+    asyncio.run(launch(saved_config(folder, overrides), resume=folder))
+    assert [row["train_step"] for row in evaluations(folder)] == evaluated(folder) == steps_found
+    # By the weights of the step, as without the cut.
+    for row in evaluations(folder):
+        assert row["train_step"] == 3 or row == undisturbed[row["train_step"]]
+        assert row["eval/model_step"] == row["train_step"]
+        assert count(row["train_step"]) == HELD_OUT
+    lines = [row for part in list_parts(folder, "rollouts") for row in pq.read_table(part.path).to_pylist()]
+    assert {row["train_step"] for row in lines if row["outcome"] == "evaluated"} == set(steps_found)
+    is_replaced = "step 3 is evaluated in place of step 2, which is gone" in " ".join(capsys.readouterr().out.split())
+    assert is_replaced == (3 in steps_found)
+
+
+def test_a_task_that_was_left_out_comes_with_the_next_evaluation(tmp_path, monkeypatch):
+    exam = task("exam", weight=0, evaluate={"every": 4})
+    del exam["data"]
+    report = steps.report
+    held.add(2)
+
+    def reported(run, train_step, batch, metrics):
+        report(run, train_step, batch, metrics)
+        if train_step == 5:
+            held.clear()
+
+    monkeypatch.setattr(steps, "report", reported)
+    folder = train(tmp_path, **{**GATED, "tasks": [*GATED["tasks"], exam], "steps": 8})
+    scores = {row["train_step"]: [name for name in row if name.endswith("/score")] for row in evaluations(folder)}
+    both = ["eval/score", "eval/sorting/score", "eval/exam/score"]
+    assert scores == {0: both, 2: ["eval/sorting/score"], 6: both, 8: both}
 
 
 def test_an_evaluation_that_fails_beside_takes_no_batch_with_it(tmp_path, monkeypatch):

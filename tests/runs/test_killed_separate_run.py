@@ -506,7 +506,8 @@ STORES = {
 
 @pytest.mark.parametrize("kind", STORES)
 def test_separate_runs_with_a_scripted_engine_survive_kills(nursery, tmp_path, kind, request):
-    kill_scripted_runs(nursery, STORES[kind](request), tmp_path, min_kills=2, seed=0)
+    # With those of real models, episodes and colocated runs, over twenty instants in all.
+    assert kill_scripted_runs(nursery, STORES[kind](request), tmp_path, min_kills=6, seed=0)[1] >= 6
 
 
 @pytest.mark.soak

@@ -212,6 +212,21 @@ def test_masked_tokens_and_dropped_groups_are_replayed_bit_by_bit(tmp_path):
     check_equal(train(tmp_path, produce=produce, replay={"limit": 6}))
 
 
+@pytest.mark.parametrize("mode", ["separate", "colocated"])
+def test_past_groups_are_replayed_bit_by_bit_also_after_a_resume(tmp_path, mode):
+    replay = {"reuse": {"times": 2, "share": 0.5}}
+    folder = train(tmp_path, produce={"mode": mode}, replay=replay, steps=4)
+    asyncio.run(launch(saved_config(folder, [f"steps={STEPS}"]), resume=folder))
+    steps = check_equal(folder)
+    past = {step.train_step: step.recorded.get("produce/past_groups", 0) for step in steps}
+    uses = [event for segment in (0, 1) for event in events(folder, "use_again", segment)]
+    assert {use["train_step"]: sum(map(len, use["result"].values())) for use in uses} == past
+    assert past[4] > 0 < past[5]
+    named = [use["result"]["sorting"] for use in uses]
+    trained = {step.train_step: [group[0].group_id for group in step.groups] for step in steps}
+    assert all(set(names) <= set(trained[use["train_step"]]) for names, use in zip(named, uses, strict=True))
+
+
 def test_a_training_that_failed_fails_again_at_the_same_step(tmp_path, monkeypatch):
     step_of = TrainController.train
 

@@ -97,6 +97,10 @@ class Run(rollout_parts.Rollouts):
     """Writes the latest checkpoint, beside everything else."""
     evaluating: asyncio.Task[None] | None = None
     """The evaluation under way beside production."""
+    evaluating_step: int | None = None
+    """The model step whose weights it tries; of a resumed run, the one that it has to try again."""
+    left_out: list[rollout_parts.EvalSet] = field(default_factory=list)
+    """These were due while another evaluation was under way, and are tried with the next."""
     best_checkpoint: str | None = None
     """The kept checkpoint with the best evaluation, and how good that was."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)

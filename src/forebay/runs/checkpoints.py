@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 from forebay.config import ConfigError, errors_about
 from forebay.io.safe_files import check, publish, unfinished, write_json
+from forebay.metrics import read_jsonl
 from forebay.produce.recovery import GROUPS, Cut
 from forebay.runs.build import Run
 from forebay.runs.folder import checkpoint_path, list_checkpoints, prune_checkpoints, step_of
@@ -56,6 +57,8 @@ async def begin_checkpoint(run: Run) -> None:
         state = {
             "train_step": run.train_step,
             "history": list(run.history),
+            "evaluations": list(run.evaluations),
+            "evaluating": run.evaluating_step,
             "guard": run.guard.state_dict(),
             "lag_limit": run.lag_limit,
             "device": device_fact(run.config),
@@ -77,20 +80,13 @@ async def _write_checkpoint(run: Run, final: Path, cut: Cut, state: dict[str, An
             await compute(run, run.trainer.begin_save, temporary / "trainer")
             await asyncio.to_thread(run.trainer.finish_save)
             await cut.write(temporary / "manager")
-            if (evaluating := run.evaluating) is not None:
-                # Its error is raised by the next `next_batch`.
-                await asyncio.wait([evaluating])
-                if evaluating.cancelled():
-                    # The run is stopped: it goes on from before this evaluation, and does it again.
-                    raise asyncio.CancelledError
-            step = state["train_step"]
-            state["evaluations"] = [row for row in run.evaluations if row["train_step"] <= step]
             await asyncio.to_thread(write_json, temporary / "run.json", state)
             await asyncio.to_thread(publish, temporary, final)
     finally:
         await cut.release()
-    best = _find_best(run)
-    await asyncio.to_thread(prune_checkpoints, run.folder, run.config.keep_checkpoints, best)
+    # One that is being evaluated may turn out to be the best, and a resume may need its weights.
+    spared = find_best(run), run.evaluating_step
+    await asyncio.to_thread(prune_checkpoints, run.folder, run.config.keep_checkpoints, spared)
     if keeps_consumed(run.config):
         # A run in a durable store may be asked to go on from any of the latest checkpoints. Not for the best
         # one, which may be as old as the run: from it, consumed groups that are gone are generated again.
@@ -99,8 +95,8 @@ async def _write_checkpoint(run: Run, final: Path, cut: Cut, state: dict[str, An
         await run.manager.replay_buffer.commit(step_of(covered))
 
 
-def _find_best(run: Run) -> Path | None:
-    """The checkpoint with the best evaluation, the earliest of equals; None where no step has both."""
+def find_best(run: Run) -> int | None:
+    """The step of the checkpoint with the best evaluation, the earliest of equals; None where none has both."""
     metric = run.config.evaluate.best
     found = {int(row["train_step"]): row.get(metric, math.nan) for row in run.evaluations}
     values = {step: value for step, value in found.items() if math.isfinite(value)}
@@ -109,7 +105,7 @@ def _find_best(run: Run) -> Path | None:
         return None
     best = max(saved, key=lambda path: values[step_of(path)])
     run.best_checkpoint = f"{best.name} ({metric} {values[step_of(best)]:.3g})"
-    return best
+    return step_of(best)
 
 
 async def checkpoint_written(run: Run) -> None:
@@ -146,8 +142,7 @@ async def resume(run: Run, path: Path, *, has_groups: bool = False) -> None:
         await _resume_production(run, path / "manager", has_groups=has_groups)
     run.train_step = state["train_step"]
     run.history = state["history"]
-    run.evaluations = state["evaluations"]
-    _find_best(run)
+    _resume_evaluations(run, state["evaluations"], state.get("evaluating"))
     run.alarms.catch_up(run.history, run.evaluations)
     run.guard.load_state_dict(state["guard"])
     if state["lag_limit"] is not None:
@@ -156,6 +151,19 @@ async def resume(run: Run, path: Path, *, has_groups: bool = False) -> None:
     if (was := state.get("device", now := device_fact(run.config))) != now:
         run.display.message(f"changed: device is {now}, was {was}")
     run.display.message(f"resumed after train step {run.train_step} from {path}")
+
+
+def _resume_evaluations(run: Run, saved: list[dict[str, float]], under_way: int | None) -> None:
+    """Take those of the checkpoint, and any that ended later; the one that did not is to be done again."""
+    known = {row["train_step"]: row for row in saved}
+    # Rows of later steps were cut off as the file was opened.
+    for row in read_jsonl(run.folder / "metrics.jsonl"):
+        if "eval/model_step" in row and (step := row["train_step"] or 0) not in known:
+            found = {name: value for name, value in row.items() if name.startswith("eval/")}
+            known[step] = {"train_step": step} | {n: math.nan if v is None else v for n, v in found.items()}
+    run.evaluations = list(known.values())
+    run.evaluating_step = None if under_way in known else under_way
+    find_best(run)
 
 
 async def _resume_production(run: Run, path: Path, *, has_groups: bool) -> None:

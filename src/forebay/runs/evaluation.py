@@ -5,11 +5,13 @@
     pause    sync --> the engines answer all held-out prompts, nothing else --> metrics
     beside   the trainer's weights --> engine for evaluation; held there
                task `run.evaluating`: it answers --> metrics of that step, logged when they are there
-             meanwhile: production, train steps, hand-overs to the other engines
-             waits for the task: the next evaluation, a checkpoint's publication, the end
+             meanwhile: production, train steps, hand-overs to the other engines, checkpoints
+             what falls due meanwhile is left out: its tasks are tried with the next evaluation
+             waits for the task: the end of the last step
 
-A checkpoint appears only with the evaluations up to its step. A run that is stopped during an evaluation
-therefore goes on from before it, and does it again. One whose evaluation failed is saved without it: the
+A checkpoint says which evaluation is under way. The run that goes on from it takes the result from
+`metrics.jsonl`, or does that evaluation again with the weights of its own step, which are those of the
+checkpoint, or of the older one that is kept for it. One whose evaluation failed is saved without it: the
 resumed run tries the held-out prompts when they are due next.
 """
 
@@ -24,7 +26,8 @@ import numpy as np
 from forebay.engines.pool import EnginePool
 from forebay.produce.strategies.rules import generated
 from forebay.runs.build import Run
-from forebay.runs.checkpoints import compute, phase
+from forebay.runs.checkpoints import compute, find_best, phase
+from forebay.runs.folder import checkpoint_path
 from forebay.runs.reporting import raise_alarms
 from forebay.runs.rollouts import EvalSet
 from forebay.runs.verify import WeightsDifferError
@@ -65,18 +68,37 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def due_sets(run: Run) -> list[EvalSet]:
-    """The held-out prompts to try after this train step; at the end all of them have their turn."""
-    if run.train_step >= run.config.steps:
+def due_sets(run: Run, step: int) -> list[EvalSet]:
+    """The held-out prompts to try after train step `step`; before the first and at the end all have their turn."""
+    if step >= run.config.steps:
         return []
-    return [eval_set for eval_set in run.eval_sets if is_due(run.train_step, eval_set.tries.every)]
+    return [eval_set for eval_set in run.eval_sets if step == 0 or is_due(step, eval_set.tries.every)]
+
+
+async def evaluate_again(run: Run, step: int) -> None:
+    """Do the evaluation of `step` that was cut off: with the weights of then, or the latest if they are gone."""
+    run.evaluating_step = None
+    if step != run.train_step:
+        try:
+            await _load(run, step)
+        except ValueError as error:
+            run.display.warning(f"step {run.train_step} is evaluated in place of step {step}, which is gone: {error}")
+            await _load(run, run.train_step)
+    tried = run.trainer.model_step
+    await evaluate(run, f"step {tried}" if tried else "before", due_sets(run, step))
+    if tried != run.train_step:
+        await _load(run, run.train_step)
+
+
+async def _load(run: Run, step: int) -> None:
+    await compute(run, run.trainer.resume, checkpoint_path(run.folder, step) / "trainer")
 
 
 async def evaluate(run: Run, label: str, eval_sets: Sequence[EvalSet] | None = None) -> None:
-    """Try the held-out prompts, or only `eval_sets`, with the weights of the latest train step.
+    """Try the held-out prompts, or only `eval_sets`, with the weights of the trainer.
 
-    Beside production it is only begun. Otherwise nothing else may be generated meanwhile: a background
-    producer is paused first.
+    Beside production it is only begun; while another is under way it is left out, with a warning. Otherwise
+    nothing else may be generated meanwhile: a background producer is paused first.
 
     Raises:
         EngineLost, StallError: of this evaluation or, beside production, of the one before.
@@ -84,23 +106,34 @@ async def evaluate(run: Run, label: str, eval_sets: Sequence[EvalSet] | None = N
     eval_sets = run.eval_sets if eval_sets is None else eval_sets
     if not eval_sets:
         return
+    step = run.trainer.model_step
     if run.eval_controller is not None:
         # One at a time: its engine holds the weights of one step.
+        if run.evaluating is not None and not run.evaluating.done():
+            if not run.left_out:
+                said = f"step {step} is not evaluated, since the evaluation of step {run.evaluating_step} is under way"
+                run.display.warning(f"{said}: raise evaluate.every, or hold out fewer prompts")
+            run.left_out += eval_sets
+            run.metrics.log(step, {"eval/left_out": 1.0})
+            return
         await evaluation_ended(run)
         with phase(run, "sync", SYNC):
             run.synced_bytes += await run.trainer.sync_weights(run.eval_controller)
+        # No task is left out again and again.
+        wanted, run.left_out = [*eval_sets, *run.left_out], []
+        eval_sets = [eval_set for eval_set in run.eval_sets if eval_set in wanted]
         # With its step: when it ends, the run may be further on.
-        working = _evaluate_beside(run, run.eval_controller, label, eval_sets, run.train_step)
-        run.evaluating = asyncio.create_task(working, name=f"evaluation {label}")
+        working = _evaluate_beside(run, run.eval_controller, label, eval_sets, step)
+        run.evaluating, run.evaluating_step = asyncio.create_task(working, name=f"evaluation {label}"), step
         return
     # Between two hand-overs the engines hold older weights than the trainer.
-    if run.controller.model_step != run.trainer.model_step:
+    if run.controller.model_step != step:
         await sync_weights(run)
     with phase(run, "evaluate", EVALUATE):
         if run.turns is not None:
             await run.turns.generate()
         groups = await _answers(run.controller, eval_sets, run.manager.stall_watch)
-    _note(run, label, eval_sets, groups, run.train_step)
+    _note(run, label, eval_sets, groups, step)
 
 
 async def evaluation_ended(run: Run) -> None:
@@ -112,7 +145,7 @@ async def evaluation_ended(run: Run) -> None:
     if (working := run.evaluating) is not None:
         # A caller that is cancelled does not end it.
         await asyncio.wait([working])
-        run.evaluating = None
+        run.evaluating = run.evaluating_step = None
         working.result()
 
 
@@ -131,6 +164,8 @@ async def _evaluate_beside(
         )
         return
     _note(run, label, eval_sets, groups, train_step)
+    # Its checkpoint may be there already.
+    find_best(run)
 
 
 async def _answers(
@@ -148,10 +183,11 @@ def _note(
 ) -> None:
     """Log the metrics of `groups`, answered by the weights of `train_step`, in the row of that step."""
     metrics = run.evaluator.evaluate(groups, whole=len(eval_sets) == len(run.eval_sets))
-    metrics |= raise_alarms(run, {"train_step": train_step, **metrics})
+    metrics["eval/model_step"] = float(train_step)
     run.evaluations.append({"train_step": train_step, **metrics})
+    metrics |= raise_alarms(run, {"train_step": train_step, **metrics})
     # A later row is cut by a resume from the checkpoint of `train_step`, or may be the next evaluation's.
-    run.metrics.log(train_step, {**metrics, "eval/model_step": float(train_step)})
+    run.metrics.log(train_step, metrics)
     run.display.evaluation(label, metrics)
     if run.rollouts_history is not None:
         run.rollouts_history.left(groups, "evaluated", train_step=train_step)
@@ -177,13 +213,3 @@ async def evaluation_groups(
             for task in tasks:
                 task.add_done_callback(lambda _: stall_watch.progressed())
     return [task.result() for task in tasks]
-
-
-def is_evaluated(run: Run) -> bool:
-    """Whether the current weights were tried already, or are just tried."""
-    is_tried = bool(run.evaluations) and run.evaluations[-1]["train_step"] == run.train_step
-    return is_tried or (
-        run.evaluating is not None
-        and run.eval_controller is not None
-        and run.eval_controller.model_step == run.train_step
-    )

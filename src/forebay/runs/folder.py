@@ -128,10 +128,10 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def prune_checkpoints(folder: Path, keep: int, best: Path | None = None) -> None:
-    """Delete all complete checkpoints but the last `keep` and `best`, and what is left half done."""
+def prune_checkpoints(folder: Path, keep: int, spared: Sequence[int | None] = ()) -> None:
+    """Delete complete checkpoints but the last `keep` and those of the `spared` steps, and what is half done."""
     for old in list_checkpoints(folder)[:-keep]:
-        if old == best:
+        if step_of(old) in spared:
             continue
         # Under another name first: whenever this ends, what has the name of a checkpoint is a whole one.
         old.rename(old.with_name(f"{old.name}.tmp"))

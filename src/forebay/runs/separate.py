@@ -79,7 +79,7 @@ async def _train(run: Run) -> None:
 async def _after_step(run: Run, train_step: int, *, sync: bool) -> None:
     """Do the work that is due after a step; production rests for a sync and an evaluation, not for a save."""
     config = run.config
-    due = steps.due_sets(run)
+    due = steps.due_sets(run, train_step)
     if due and run.eval_controller is not None:
         # Only begun, with the weights that the trainer has: production goes on.
         await steps.evaluate(run, f"step {train_step}", due)

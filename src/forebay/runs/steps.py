@@ -31,10 +31,9 @@ from forebay.runs.checkpoints import checkpoint, checkpoint_written, compute, li
 from forebay.runs.checkpoints import resume as resume
 from forebay.runs.evaluation import due_sets as due_sets
 from forebay.runs.evaluation import evaluate as evaluate
-from forebay.runs.evaluation import evaluation_ended
+from forebay.runs.evaluation import evaluate_again, evaluation_ended
 from forebay.runs.evaluation import evaluation_groups as evaluation_groups
 from forebay.runs.evaluation import is_due as is_due
-from forebay.runs.evaluation import is_evaluated as is_evaluated
 from forebay.runs.evaluation import sync_weights as sync_weights
 from forebay.runs.record.events import name_groups
 from forebay.runs.reporting import report as report
@@ -163,8 +162,10 @@ async def forget_consumed(run: Run, train_step: int) -> None:
 
 async def begin(run: Run) -> None:
     """Hand the weights over, and try the held-out prompts, unless a resumed run has done that."""
+    if run.evaluating_step is not None:
+        await evaluate_again(run, run.evaluating_step)
     await sync_weights(run)
-    if not run.evaluations:
+    if not run.evaluations and run.evaluating is None:
         await evaluate(run, "before")
     # Where parts of the run can be lost: something to go back to before the first train step.
     if run.cluster is not None and run.train_step == 0:
@@ -199,9 +200,14 @@ async def rescue(run: Run, error: Exception) -> None:
 
 async def finish(run: Run) -> None:
     """Try the held-out prompts if the run is complete, save the last state and the model, and say where they are."""
-    if run.train_step == run.config.steps and not is_evaluated(run):
-        await evaluate(run, "after")
-    await evaluation_ended(run)
+    if run.train_step == run.config.steps:
+        await evaluation_ended(run)
+        # Unless the weights of now were tried already.
+        if not run.evaluations or run.evaluations[-1]["train_step"] != run.train_step:
+            await evaluate(run, "after")
+            await evaluation_ended(run)
+    elif run.evaluating is not None and not run.evaluating.done():
+        run.display.message(f"the evaluation of step {run.evaluating_step} is cut off; --resume does it again")
     final = await checkpoint(run)
     await compute(run, _publish_model, final / "trainer" / "model", run.folder / "model")
     run.display.summary(run.history, run.evaluations, await totals(run), run.folder)

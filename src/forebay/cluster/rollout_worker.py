@@ -78,7 +78,7 @@ class RolloutWorker:
                 if self._controller is not None:
                     self._controller.add(engine)
         left = [self._engines.pop(actor) for actor in self._engines.keys() - dict(spec.engines).keys()]
-        controller = self._controller or self._build(spec)
+        controller = self._controller = self._controller or self._build(spec)
         controller.rank({self._engines[actor]: times for actor, times in spec.engines})
         # Their requests go on at others, with their tokens.
         await asyncio.gather(*map(controller.remove, left))
@@ -90,7 +90,7 @@ class RolloutWorker:
             # A quarter passes until a rollout has its tokens, one until the run has the copy, and half until
             # that is saved.
             limit_s = self._copy_every_s = every_s / 4
-        controller = self._controller = RolloutController(
+        controller = RolloutController(
             list(self._engines.values()),
             seed=spec.config.seed,
             time_limit_s=limit_s,

@@ -146,8 +146,7 @@ def shares(num_workers: int, slowness: Sequence[float]) -> list[list[tuple[int, 
     """For each worker the order in which it tries equally busy engines, and how much busier to it each counts.
 
     `slowness` is that of each engine. The starts are evenly apart, also those of the first few workers, to which
-    groups go first. A straggler that is k times slower is used as ever by one worker in k, those that begin
-    next to it, and not by the others.
+    groups go first. A straggler is used by the worker that begins next to it, and not by the others.
 
     >>> shares(2, [1, 1, 4, 1])
     [[(0, 1.0), (1, 1.0), (2, 1000000.0), (3, 1.0)], [(2, 2.0), (3, 1.0), (0, 1.0), (1, 1.0)]]
@@ -162,11 +161,11 @@ def shares(num_workers: int, slowness: Sequence[float]) -> list[list[tuple[int, 
 _GOLDEN = (5**0.5 - 1) / 2
 """The first few of its multiples are evenly apart, modulo 1, however many they are."""
 _UNUSED = 1e6
-"""How much busier counts what is used only where all others are full, or lost."""
+"""More than `Members.rank` takes for a straggler."""
 
 
 def _times(slowness: float, ahead: float, num_workers: int) -> float:
-    return max(1.0, slowness / num_workers) if ahead * min(slowness, num_workers) < 1 else _UNUSED
+    return max(1.0, slowness / num_workers) if slowness == 1 or ahead * num_workers < 1 else _UNUSED
 
 
 class PlacedWorker(Supervised):
@@ -183,8 +182,8 @@ class PlacedWorker(Supervised):
     """When that came, by the run's clock."""
     activities: Activities
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self._queued: dict[str, Activity] = {}
         """Rollouts here that the run's register has as queued."""
 

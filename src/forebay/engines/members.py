@@ -63,9 +63,8 @@ class Members:
         self._loads: list[tuple[float, int]] = []
         """A heap; entries that are not of a member's load of now are passed over."""
         self._num_ended = 0
-        self._is_judge = True
-        self._ended = NOTHING
-        """At all engines, for `measured`."""
+        self._is_judge, self._ended = True, NOTHING
+        """Whether stragglers are looked for here; what ended at all engines, for `measured`."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._by_number.values())
@@ -130,9 +129,11 @@ class Members:
 
         From now on that is judged elsewhere.
         """
-        self._is_judge, places = False, {engine: number / len(slowness) for number, engine in enumerate(slowness)}
-        for member in self:
-            member.place, member.slowness = places[member.engine], slowness[member.engine]
+        self._is_judge, members = False, {member.engine: member for member in self}
+        for number, (engine, times) in enumerate(slowness.items()):
+            member = members[engine]
+            # More than a straggler has: others use it, and this pool only where all of its own are full, or lost.
+            member.place, member.slowness = times if times > _MOST_SLOWNESS else number / len(slowness), times
             self.note_load(member)
 
     def measured(self) -> tuple[Work, Work]:
@@ -366,7 +367,7 @@ class Member(Judged):
     gone: bool = False
     """Whether it could not be brought up: it gets nothing any more."""
     place: float = 0.0
-    """Of equally busy ones the lowest is first; below 1."""
+    """Of equally busy ones the lowest is first: below 1, or for one that is to be the last of all above."""
 
     @property
     def sleeps(self) -> bool:
@@ -380,8 +381,8 @@ class Member(Judged):
 
     @property
     def load(self) -> float:
-        """Its requests, one more included, by its speed; the rest is its place."""
-        return (len(self.in_flight) + 1) * self.slowness + self.place
+        """Its requests by its speed, one more, and its place: a straggler has one to show that it is well."""
+        return len(self.in_flight) * self.slowness + 1 + self.place
 
     async def loaded(self) -> None:
         """Wait for `loading`, also for one that is begun meanwhile; raise the error of one that failed."""

@@ -89,8 +89,8 @@ def frail_config(tmp_path):
 async def until_said(signs):
     """The signs of life up to the first that says something."""
     async for sign in signs:
-        yield sign
-        if sign:
+        yield sign[0]
+        if sign[0]:
             return
 
 

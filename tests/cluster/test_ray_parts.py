@@ -27,7 +27,7 @@ from forebay.engines.pool import EnginePool
 from forebay.models import resolve_model
 from forebay.runs.placement import make_cluster
 from forebay.types import RolloutState, SampleParams
-from forebay.watching.activity import Activities
+from forebay.watching.activity import QUEUED, Activities
 from warm_python import warm_python, warm_workers
 
 
@@ -62,8 +62,8 @@ def small_config(output, **arguments):
     return run_config(output, engine=f"{__name__}:scripted_engines", cluster={"name": "ray", "arguments": arguments})
 
 
-async def generate_group(cluster, *names, max_tokens):
-    loop = cluster.agent_loop("sorting", held_out=False, activities=Activities())
+async def generate_group(cluster, *names, max_tokens, activities=None):
+    loop = cluster.agent_loop("sorting", held_out=False, activities=activities or Activities())
     states = [
         RolloutState(
             [{"role": "user", "content": "c a b"}],
@@ -154,6 +154,40 @@ async def test_a_rollout_takes_its_tokens_along_from_an_engine_that_leaves(ray, 
         assert 0 < done[1][0] < 50
         assert made == sorted(made)
         assert newcomer.room.group not in cluster._groups
+    finally:
+        await cluster.close()
+
+
+def engines_of_one_place(surroundings):
+    return [ScriptedEngine(lambda request: [7] * request.max_tokens, token_latency_s=0.5, max_running=1)]
+
+
+async def test_what_waits_in_an_engine_s_process_is_queued_in_the_run(ray, tmp_path):
+    config = run_config(
+        tmp_path,
+        engine=f"{__name__}:engines_of_one_place",
+        cluster={"name": "ray", "arguments": {"num_workers": 2}},
+    )
+    cluster, activities = make_cluster(config), Activities()
+    await cluster.open(trains=False)
+    try:
+        await asyncio.to_thread(cluster.start, resolve_model(config.model, seed=config.seed))
+        controller = cluster.controller()
+        await controller.continue_generation()
+        # Each worker has one, which is what the engine has room for.
+        groups = [
+            asyncio.create_task(generate_group(cluster, name, max_tokens=60, activities=activities)) for name in "ab"
+        ]
+
+        def queued():
+            return [one for one in activities.in_flight() if one.stage == QUEUED]
+
+        await until(queued)
+        (waits,) = queued()
+        assert controller.describe(waits).startswith("queued, 0 tokens for ")
+        await until(lambda: not queued())
+        assert [len(state.response_ids) for (state,) in await asyncio.gather(*groups)] == [60, 60]
+        assert not activities.in_flight()
     finally:
         await cluster.close()
 

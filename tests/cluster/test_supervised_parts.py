@@ -13,6 +13,7 @@ from forebay.cluster.rollout_worker import Report
 from forebay.cluster.supervisor import Supervised
 from forebay.cluster.workers import ClusterController, PlacedWorker, Workers
 from forebay.engines import EngineHealth, EngineLost
+from forebay.engines.members import NOTHING
 from forebay.models.starting_weights import AdaptersRefusedError
 from forebay.produce.background import tell
 
@@ -58,7 +59,7 @@ class Signs:
             if saying.done():
                 return Ref(saying.result())
         saying.cancel()
-        return Ref(None)
+        return Ref(("", NOTHING, NOTHING))
 
 
 class Actor:

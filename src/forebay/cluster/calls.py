@@ -17,8 +17,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from typing import Any, Generic, TypeVar
 
 from forebay.aio.tasks import settle
-from forebay.aio.time_limits import timeout
+from forebay.aio.time_limits import timeout_at
 from forebay.cluster.library import import_ray, why
+from forebay.watching.activity import loop_time
 from forebay.watching.stalls import answered
 
 ItemT = TypeVar("ItemT")
@@ -144,10 +145,9 @@ async def as_they_end(
 ) -> AsyncIterator[list[tuple[int, ResultT]] | dict[int, int]]:
     """The actor's side: run `calls` together; their results, numbered, those that end together together.
 
-    If none has ended for a while, `how_far` they are, if that has changed. The first that raises ends the
-    others.
+    Every while also `how_far` the others are, if that has changed. The first that raises ends the others.
     """
-    told: dict[int, int] = {}
+    told, tell_s = dict[int, int](), loop_time()
     ended: asyncio.Queue[asyncio.Task[ResultT]] = asyncio.Queue()
     numbers = {asyncio.create_task(call): number for number, call in enumerate(calls)}
     for task in numbers:
@@ -155,10 +155,10 @@ async def as_they_end(
     try:
         while numbers:
             try:
-                async with timeout(PUSH_EVERY_S):
+                async with timeout_at(tell_s + PUSH_EVERY_S):
                     together = [await ended.get()]
             except TimeoutError:
-                far = {number: how_far(number) for number in numbers.values()}
+                tell_s, far = loop_time(), {number: how_far(number) for number in numbers.values()}
                 if far != told:
                     yield (told := far)
                 continue

@@ -32,6 +32,7 @@ from forebay.cluster.library import PartSpec, Published, find_modules_in, import
 from forebay.cluster.supervisor import BEAT_EVERY_S, Supervised
 from forebay.config import Component
 from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
+from forebay.engines.members import Judged, Work, add
 from forebay.engines.pool import LOAD_LIMIT_S, EnginePool
 from forebay.engines.weights.between_processes import take_over
 from forebay.io.shared import Layout
@@ -84,10 +85,13 @@ class EngineActor:
         pool = built(self._pool)
         return pool.max_context_tokens, pool.takes_adapters
 
-    async def live(self) -> AsyncIterator[str]:
-        """A sign of life now and then; and, once every engine is lost for good, why. It never ends."""
+    async def live(self) -> AsyncIterator[tuple[str, Work, Work]]:
+        """A sign of life now and then: why every engine is lost for good, if it is; see `Members.measured`.
+
+        It never ends.
+        """
         while True:
-            yield self._lost_because
+            yield self._lost_because, *built(self._pool).measured()
             with contextlib.suppress(TimeoutError):
                 async with timeout(BEAT_EVERY_S):
                     await self._is_lost.wait()
@@ -103,10 +107,14 @@ class EngineActor:
     ) -> AsyncIterator[list[tuple[int, Completion | ValueError]] | dict[int, int]]:
         """The completions of `requests`, numbered, as they end; a `ValueError` for one that can never run.
 
-        Now and then the number of tokens of those that run, by number.
+        Now and then the number of tokens of those that run, by number; -1 of those that are queued.
         """
-        calls = [self._generate(request, caller) for request in requests]
-        async for some in as_they_end(calls, lambda n: built(self._pool).num_made(requests[n].request_id)):
+
+        def how_far(number: int) -> int:
+            pool, name = built(self._pool), requests[number].request_id
+            return -1 if pool.is_queued(name) else pool.num_made(name)
+
+        async for some in as_they_end([self._generate(request, caller) for request in requests], how_far):
             yield some
 
     async def _generate(self, request: GenerateRequest, caller: str) -> Completion | ValueError:
@@ -228,6 +236,8 @@ class PlacedEngine(Supervised):
         """Send calls and requests to this actor."""
         super().use(actor)
         self._requests = RayEngine(actor, caller="the run")
+        self.judged = Judged()
+        """The requests that it had of anyone."""
 
     @property
     def model_step(self) -> int:
@@ -274,10 +284,13 @@ class PlacedEngine(Supervised):
         step = self.model_step
         return EngineHealth(ok=False, num_running=0, num_waiting=0, model_step=step, detail="starting again")
 
-    def hear(self, said: str) -> None:
-        """Have a process whose engines are lost for good end."""
-        if said:
-            self.suspect(self.incarnation, EngineLost(said), has_to_end=True)
+    def hear(self, said: tuple[str, Work, Work]) -> None:
+        """Have a process whose engines are lost for good end; note how fast it is."""
+        lost_because, ended, self.judged.running = said
+        self.judged.ended = add(self.judged.ended, ended)
+        if lost_because:
+            self.suspect(self.incarnation, EngineLost(lost_because), has_to_end=True)
+        self.on_change()
 
     def forget(self, caller: str) -> None:
         """End the requests of a caller whose process has ended; needs no answer."""
@@ -368,7 +381,7 @@ class RayEngine:
         self._num_made[request.request_id] = num_tokens
 
     def num_made(self, request_id: str) -> int:
-        """How many tokens a running request had when the engine last said so; else 0."""
+        """How many tokens a running request had when the engine last said so; else 0; -1 if it was queued."""
         return self._num_made.get(request_id, 0)
 
     async def health(self) -> EngineHealth:

@@ -25,6 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,13 @@ from forebay.cluster.nodes import check_nodes
 from forebay.cluster.placement import STRATEGIES, Plan, Room, plan_parts, reserve
 from forebay.cluster.ranks import RankActor
 from forebay.cluster.rollout_worker import WorkerSpec
-from forebay.cluster.supervisor import START_LIMIT_S, Restarts, Supervised, all_started
+from forebay.cluster.supervisor import BEAT_EVERY_S, START_LIMIT_S, Restarts, Supervised, all_started
 from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
 from forebay.config import ConfigError, parse_config
-from forebay.engines.members import scale
+from forebay.engines.members import judge, scale
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import Listener, PartLost, RetryListener, shares_ray_gpu, tries_beside
-from forebay.watching.activity import Activities
+from forebay.watching.activity import Activities, loop_time
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ class RayCluster:
         self._free: defaultdict[type, list[Room]] = defaultdict(list)
         """Rooms of parts that have left, by the parts' type."""
         self._model_folder = Path()
+        self._judged_s = -math.inf
         self._num_ever: Counter[str] = Counter()
         """Parts that there have been, "engine" or "worker": a number is given once."""
 
@@ -201,6 +203,7 @@ class RayCluster:
         if them is self._engines:
             spec = EngineSpec(**shared, device=room.device, serves_at_once=self._plan.trainer is None)
             part = PlacedEngine(spec, self._restarts.note)
+            part.on_change = self._judge
         else:
             part = workers.PlacedWorker(WorkerSpec(**shared), self._restarts.note)
             part.on_end = self._forget
@@ -231,18 +234,22 @@ class RayCluster:
         """Have all workers use the engines of now; Ray's references of their answers."""
         answers = []
         context = min(engine.max_context_tokens for engine in self._engines)
-        using = [(self._engines, number, worker) for number, worker in enumerate(self._workers.ever)]
-        using += [(self._eval_engines, 0, worker) for worker in self._eval_workers.all]
-        for engines, number, worker in using:
-            # Each begins with another engine.
-            first = number % len(engines)
-            actors = tuple(engine.actor for engine in [*engines[first:], *engines[:first]])
-            before = worker.spec
-            worker.spec = replace(before, engines=actors, max_context_tokens=context)
-            if worker.pid and worker.spec != before:
-                # Whenever its process is there: it may just be starting again, which the part itself sees to.
-                answers.append(worker.actor.start.options(max_task_retries=-1).remote(worker.spec))
+        for engines, them in ((self._engines, self._workers), (self._eval_engines, self._eval_workers)):
+            shares = workers.shares(len(them.all), [engine.judged.slowness for engine in engines])
+            for share, worker in zip(cycle(shares), them.ever):
+                actors = tuple((engines[place].actor, times) for place, times in share)
+                before, worker.spec = worker.spec, replace(worker.spec, engines=actors, max_context_tokens=context)
+                if worker.pid and worker.spec != before:
+                    # Whenever its process is there: it may just be starting again, which the part itself sees to.
+                    answers.append(worker.actor.start.options(max_task_retries=-1).remote(worker.spec))
         return answers
+
+    def _judge(self) -> None:
+        """Have workers leave stragglers alone; when any engine has said how fast it is."""
+        if loop_time() >= self._judged_s + BEAT_EVERY_S:
+            self._judged_s = loop_time()
+            if judge({engine.name: engine.judged for engine in self._engines if engine.is_up}):
+                self._have_workers_follow()
 
     def _forget(self, worker_name: str) -> None:
         for engine in (*self._engines, *self._eval_engines):
@@ -339,6 +346,7 @@ class RayCluster:
                 await answered(following, f"workers were asked to do without {part.name}", START_LIMIT_S)
             else:
                 await self._workers.leave(part)
+                self._have_workers_follow()
         with contextlib.suppress(import_ray().exceptions.RayError, StallError):
             await answered(part.close(), f"{part.name} was asked to leave", CLOSE_LIMIT_S)
         part.is_up, part.pid = False, 0

@@ -71,21 +71,20 @@ class RolloutWorker:
             find_modules_in(spec.search_path)
             await self.prepare(spec.model_folder)
         # Those that join before those that leave, so that there is always one to go to.
-        for actor in spec.engines:
+        for actor, _ in spec.engines:
             if actor not in self._engines:
                 engine = RayEngine(actor, caller=spec.name, max_context_tokens=spec.max_context_tokens)
                 self._engines[actor] = engine
                 if self._controller is not None:
                     self._controller.add(engine)
-        left = [self._engines.pop(actor) for actor in set(self._engines).difference(spec.engines)]
-        if self._controller is None:
-            self._build(spec)
-        else:
-            # Their requests go on at others, with their tokens.
-            await asyncio.gather(*map(self._controller.remove, left))
+        left = [self._engines.pop(actor) for actor in self._engines.keys() - dict(spec.engines).keys()]
+        controller = self._controller = self._controller or self._build(spec)
+        controller.rank({self._engines[actor]: times for actor, times in spec.engines})
+        # Their requests go on at others, with their tokens.
+        await asyncio.gather(*map(controller.remove, left))
         return os.getpid()
 
-    def _build(self, spec: WorkerSpec) -> None:
+    def _build(self, spec: WorkerSpec) -> RolloutController:
         limit_s = None
         if (every_s := spec.config.produce.save_partial_every_s) is not None:
             # A quarter passes until a rollout has its tokens, one until the run has the copy, and half until
@@ -105,7 +104,7 @@ class RolloutWorker:
             for task in spec.config.tasks
             for held_out in (False, True)
         }
-        self._controller = controller
+        return controller
 
     async def live(self) -> AsyncIterator[Report | Copies]:
         """The work under way whenever that has changed, and at least as a sign of life; copies of unfinished
@@ -162,13 +161,13 @@ class RolloutWorker:
 
     def _report(self) -> Report:
         controller = built(self._controller)
-        notes = {}
+        notes, queued = {}, controller.queued()
         for activity in self._activities.in_flight():
-            known = controller.describe(activity)
-            text = f"{known + ', ' if known else ''}{activity.stage}"
-            notes[str(activity.name)] = text, activity.start_s
+            known, name = controller.describe(activity), str(activity.name)
+            text = known if name in queued else f"{known + ', ' if known else ''}{activity.stage}"
+            notes[name] = text, activity.start_s
         num_retries = int(controller.counts()["retries"])
-        return Report(os.getpid(), notes, controller.count_tokens_made(), num_retries, loop_time())
+        return Report(os.getpid(), notes, controller.count_tokens_made(), num_retries, loop_time(), queued)
 
     def _copies(self, copied: dict[int, int]) -> Copies:
         """Copies of groups that have got further; `copied` are the lengths of those copied before."""
@@ -197,8 +196,10 @@ class Job(NamedTuple):
 class WorkerSpec(PartSpec):
     """All that a worker's process is told."""
 
-    engines: tuple[Any, ...] = ()
-    """Ray's handles of `EngineActor`s; of equally busy ones the first gets a request."""
+    engines: tuple[tuple[Any, float], ...] = ()
+    """Ray's handles of `EngineActor`s, of which the first equally busy one gets a request; how much busier each
+    counts than it is, a straggler.
+    """
     max_context_tokens: int = 0
     """The most tokens, prompt and response together, that every engine takes."""
 
@@ -215,3 +216,5 @@ class Report:
     """Requests that went to another engine, or to the same again, because one was lost."""
     at_s: float = field(default=0.0, compare=False)
     """When it was made, by the same clock."""
+    queued: frozenset[str] = frozenset()
+    """Rollouts that wait for an engine, or for room there."""

@@ -68,7 +68,7 @@ class Supervised:
         self.incarnation = 0
         """Grows each time it is set up again."""
         self.on_change: Callable[[], None] = lambda: None
-        """Called when it is up again."""
+        """Called when it is up again, or is known better."""
         self.on_end: Callable[[str], None] = lambda name: None
         """Told its name when its process has ended, before another is set up."""
         self.in_place: Callable[[], None] = lambda: import_ray().kill(self.actor, no_restart=False)

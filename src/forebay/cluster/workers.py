@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 from typing import Any
 
 from forebay.aio.changed import Changes
@@ -33,7 +33,7 @@ from forebay.engines.pool import EnginePool
 from forebay.produce.strategies.context import Group
 from forebay.runs.placement import RetryListener
 from forebay.types import Status, reset_rollout_response
-from forebay.watching.activity import GENERATE, Activities, Activity, loop_time
+from forebay.watching.activity import GENERATE, QUEUED, Activities, Activity, loop_time
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,8 @@ class Workers:
         """Told of each group that is generated again."""
         self.num_retries = 0
         """Groups that were generated again because their worker had ended."""
+        self.activities = Activities()
+        """Where rollouts are noted as queued that workers say are."""
         self._numbers = itertools.count()
         self._last_tries = asyncio.Lock()
         self._is_paused = False
@@ -130,7 +132,7 @@ class Workers:
     async def _least_busy(self) -> PlacedWorker:
         while True:
             for worker in self.all:
-                worker.on_change = self._changes.note
+                worker.on_change, worker.activities = self._changes.note, self.activities
                 # Here, where there is an event loop; a second call does nothing.
                 worker.watch()
             if up := [worker for worker in self.all if worker.is_up]:
@@ -138,6 +140,32 @@ class Workers:
             if self._is_paused:
                 raise Paused
             await self._changes.wait(self._changes.version)
+
+
+def shares(num_workers: int, slowness: Sequence[float]) -> list[list[tuple[int, float]]]:
+    """For each worker the order in which it tries equally busy engines, and how much busier to it each counts.
+
+    `slowness` is that of each engine. The starts are evenly apart, also those of the first few workers, to which
+    groups go first. A straggler is used by the worker that begins next to it, and not by the others.
+
+    >>> shares(2, [1, 1, 4, 1])
+    [[(0, 1.0), (1, 1.0), (2, 1000000.0), (3, 1.0)], [(2, 2.0), (3, 1.0), (0, 1.0), (1, 1.0)]]
+    """
+    found, num_engines = [list[tuple[int, float]]()] * num_workers, len(slowness)
+    for turn, number in enumerate(sorted(range(num_workers), key=lambda number: number * _GOLDEN % 1)):
+        ahead = sorted(((n - turn * num_engines / num_workers) % num_engines, n) for n in range(num_engines))
+        found[number] = [(n, _times(slowness[n], far / num_engines, num_workers)) for far, n in ahead]
+    return found
+
+
+_GOLDEN = (5**0.5 - 1) / 2
+"""The first few of its multiples are evenly apart, modulo 1, however many they are."""
+_UNUSED = 1e6
+"""More than `Members.rank` takes for a straggler."""
+
+
+def _times(slowness: float, ahead: float, num_workers: int) -> float:
+    return max(1.0, slowness / num_workers) if slowness == 1 or ahead * num_workers < 1 else _UNUSED
 
 
 class PlacedWorker(Supervised):
@@ -152,6 +180,12 @@ class PlacedWorker(Supervised):
     report = Report()
     heard_s = 0.0
     """When that came, by the run's clock."""
+    activities: Activities
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._queued: dict[str, Activity] = {}
+        """Rollouts here that the run's register has as queued."""
 
     def use(self, actor: Any) -> None:
         """Send jobs to this actor, which has reported nothing yet."""
@@ -184,6 +218,7 @@ class PlacedWorker(Supervised):
         finally:
             self.num_in_flight -= 1
             self._groups.pop(number, None)
+            self._note_unqueued(self._queued.keys() & {str(state.rollout_id) for state in states})
             self.on_change()
 
     def hear(self, said: Report | Copies) -> None:
@@ -197,6 +232,15 @@ class PlacedWorker(Supervised):
         self.num_tokens_made += said.num_tokens_made - before.num_tokens_made
         self.num_retries += said.num_retries - before.num_retries
         self.report, self.heard_s = said, loop_time()
+        self._note_unqueued(self._queued.keys() - said.queued)
+        for state in itertools.chain(*self._groups.values()):
+            if (name := str(state.rollout_id)) in said.queued and name not in self._queued:
+                span = self.activities.span(QUEUED, state.rollout_id, task=state.task_name, group=state.group_id)
+                self._queued[name] = span.__enter__()
+
+    def _note_unqueued(self, names: Set[str]) -> None:
+        for name in names:
+            self._queued.pop(name).__exit__(None)
 
 
 class GroupFailed(RuntimeError):
@@ -222,7 +266,7 @@ class RayAgentLoop:
     def __init__(self, workers: Workers, loop: LoopName, activities: Activities) -> None:
         self._workers = workers
         self._loop = loop
-        self._activities = activities
+        self._activities = workers.activities = activities
 
     async def generate_group(self, states: Group, *, enable_partial_rollout: bool = False) -> Group:
         """The group, generated elsewhere; each rollout counts as generating until all are back.
@@ -306,7 +350,7 @@ class ClusterController(EnginePool):
 
     def describe(self, activity: Activity) -> str:
         """The work on the rollout that `activity` is named after, and how far it is."""
-        return self._workers.note_of(str(activity.name)) if activity.stage == GENERATE else ""
+        return self._workers.note_of(str(activity.name)) if activity.stage in (GENERATE, QUEUED) else ""
 
     def count_tokens_made(self) -> int:
         """Tokens that all workers' rollouts have got so far, as they said last; it never falls."""

@@ -28,10 +28,15 @@ class Call:
     num_counted: int = 0
     """Its tokens that `EnginePool.count_tokens_made` has seen."""
 
+    @property
+    def is_queued(self) -> bool:
+        """Whether it waits for an engine, or for room in that engine's process."""
+        return self.engine is None or self.engine.num_made(self.request.request_id) < 0
+
     def num_made(self) -> int:
         """Its tokens so far, over all engines."""
         made = sum(len(part.response_ids) for part in self.parts)
-        return made + (0 if self.engine is None else self.engine.num_made(self.request.request_id))
+        return made + (0 if self.engine is None else max(0, self.engine.num_made(self.request.request_id)))
 
     def rest(self) -> GenerateRequest:
         """The request that makes the tokens which are still missing."""

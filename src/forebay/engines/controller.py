@@ -11,7 +11,7 @@ lost, pauses and weights are in `forebay.engines.pool`.
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from forebay.engines.base import Completion, Engine, EngineLost, GenerateRequest, joined_experts, request_seed
 from forebay.engines.members import scale
@@ -133,9 +133,17 @@ class RolloutController(EnginePool):
         """
         if (request := self._running.get(activity.name)) is None:
             return ""
-        call = self._calls.get(request.request_id)
-        waits = "queued, " if call is not None and call.engine is None else ""
+        waits = "queued, " if self.is_queued(request.request_id) else ""
         return f"{waits}{request.num_earlier + self.num_made(request.request_id)} tokens"
+
+    def queued(self) -> frozenset[str]:
+        """The names of the rollouts that wait for an engine."""
+        return frozenset(str(name) for name, asked in self._running.items() if self.is_queued(asked.request_id))
+
+    def rank(self, slowness: Mapping[Engine, float]) -> None:
+        """See `Members.rank`."""
+        self._members.rank(slowness)
+        self._note()
 
     async def scale(self, parts: str, change: str) -> str:
         """Have engines join or leave; see `forebay.engines.members.scale`.

@@ -24,8 +24,9 @@ import logging
 import math
 import re
 import statistics
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 from forebay.aio.gate import Gate
@@ -62,6 +63,8 @@ class Members:
         self._loads: list[tuple[float, int]] = []
         """A heap; entries that are not of a member's load of now are passed over."""
         self._num_ended = 0
+        self._is_judge, self._ended = True, NOTHING
+        """Whether stragglers are looked for here; what ended at all engines, for `measured`."""
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._by_number.values())
@@ -120,6 +123,23 @@ class Members:
             # The first is the one unused for longest.
             del self._engine_of_session[next(iter(self._engine_of_session))]
         return member
+
+    def rank(self, slowness: Mapping[Engine, float]) -> None:
+        """Choose the first of equally busy ones in this order, and take each to be so many times slower.
+
+        From now on that is judged elsewhere.
+        """
+        self._is_judge, members = False, {member.engine: member for member in self}
+        for number, (engine, times) in enumerate(slowness.items()):
+            member = members[engine]
+            # More than a straggler has: others use it, and this pool only where all of its own are full, or lost.
+            member.place, member.slowness = times if times > _MOST_SLOWNESS else number / len(slowness), times
+            self.note_load(member)
+
+    def measured(self) -> tuple[Work, Work]:
+        """Of all engines what ended since the last call, and what is in flight."""
+        ended, self._ended = self._ended, NOTHING
+        return ended, _running_at(self)
 
     def note_load(self, member: Member) -> None:
         """Record that `member` came up or changed its load."""
@@ -200,11 +220,10 @@ class Members:
 
     def end(self, member: Member, begun: Begun, num_tokens: int, num_earlier: int = 0) -> None:
         """Count the request `begun` as ended, with `num_tokens` tokens made and `num_earlier` before."""
-        member.num_ended += 1
-        member.num_tokens += num_tokens
         member.in_flight.remove(begun)
-        member.ended_s += (seconds := loop_time() - begun[1])
-        self._ended_s += seconds
+        self._ended_s += (seconds := loop_time() - begun[1])
+        ended = 1, num_tokens, seconds
+        member.ended, self._ended = add(member.ended, ended), add(self._ended, ended)
         self._held += seconds * (num_earlier + num_tokens / 2)
         self.note_load(member)
         self._num_ended += 1
@@ -216,41 +235,13 @@ class Members:
     def _judge(self) -> None:
         # Lengths change in the course of a run: what is past counts less and less.
         self._held, self._ended_s = self._held / 2, self._ended_s / 2
-        up, now_s = [member for member in self if member.is_up], loop_time()
-        usual_s = sum(member.ended_s for member in up) / max(1, sum(member.num_ended for member in up))
+        up = {member: member for member in self if member.is_up and self._is_judge}
         for member in up:
-            time_s = member.ended_s + sum(now_s - begun_s for _, begun_s in member.in_flight)
-            if time_s > 0 and (member.num_ended >= _ENOUGH or time_s > _ENOUGH * usual_s):
-                # Those in flight count with their tokens as with their time: one of them may be very long. Not of an
-                # engine alone, which is no straggler: some engines look through all requests for each.
-                made = sum(member.engine.num_made(request_id) for request_id, _ in member.in_flight if len(up) > 1)
-                member.speed = (member.num_tokens + made) / time_s
-                member.num_ended, member.num_tokens, member.ended_s = 0, 0, 0.0
-            elif not member.in_flight:
-                # A straggler that the others leave nothing for: it may have recovered.
-                member.speed = None
-        speeds = [member.speed for member in up if member.speed is not None]
-        # The higher of two in the middle: of two engines, the slow one is compared with the other alone.
-        median = statistics.median_high(speeds) if speeds else 0.0
-        for member in up:
-            slowness = 1.0
-            if member.speed is not None and member.speed * STRAGGLER < median:
-                # Bounded: one that has made nothing (speed 0) must get requests to show that it is well.
-                slowness = median / max(member.speed, median / _MOST_SLOWNESS)
-            if slowness != member.slowness:
-                member.slowness = slowness
-                self.note_load(member)
-                self.wake(member)
-            if slowness > 1 and not member.is_named:
-                member.is_named = True
-                logger.warning(
-                    "%s is a straggler: %.3g tokens/s a request, while the median of %d engines is %.3g; it "
-                    "gets fewer requests",
-                    *(member, member.speed, len(speeds), median),
-                )
-            elif member.is_named and slowness == 1 and member.speed is not None:
-                member.is_named = False
-                logger.warning("%s is no straggler any more", member)
+            # Not of an engine alone, which is no straggler: some engines look through all requests for each.
+            member.running = _running_at([member] if len(up) > 1 else [])
+        for member in judge(up):
+            self.note_load(member)
+            self.wake(member)
 
 
 _MAX_SESSIONS = 65_536
@@ -291,8 +282,66 @@ async def scale(there: Any, change: str, join: Join, leave: Leave) -> str:
     return f"{len(there)} now, {sum(part.is_up for part in there)} of them up"
 
 
+Work = tuple[int, int, float]
+"""Requests: how many, their tokens, their seconds."""
+NOTHING: Work = (0, 0, 0.0)
+
+
+def add(some: Work, more: Work) -> Work:
+    """The sums."""
+    return some[0] + more[0], some[1] + more[1], some[2] + more[2]
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Judged:
+    """The requests of an engine since it was judged last, and the verdict."""
+
+    ended: Work = NOTHING
+    running: Work = NOTHING
+    """Those in flight."""
+    speed: float | None = None
+    """Tokens by second of a request."""
+    slowness: float = 1.0
+    """How much busier it counts than it is; above 1 for a straggler."""
+    is_named: bool = False
+    """Whether a warning has named it as a straggler."""
+
+
+def judge(engines: Mapping[Any, Judged]) -> list[Any]:
+    """Tell which of these engines are stragglers, and name them in a warning; those whose `slowness` changed."""
+    num_ended, _, ended_s = reduce(add, (one.ended for one in engines.values()), NOTHING)
+    for one in engines.values():
+        # Those in flight count with their tokens as with their time: one of them may be very long.
+        _, num_tokens, time_s = add(one.ended, one.running)
+        if time_s > 0 and (one.ended[0] >= _ENOUGH or time_s * num_ended > _ENOUGH * ended_s > 0):
+            one.speed, one.ended = num_tokens / time_s, NOTHING
+        elif not one.running[0]:
+            # A straggler that the others leave nothing for: it may have recovered.
+            one.speed = None
+    speeds = [one.speed for one in engines.values() if one.speed is not None]
+    # The higher of two in the middle: of two engines, the slow one is compared with the other alone.
+    median, changed = statistics.median_high(speeds) if speeds else 0.0, []
+    for name, one in engines.items():
+        before, one.slowness = one.slowness, 1.0
+        if one.speed is not None and one.speed * STRAGGLER < median:
+            # Bounded: one that has made nothing (speed 0) must get requests to show that it is well.
+            one.slowness = median / max(one.speed, median / _MOST_SLOWNESS)
+        if one.slowness != before:
+            changed.append(name)
+        if one.slowness > 1 and not one.is_named:
+            one.is_named = True
+            logger.warning(
+                "%s is a straggler: %.3g tokens/s a request, the median of %d engines is %.3g; it gets fewer requests",
+                *(name, one.speed, len(speeds), median),
+            )
+        elif one.is_named and one.slowness == 1 and one.speed is not None:
+            one.is_named = False
+            logger.warning("%s is no straggler any more", name)
+    return changed
+
+
 @dataclass(eq=False, slots=True)
-class Member:
+class Member(Judged):
     """An engine of a pool."""
 
     engine: Engine
@@ -317,16 +366,8 @@ class Member:
     lost_because: str = "not started yet"
     gone: bool = False
     """Whether it could not be brought up: it gets nothing any more."""
-    slowness: float = 1.0
-    """How much busier it counts than it is; above 1 for a straggler."""
-    is_named: bool = False
-    """Whether a warning has named it as a straggler."""
-    speed: float | None = None
-    """Tokens by second of a request, when it was judged last."""
-    num_ended: int = 0
-    num_tokens: int = 0
-    ended_s: float = 0.0
-    """Requests that ended since then, their tokens and their time."""
+    place: float = 0.0
+    """Of equally busy ones the lowest is first: below 1, or for one that is to be the last of all above."""
 
     @property
     def sleeps(self) -> bool:
@@ -340,8 +381,8 @@ class Member:
 
     @property
     def load(self) -> float:
-        """Its requests, one more included, by its speed."""
-        return (len(self.in_flight) + 1) * self.slowness
+        """Its requests by its speed, one more, and its place: a straggler has one to show that it is well."""
+        return len(self.in_flight) * self.slowness + 1 + self.place
 
     async def loaded(self) -> None:
         """Wait for `loading`, also for one that is begun meanwhile; raise the error of one that failed."""
@@ -354,6 +395,13 @@ class Member:
 
     def __str__(self) -> str:
         return f"engine {self.number} ({type(self.engine).__name__})"
+
+
+def _running_at(members: Iterable[Member]) -> Work:
+    """`Judged.running` of these together."""
+    begun, now_s = [(member.engine, *one) for member in members for one in member.in_flight], loop_time()
+    made = sum(engine.num_made(request_id) for engine, request_id, _ in begun)
+    return len(begun), made, sum(now_s - begun_s for *_, begun_s in begun)
 
 
 def said_by_all(name: str) -> Any:

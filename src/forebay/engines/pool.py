@@ -28,7 +28,7 @@ from typing import Any, TypeVar, cast
 from forebay.aio.changed import Changes
 from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.call import UNSEEN, Call, Within
-from forebay.engines.members import Member, Members, said_by_all
+from forebay.engines.members import Member, Members, Work, said_by_all
 from forebay.io.shared import LentTensors
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdapterConfig, Weights
@@ -75,9 +75,8 @@ class EnginePool:
         self._num_tokens_made = 0
         self._given_step: int | None = None
         """Step of the weights that the engines should have."""
-        self.is_paused = self._asleep = False
+        self.is_paused = self._asleep = self._closed = False
         """Whether requests end as aborted, from `pause_generation` on; whether a trainer has shared devices."""
-        self._closed = False
         self._changes = Changes()
         """An engine came back, or was given up; a pause or the end began."""
         self._counts = {"retries": 0.0, "engine_restarts": 0.0}
@@ -129,6 +128,14 @@ class EnginePool:
     def num_made(self, request_id: str) -> int:
         """How many tokens a running request has by now, over all engines it was at; else 0."""
         return self._calls[request_id].num_made() if request_id in self._calls else 0
+
+    def is_queued(self, request_id: str) -> bool:
+        """Whether a request waits for an engine."""
+        return request_id in self._calls and self._calls[request_id].is_queued
+
+    def measured(self) -> tuple[Work, Work]:
+        """See `Members.measured`."""
+        return self._members.measured()
 
     async def complete(self, request: GenerateRequest, *, caller: str = "", queued: Within = UNSEEN) -> Completion:
         """Continue ``request.input_ids`` on some engine, and on another where that one is lost.
@@ -185,8 +192,7 @@ class EnginePool:
                 self._lose(member, why)
                 lost.append(f"{member}: {why}")
                 if len(lost) > MAX_RETRIES:
-                    message = f"given up after {len(lost)} lost engines: {'; '.join(lost)}"
-                    return replace(completion, error_msg=message)
+                    return replace(completion, error_msg=f"given up after {len(lost)} lost engines: {'; '.join(lost)}")
             elif completion.finish_reason != "abort" or self.is_paused or not (has_left or fell_asleep):
                 return completion
             call.parts.append(completion)
@@ -367,8 +373,6 @@ class EnginePool:
             # The end of a run: an error would help no caller any more.
             logger.exception("an engine was not closed")
 
-    # Which engine gets a request
-
     def _note(self) -> None:
         self._changes.note()
         self._members.wake(*self._members)
@@ -376,8 +380,6 @@ class EnginePool:
     async def scale(self, parts: str, change: str) -> str:
         """Have engines or other ``parts`` join or leave, as ``+2`` or ``-1``; ValueError, as here, if not."""
         raise ValueError(f"{parts}={change}: these engines neither join nor leave a run")
-
-    # Engines that are lost, and come back
 
     def _start(self) -> None:
         """Begin to bring up what has not been started yet; here, because it needs the event loop."""

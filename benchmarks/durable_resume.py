@@ -134,7 +134,7 @@ model = { source = "tiny", tiny = { hidden_size = 16, num_layers = 1, num_heads 
 TASK = """
 [[tasks]]
 name = "NAME"
-data = { source = "sorting", arguments = { length = 6, letters = 12 }, size = 50000 }
+data = { source = "sorting", arguments = { length = 6, letters = 12 }, size = 2000 }
 judge = { name = "exact_match", arguments = { partial_credit = true } }
 sample = { max_tokens = 4 }
 """

@@ -10,6 +10,7 @@ from forebay.ledger import Ledger
 from forebay.replay import ReplayBuffer, ReplayPolicy
 from forebay.replay.query import StorageIndices
 from forebay.runs.launch import launch
+from forebay.runs.rollouts import build_buffer
 from forebay.types import Status
 
 BATCH = 2
@@ -64,8 +65,7 @@ def test_a_run_trains_in_the_order_of_its_policy(tmp_path, monkeypatch, policy, 
 
 
 def test_prioritized_draws_are_weighted_by_how_far_the_scores_lie_apart(tmp_path, monkeypatch):
-    found = choices(tmp_path, monkeypatch, replay={"policy": "prioritized"})
-    for rows, taken in found:
+    for rows, taken in choices(tmp_path, monkeypatch, replay={"policy": "prioritized"}):
         assert [row.priority for row in rows] == pytest.approx([spread(row) for row in rows])
         left = [row for row in rows if row not in taken]
         # What teaches nothing comes last.
@@ -73,8 +73,6 @@ def test_prioritized_draws_are_weighted_by_how_far_the_scores_lie_apart(tmp_path
 
 
 def test_draws_follow_the_seed_of_the_run(tmp_path):
-    from forebay.runs.rollouts import build_buffer
-
     states = [
         build_buffer(config(tmp_path, seed=seed, replay={"policy": "prioritized"})).policy.state_dict()
         for seed in (1, 1, 2)

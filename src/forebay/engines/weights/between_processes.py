@@ -65,7 +65,7 @@ class SharedMemoryHandOver:
         self._adapters: _Written | None = None
         """The adapters that were given since then, if any."""
         self._before: list[_Written] = []
-        """Earlier hand-overs, whose memory is used again when nobody reads it."""
+        """Earlier hand-overs, whose memory is used again when no engine reads it."""
         self._num_members, self._numbers = 0, count()
 
     def join(self) -> None:
@@ -209,7 +209,7 @@ def put(weights: Listed, free: Iterable[MemoryFile | None]) -> tuple[Layout, Mem
 async def take_over(
     pool: EnginePool, layout: Layout, data: torch.Tensor, model_step: int, *, adapters: AdapterConfig | None
 ) -> bool:
-    """Give engines the weights in these bytes, which nobody changes, or, with their config, the adapters.
+    """Give engines the weights in these bytes, which stay as they are, or, with their config, the adapters.
 
     Whether one uses them where they lie.
 

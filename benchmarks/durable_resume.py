@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import statistics
 import sys
 import tempfile
@@ -66,9 +65,9 @@ async def fill(manager: AgentLoopManager, num_groups: int) -> None:
         await asyncio.gather(*(one() for _ in range(500)))
 
 
-async def train(manager: AgentLoopManager, waits_s: list[float], num_steps: int | None = None) -> None:
+async def train(manager: AgentLoopManager, waits_s: list[float], num_steps: int) -> None:
     """Take a batch again and again, as a trainer with the shortest of steps; its waits."""
-    for _ in itertools.count() if num_steps is None else range(num_steps):
+    for _ in range(num_steps):
         started_s = time.perf_counter()
         batch = await manager.get_batch(BATCH_SIZE, manager.progress.next_consumer_step)
         waits_s.append(time.perf_counter() - started_s)
@@ -105,7 +104,7 @@ async def measure(folder: Path, num_groups: int, *, in_memory: bool) -> None:
     before_s: list[float] = []
     beside_s: list[float] = []
     await train(manager, before_s, STEPS)
-    training = asyncio.create_task(train(manager, beside_s))
+    training = asyncio.create_task(train(manager, beside_s, num_groups // 2 // BATCH_SIZE - STEPS))
     started_s, cpu_s = time.perf_counter(), time.process_time()
     cut = await manager.cut(folder / "manager", train_step=STEPS)
     cut_s = time.perf_counter() - started_s
@@ -118,7 +117,7 @@ async def measure(folder: Path, num_groups: int, *, in_memory: bool) -> None:
         committed_s = time.perf_counter() - committed_s
     # The batch that was asked for during the commit, too.
     num_waits = len(beside_s)
-    while len(beside_s) == num_waits:
+    while len(beside_s) == num_waits and not training.done():
         await asyncio.sleep(0.001)
     training.cancel()
     num_bytes = sum(path.stat().st_size for path in (folder / "manager").rglob("*"))

@@ -7,8 +7,10 @@
 The manager, sampler, books and store are those of a run; the groups are small ones. Half of them were there
 at the checkpoint, half came after it: an SQLite file has these after a kill, and a buffer in memory has not.
 "Stood still" is the longest time that the event loop, and with it the producer, waited while the checkpoint
-was written. With ``--process`` it is a whole ``forebay train --resume``, from the start of its process to its first
-request to the engine, with so many events of settled groups in the books.
+was written. "A batch" is the time from a trainer's question for the next batch to its groups, one after the
+other: before the checkpoint, and from the cut to the end of the commit after it. A trainer whose step takes
+longer than that waits for no checkpoint. With ``--process`` it is a whole ``forebay train --resume``, from the start of
+its process to its first request to the engine, with so many events of settled groups in the books.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,6 +36,7 @@ from forebay.runs.folder import list_checkpoints, saved_config, step_of
 from forebay.types import Status
 
 GROUP_SIZE, NUM_TOKENS = 2, 64
+BATCH_SIZE, STEPS = 16, 30
 
 
 def build(folder: Path, num_groups: int, *, in_memory: bool) -> AgentLoopManager:
@@ -42,7 +46,7 @@ def build(folder: Path, num_groups: int, *, in_memory: bool) -> AgentLoopManager
     runner = TaskRunner(
         task_name="task",
         agent_loop=None,  # type: ignore[arg-type]
-        produce_strategy=AsyncProduceStrategyConfig().build(),
+        produce_strategy=AsyncProduceStrategyConfig(max_staleness=10_000).build(),
         sampler=Sampler(prompts, buffer, task_name="task", prompt_repeat_k=GROUP_SIZE),
     )
     ledger = Ledger(folder / "ledger.jsonl")
@@ -66,6 +70,16 @@ async def fill(manager: AgentLoopManager, num_groups: int) -> None:
 
     for _ in range(0, num_groups, 500):
         await asyncio.gather(*(one() for _ in range(500)))
+
+
+async def train(manager: AgentLoopManager, waits_s: list[float], num_steps: int) -> None:
+    """Take a batch again and again, as a trainer with the shortest of steps; its waits."""
+    for _ in range(num_steps):
+        started_s = time.perf_counter()
+        batch = await manager.get_batch(BATCH_SIZE, manager.progress.next_consumer_step)
+        waits_s.append(time.perf_counter() - started_s)
+        assert len(batch.rollout_states) == BATCH_SIZE
+        await asyncio.sleep(0.005)
 
 
 class Ticks:
@@ -94,13 +108,25 @@ async def measure(folder: Path, num_groups: int, *, in_memory: bool) -> None:
     # As a run does once it has begun.
     gc.collect()
     gc.freeze()
+    before_s: list[float] = []
+    beside_s: list[float] = []
+    await train(manager, before_s, STEPS)
+    training = asyncio.create_task(train(manager, beside_s, num_groups // 2 // BATCH_SIZE - STEPS))
     started_s, cpu_s = time.perf_counter(), time.process_time()
-    cut = await manager.cut(folder / "manager", train_step=1)
+    cut = await manager.cut(folder / "manager", train_step=STEPS)
     cut_s = time.perf_counter() - started_s
     async with Ticks() as ticks:
         await cut.write(folder / "manager")
         await cut.release()
-    write_s, write_cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
+        write_s, write_cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
+        committed_s = time.perf_counter()
+        await manager.replay_buffer.commit(STEPS)
+        committed_s = time.perf_counter() - committed_s
+    # The batch that was asked for during the commit, too.
+    num_waits = len(beside_s)
+    while len(beside_s) == num_waits and not training.done():
+        await asyncio.sleep(0.001)
+    training.cancel()
     num_bytes = sum(path.stat().st_size for path in (folder / "manager").rglob("*"))
     await fill(manager, num_groups // 2)
     manager.ledger.close()
@@ -112,12 +138,15 @@ async def measure(folder: Path, num_groups: int, *, in_memory: bool) -> None:
     group = await manager.task_runners[0].sampler.sample("task", [Status.ABORTED])
     resume_s, resume_cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
     assert group[0].group_id not in (None, "task/0/0/0")
-    assert len(manager.ledger.name_live("task")) == (num_groups // 2 if in_memory else num_groups)
+    assert len(manager.ledger.name_live("task")) == (num_groups // 2 if in_memory else num_groups) - STEPS * BATCH_SIZE
     await manager.replay_buffer.close()
     print(
         f"{num_groups:,} groups: cut {1000 * cut_s:.1f} ms, written after {1000 * write_s:.0f} ms "
         f"({1000 * write_cpu_s:.0f} CPU ms, {num_bytes:,} bytes), stood still for "
-        f"{1000 * ticks.longest_s:.1f} ms; resumed, up to the first new prompt, in "
+        f"{1000 * ticks.longest_s:.1f} ms; a batch in {1000 * statistics.median(before_s):.1f} ms before (at most "
+        f"{1000 * max(before_s):.1f}), in {1000 * statistics.median(beside_s):.1f} beside (at most "
+        f"{1000 * max(beside_s):.1f}, of {len(beside_s)}), the commit after "
+        f"{1000 * committed_s:.1f} ms; resumed, up to the first new prompt, in "
         f"{resume_s:.2f} s ({resume_cpu_s:.2f} CPU s)"
     )
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import shutil
 import threading
@@ -11,6 +12,8 @@ import pytest
 from test_killed_separate_run import RUN_FILE, STEPS, check_real_run, finished_groups, taken_up_since
 from typer.testing import CliRunner
 
+from forebay.board.export import write_report
+from forebay.board.server import ANSWERS, Board
 from forebay.cli import app
 from forebay.config import ConfigError, load_config
 from forebay.ledger import Ledger
@@ -90,8 +93,38 @@ def test_a_run_goes_on_after_its_database_was_restarted_and_writes_its_password_
     with pytest.raises(ConfigError, match=f"groups of another run, in '{run.folder}'; name another") as taken:
         asyncio.run(launch(config(tmp_path, "replay.store=postgresql", "name=other")))
     said = [caplog.text, *capsys.readouterr(), str(unreachable.value), str(taken.value)]
+    said.append(CliRunner().invoke(app, ["card", str(run.folder)]).output)
+    assert "postgresql" in (run.folder / "card" / "README.md").read_text()
     files = [path.read_bytes().decode(errors="replace") for path in run.folder.rglob("*") if path.is_file()]
     assert not [text for text in [*said, *files] if SECRET in text or "postgres:" in text]
+    # Nor does the board show it, where a library's message has brought it into the run's notes.
+    texts = [f"cannot connect to {database}", f"bad connection string: user=postgres password={SECRET}"]
+    with (run.folder / "notes.jsonl").open("a") as notes:
+        for text in texts:
+            notes.write(json.dumps({"unix_time_s": 1.0, "kind": "warning", "text": text, "train_step": 5}) + "\n")
+    shown = board_answers(run.folder, tmp_path / "report.html")
+    assert not [text for text in shown if SECRET in text or "postgres:" in text]
+    assert "cannot connect to postgresql://(hidden)@" in shown[0]
+    assert "user=postgres password=(hidden)" in shown[0]
+
+
+def board_answers(folder, report):
+    """All that the board says of the run in `folder`, and its report."""
+    board = Board([folder])
+    try:
+        row = board.answer("rollouts", {"run": folder.name})["rows"][0]
+        given = {
+            "steps": {"first": "0", "last": "9"},
+            "group": {"group_id": row["group_id"]},
+            "rollout": {"rollout_id": row["rollout_id"]},
+            "prompt": {"prompt_hash": board.answer("prompts", {"run": folder.name})[0]["prompt_hash"]},
+            "timeline": {"start_s": "0", "end_s": "9"},
+            "compare": {"other": folder.name},
+        }
+        said = [json.dumps(board.answer(what, {"run": folder.name, **given.get(what, {})})) for what in ANSWERS]
+        return [*said, write_report(board, report).read_text(encoding="utf-8")]
+    finally:
+        board.close()
 
 
 def test_a_durable_run_without_a_checkpoint_begins_again_after_a_lost_part(tmp_path, monkeypatch):

@@ -17,8 +17,6 @@ An engine that comes back gets the weights of now, and is paused if the others a
 While those sleep that share a trainer's device, none of them is brought up; their requests go on at others, or wait.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence

@@ -9,8 +9,8 @@ at the checkpoint, half came after it: an SQLite file has these after a kill, an
 "Stood still" is the longest time that the event loop, and with it the producer, waited while the checkpoint
 was written. "A batch" is the time from a trainer's question for the next batch to its groups, one after the
 other: before the checkpoint, and from the cut to the end of the commit after it. A trainer whose step takes
-longer than that waits for no checkpoint. With ``--process`` it is a whole ``forebay train --resume``, from the start of
-its process to its first request to the engine, with so many events of settled groups in the books.
+longer than that waits for no checkpoint. With ``--process`` it is a whole ``forebay train --resume``, from the start
+of its process to its first request to the engine, with so many events of settled groups in the books.
 """
 
 from __future__ import annotations

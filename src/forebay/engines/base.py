@@ -211,7 +211,10 @@ class Engine(Protocol):
         """Take requests again."""
 
     def num_made(self, request_id: str) -> int:
-        """How many tokens a running request has by now, for reports: it may be a step behind; else 0."""
+        """How many tokens a running request has by now, for reports: it may be a step behind; else 0.
+
+        Below 0 where it waits for room in the engine's process, which others use, too.
+        """
 
     async def load_weights(self, weights: Weights, model_step: int) -> None:
         """Take over these parameters, by name; they are those after train step `model_step`."""

@@ -13,7 +13,7 @@ Prompts do not count there: the members of a group share theirs. Where the cache
 tokens), each request takes one more than its own tokens fill. Those of a session wait for its own engine,
 whose cache has their earlier tokens, as long as it is up and no straggler. A straggler makes less than a
 tenth of the median's tokens by second of a request: it is named once, and counts as that much busier, so that
-it gets fewer.
+it gets fewer, but always one. A pool that was told how to `rank` them looks for none, since the caller does.
 """
 
 from __future__ import annotations

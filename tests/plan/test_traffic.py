@@ -17,6 +17,7 @@ from forebay.plan.hardware import GIB
 from forebay.plan.report import sentences
 from forebay.plan.traffic import HOST_BYTES_PER_S, LINK_SHARE, RAY_BYTES_PER_S
 from forebay.runs.config import RunConfig
+from forebay.runs.placement import SERVERS
 from forebay.train import TrainConfig, TrainController
 from forebay.types import RolloutState, Status
 
@@ -200,10 +201,23 @@ def test_a_sync_is_of_adapters_alone_where_engines_take_them(model: Path) -> Non
     # In float32 all the way: half of them to the trainer's process, and all to two machines with engines.
     assert alone.sync_bytes == 4 * adapters * (1 / 2 + 2)
     assert alone.sync_s < whole.sync_s / 10
-    # Servers on Ray are not started for adapters, and engines may be told to take none.
-    for engine in ({"name": "vllm", "arguments": {"servers": 1}}, {"arguments": {"takes_adapters": False}}):
-        merged = plan(model, "4x2xH100-80GB", cluster=RAY, ranks=4, lora_rank=4, table={"engine": engine})
-        assert merged.sync_bytes == alone.num_parameters * (4 / 2 + 2 * 2)
+    # Servers that engines start there are started for adapters, and any may be told to take none.
+    own = {"name": "vllm", "arguments": {"servers": 1}}
+    refusing = {"name": "vllm", "arguments": {"servers": 1, "takes_adapters": False}}
+    for engine, is_merged in ((own, False), (refusing, True), ({"arguments": {"takes_adapters": False}}, True)):
+        found = plan(model, "4x2xH100-80GB", cluster=RAY, ranks=4, lora_rank=4, table={"engine": engine})
+        assert found.sync_bytes == (alone.num_parameters * (4 / 2 + 2 * 2) if is_merged else alone.sync_bytes)
+
+
+def test_servers_on_ray_take_buckets_or_a_file(model: Path) -> None:
+    def seconds(name: str) -> float:
+        engine = {"name": name, "arguments": {"servers": 1}} if name in SERVERS else {"name": name}
+        return plan(model, "4x2xH100-80GB", cluster=RAY, ranks=4, table={"engine": engine}).sync_s
+
+    size = plan(model, "4x2xH100-80GB", cluster=RAY, ranks=4).num_parameters * 2
+    first = seconds("transformers")
+    assert seconds("vllm") - first == pytest.approx(size / HOST_BYTES_PER_S)
+    assert seconds("sglang") - first == pytest.approx(2 * size / HOST_BYTES_PER_S)
 
 
 def test_servers_take_buckets_by_the_host_s_memory_or_a_file(model: Path) -> None:

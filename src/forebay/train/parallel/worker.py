@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from forebay.io.elsewhere import missing
 from forebay.io.shared import Layout, lay_out, map_once, mapped
 from forebay.models import precision_on
 from forebay.train.batch import TrainBatch
@@ -176,9 +177,9 @@ class RankWorker:
         """Take over what `save` wrote, with any number of ranks; the number of completed train steps."""
         return self.learner.resume(Path(folder))
 
-    def sees(self, path: str) -> bool:
-        """Whether the file is there, as seen from this rank's machine."""
-        return Path(path).exists()
+    def missing(self, sizes: Mapping[str, int]) -> str | None:
+        """The first of these files that this rank's machine does not see with that size."""
+        return missing(sizes)
 
     def close(self) -> None:
         """Leave the process group."""

@@ -392,7 +392,7 @@ def test_the_network_interface_of_an_address(monkeypatch):
 
 
 def test_which_errors_lead_back_to_a_checkpoint():
-    run = SimpleNamespace(config=SimpleNamespace(replay=SimpleNamespace(store="memory")))
+    run = SimpleNamespace(config=SimpleNamespace(replay=SimpleNamespace(kind="memory")))
     assert _lost_part(run, PartLost("the trainer is lost")) == "the trainer is lost"
     with pytest.raises(ProductionError):
         _lost_part(run, ProductionError("no group could be generated"))

@@ -17,6 +17,8 @@ from forebay.cluster.trainer import TrainerActor, TrainerSpec
 from forebay.config import Component
 from forebay.engines import EngineLost, GenerateRequest, ScriptedEngine
 from forebay.engines.pool import EnginePool
+from forebay.engines.servers import build
+from forebay.engines.servers.launch import LocalServer
 from forebay.io.shared import lay_out, write
 from forebay.models import load_model, resolve_model
 from forebay.models.starting_weights import AdaptersRefusedError
@@ -255,18 +257,22 @@ async def test_a_request_that_raises_takes_no_other_along(tmp_path):
     await actor.close()
 
 
-async def test_a_running_server_in_the_process(tmp_path, start_fake):
-    server = await start_fake()
-    config = run_config(tmp_path, engine={"name": "vllm", "arguments": {"urls": [server.url]}})
-    actor, spec = EngineActor(), spec_of(config)
-    await actor.start(spec)
-    weights = list(load_model(spec.model_folder).state_dict().items())
+def published(weights):
+    """As the object store has them."""
     layout, num_bytes = lay_out(weights)
     data = torch.empty(num_bytes, dtype=torch.uint8)
     write(layout, data, weights)
     data = data.numpy()
     data.setflags(write=False)
-    await actor.load_weights((layout, data), 3)
+    return layout, data
+
+
+async def test_a_running_server_in_the_process(tmp_path, start_fake):
+    server = await start_fake()
+    config = run_config(tmp_path, engine={"name": "vllm", "arguments": {"urls": [server.url]}})
+    actor, spec = EngineActor(), spec_of(config)
+    await actor.start(spec)
+    await actor.load_weights(published(list(load_model(spec.model_folder).state_dict().items())), 3)
     (completion,) = await answers(actor, ask("a"))
     assert completion.response_ids.tolist() == [13] * 5
     assert set(completion.model_steps) == {3}
@@ -276,7 +282,82 @@ async def test_a_running_server_in_the_process(tmp_path, start_fake):
     await actor.resume()
     assert (await actor.health()).ok
     await actor.close()
-    assert (config.folder / "engines" / "0").is_dir()
+    # It may be on another machine.
+    assert server.loaded
+
+
+@pytest.fixture
+async def started(start_fake, monkeypatch):
+    """A scripted server that stands for the one which the run starts."""
+    fake = await start_fake()
+    fake.context = 512
+
+    class Started(LocalServer):
+        url, is_running = fake.url, False
+
+        async def start(self, is_ready):
+            while not await is_ready():
+                await asyncio.sleep(0.01)
+            self.is_running = True
+
+        async def wait(self):
+            await asyncio.Event().wait()
+
+        async def stop(self):
+            self.is_running = False
+
+    monkeypatch.setattr(build, "LocalServer", Started)
+    monkeypatch.setattr("forebay.engines.servers.engine._TRY_AGAIN_S", 0.01)
+    return fake
+
+
+OWN_SERVER = {"name": "vllm", "arguments": {"servers": 1}}
+
+
+async def test_a_server_that_is_started_there_takes_buckets_and_nothing_goes_over_the_disk(tmp_path, started):
+    config = run_config(tmp_path, engine=OWN_SERVER)
+    actor, spec = EngineActor(), spec_of(config)
+    await actor.start(spec)
+    begun = list(load_model(spec.model_folder).named_parameters())
+    for step in (1, 2):
+        weights = [(name, torch.full_like(weight, float(step))) for name, weight in begun]
+        await actor.load_weights(published(weights), step)
+        assert all(torch.equal(started.received[name], weight) for name, weight in weights)
+        (completion,) = await answers(actor, ask("a"))
+        assert completion.response_ids.tolist() == [10 + step] * 5
+        assert set(completion.model_steps) == {step}
+    # One that comes back gets them again, from where they lie.
+    await started.kill()
+    asking = asyncio.create_task(answers(actor, ask("b")))
+    while actor._pool.engines_up:
+        await asyncio.sleep(0.01)
+    await started.start()
+    (completion,) = await asking
+    assert completion.response_ids.tolist() == [12] * 5
+    assert not started.loaded
+    assert not list(config.folder.glob("engines/0/weights/*"))
+    await actor.close()
+
+
+async def test_a_server_that_is_started_there_is_given_adapters_alone(tmp_path, started):
+    config = run_config(tmp_path, train={"lr": 1e-2, "lora_rank": 2}, engine=OWN_SERVER)
+    own = {name: value for name, value in vars(spec_of(config)).items() if name != "serves_at_once"}
+    trainer, actor = TrainerActor(), EngineActor()
+    trainer.start(TrainerSpec(**{**own, "ranks": ()}))
+    await actor.start(spec_of(config))
+    _, takes_adapters = await actor.facts()
+    assert takes_adapters
+    (step, _, adapters), laid_out = trainer.weights(takes_adapters)
+    await actor.load_weights(laid_out, step, adapters)
+    assert started.lora_calls == 1
+    assert len(started.loaded) == 1, "the base was there"
+    (completion,) = await answers(actor, ask("a"))
+    assert completion.response_ids.tolist() == [30] * 5
+    await actor.close()
+    # One that tries held-out prompts only is given none.
+    await (trying := EngineActor()).start(spec_of(config, serves_at_once=True))
+    assert not (await trying.facts())[1]
+    await trying.close()
 
 
 @pytest.mark.parametrize(

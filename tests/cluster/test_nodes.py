@@ -207,7 +207,7 @@ def run_main(folder, num_steps, num_nodes, what):
     assert done.returncode == 0
     config = config_on(folder, "127.0.0.1:1", steps=num_steps)
     # Every batch whole, and no group lost or trained twice.
-    check_run(config)
+    check_run(config, "sqlite")
     return json.loads(done.stdout.splitlines()[-1]), config
 
 

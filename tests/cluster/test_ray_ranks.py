@@ -149,10 +149,10 @@ def test_a_frozen_rank_is_named_and_all_are_ended(ray, give_up_soon):
     _, ranks = start_ranks()
     give_up_soon()
     os.kill(ranks.pids[1], signal.SIGSTOP)
-    with pytest.raises(RankError, match="rank 1 gave no sign of life for 1 s in resume: it hangs"):
-        ranks.call("resume", [["nowhere"], ["nowhere"]])
+    with pytest.raises(RankError, match="rank 1 gave no sign of life for 1 s in begin_resume: it hangs"):
+        ranks.call("begin_resume", [["nowhere"], ["nowhere"]])
     with pytest.raises(RankError, match="the ranks have ended"):
-        ranks.call("resume", [["nowhere"], ["nowhere"]])
+        ranks.call("begin_resume", [["nowhere"], ["nowhere"]])
 
 
 async def test_a_frozen_trainer_is_lost_and_one_at_work_is_not(ray, give_up_soon):

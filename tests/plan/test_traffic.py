@@ -1,4 +1,4 @@
-"""Traffic between ranks, engines and machines, by the table of docs/scale.md; and the run file for 70 B."""
+"""Traffic between ranks, engines and machines, by the table of docs/scale.md; and the run files for 7 B and 70 B."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from forebay.plan.hardware import GIB
 from forebay.plan.report import sentences
 from forebay.plan.traffic import HOST_BYTES_PER_S, LINK_SHARE, RAY_BYTES_PER_S
 from forebay.runs.config import RunConfig
+from forebay.runs.placement import SERVERS
 from forebay.train import TrainConfig, TrainController
 from forebay.types import RolloutState, Status
 
@@ -200,10 +201,23 @@ def test_a_sync_is_of_adapters_alone_where_engines_take_them(model: Path) -> Non
     # In float32 all the way: half of them to the trainer's process, and all to two machines with engines.
     assert alone.sync_bytes == 4 * adapters * (1 / 2 + 2)
     assert alone.sync_s < whole.sync_s / 10
-    # Servers on Ray are not started for adapters, and engines may be told to take none.
-    for engine in ({"name": "vllm", "arguments": {"servers": 1}}, {"arguments": {"takes_adapters": False}}):
-        merged = plan(model, "4x2xH100-80GB", cluster=RAY, ranks=4, lora_rank=4, table={"engine": engine})
-        assert merged.sync_bytes == alone.num_parameters * (4 / 2 + 2 * 2)
+    # Servers that engines start there are started for adapters, and any may be told to take none.
+    own = {"name": "vllm", "arguments": {"servers": 1}}
+    refusing = {"name": "vllm", "arguments": {"servers": 1, "takes_adapters": False}}
+    for engine, is_merged in ((own, False), (refusing, True), ({"arguments": {"takes_adapters": False}}, True)):
+        found = plan(model, "4x2xH100-80GB", cluster=RAY, ranks=4, lora_rank=4, table={"engine": engine})
+        assert found.sync_bytes == (alone.num_parameters * (4 / 2 + 2 * 2) if is_merged else alone.sync_bytes)
+
+
+def test_servers_on_ray_take_buckets_or_a_file(model: Path) -> None:
+    def seconds(name: str) -> float:
+        engine = {"name": name, "arguments": {"servers": 1}} if name in SERVERS else {"name": name}
+        return plan(model, "4x2xH100-80GB", cluster=RAY, ranks=4, table={"engine": engine}).sync_s
+
+    size = plan(model, "4x2xH100-80GB", cluster=RAY, ranks=4).num_parameters * 2
+    first = seconds("transformers")
+    assert seconds("vllm") - first == pytest.approx(size / HOST_BYTES_PER_S)
+    assert seconds("sglang") - first == pytest.approx(2 * size / HOST_BYTES_PER_S)
 
 
 def test_servers_take_buckets_by_the_host_s_memory_or_a_file(model: Path) -> None:
@@ -303,28 +317,68 @@ def test_an_engine_on_the_trainer_s_gpu_counts_there(model: Path) -> None:
     assert "an engine's GPU" in plan(model, "3xH100-80GB", cluster=shared, ranks=2).turns
 
 
-def recipe(folder: Path, num_layers: int, *overrides: str):
-    # Llama-3.1-70B.
+# Qwen2.5-7B and Llama-3.1-70B: the run file, --gpus, kind, hidden, MLP, layers, heads, heads of keys, words.
+RECIPES = {
+    "7b": ("eight_gpus", "8xH100-80GB", "qwen2", 3584, 18_944, 28, 28, 4, 152_064),
+    "70b": ("several_machines", "6x8xH100-80GB", "llama", 8192, 28_672, 80, 64, 8, 128_256),
+}
+
+
+def recipe(name: str, folder: Path, *overrides: str, num_layers: int | None = None):
+    """The plan of the model, or of one with so few layers and words."""
+    place, gpus, kind, hidden, mlp, layers, heads, key_heads, words = RECIPES[name]
     AutoConfig.for_model(
-        "llama",
-        vocab_size=128_256 if num_layers == 80 else 1000,
-        hidden_size=8192,
-        intermediate_size=28_672,
-        num_hidden_layers=num_layers,
-        num_attention_heads=64,
-        num_key_value_heads=8,
+        kind,
+        vocab_size=words if num_layers is None else 1000,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=num_layers or layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
         max_position_embeddings=131_072,
         tie_word_embeddings=False,
     ).save_pretrained(folder)
-    file = ROOT / "recipes" / "several_machines" / "70b.toml"
+    file = ROOT / "recipes" / place / f"{name}.toml"
+    assert f"recipes/{place}/{name}.toml --gpus {gpus}" in PAGE
     config = load_config(RunConfig, file, [f"model.source={folder}", *overrides])
-    return make_plan(config, parse_devices("6x8xH100-80GB"), prompt_tokens=512)
+    return make_plan(config, parse_devices(gpus), prompt_tokens=512)
+
+
+SERVERS_IN_PLACE = ("engine.name=vllm", "engine.arguments={servers=8}")
+
+
+def test_the_run_file_for_7_b_can_be_planned(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    found = recipe("7b", tmp_path, "batch_size=8", num_layers=2)
+    assert found.fits
+    assert found.times is not None
+    training = found.turns["training"]
+    # A rank has an eighth of the float32 weights and, as its GPU is an engine's too, all of them in bfloat16.
+    assert training["trainer: weights"] == pytest.approx(found.num_parameters * 4 / 8, rel=0.01)
+    assert training["engine: weights"] == found.num_parameters * 2
+    assert found.sync_bytes == 0, "one machine"
+    # Servers in place of processes sleep while the ranks train.
+    asleep = recipe("7b", tmp_path, "batch_size=8", *SERVERS_IN_PLACE, num_layers=2)
+    assert asleep.fits
+    assert not any("weights" in name for name in asleep.turns["training"] if not name.startswith("trainer"))
+
+
+@pytest.mark.soak
+def test_the_run_file_for_7_b_fits_as_the_page_says(tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    found, asleep = recipe("7b", tmp_path), recipe("7b", tmp_path, *SERVERS_IN_PLACE)
+    assert found.fits
+    training, generating = (found.turns[turn] for turn in ("training", "generating"))
+    assert f"{sum(training.values()) / GIB:.1f} of 79.2 GiB" in PAGE
+    each = {name: f"{size / GIB:.1f}" for name, size in training.items()}
+    assert f"Weights are {each['trainer: weights']} GiB, gradients {each['trainer: gradients']}" in PAGE
+    assert f"While engines generate: {sum(generating.values()) / GIB:.1f}." in PAGE
+    assert f"{max(sum(turn.values()) for turn in asleep.turns.values()) / GIB:.1f} GiB at most" in PAGE
 
 
 def test_the_run_file_for_70_b_can_be_planned(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym")
-    assert "recipes/several_machines/70b.toml --gpus 6x8xH100-80GB" in PAGE
-    found = recipe(tmp_path, 2, "batch_size=12")
+    found = recipe("70b", tmp_path, "batch_size=12", num_layers=2)
     assert found.fits
     # Each of four GPUs has a part of a server's weights, and the server takes all of its share.
     server = found.turns["an engine's GPU"]
@@ -337,8 +391,9 @@ def test_the_run_file_for_70_b_can_be_planned(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_the_run_file_for_70_b_fits_as_the_page_says(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym")
-    found = recipe(tmp_path, 80)
+    found = recipe("70b", tmp_path)
     assert found.fits
     training = sum(found.turns["training"].values()) / GIB
     assert f"{training:.1f} GiB" in PAGE
     assert f"{found.traffic[1].weights_bytes / 1e9:,.0f} GB in a step" in PAGE
+    assert f"in {found.sync_s:.0f} s: most of a step of {found.times.step_s:.0f} s" in PAGE

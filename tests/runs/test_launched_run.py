@@ -1,6 +1,7 @@
 """A run whose ranks torchrun or srun has started: the same training, and an end of all when one ends."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -52,6 +53,16 @@ if __name__ == "__main__":
         {work}
 """
 FOREBAY = "from forebay.cli import main; main()"
+OTHER_MODEL = """
+        import os
+        from forebay.train.parallel import worker
+        if os.environ["SLURM_PROCID"] == "1":
+            # As on a machine whose folder of this name has another model.
+            here = worker.missing
+            worker.missing = lambda sizes: here({p: n + p.endswith(".safetensors") for p, n in sizes.items()})
+        from forebay.cli import main
+        main()
+"""
 TORCHRUN = """
         from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
         from torch.distributed.run import main
@@ -75,7 +86,7 @@ def start(work, arguments, limit_s=60.0, **environ):
 
 
 @contextmanager
-def tasks_of_srun(arguments, size=2, *, here=None, limit_s=60.0, **environ):
+def tasks_of_srun(arguments, size=2, *, work=FOREBAY, here=None, limit_s=60.0, **environ):
     """The processes that srun would start for ``forebay train`` with these arguments."""
     with socket.socket() as free, ExitStack() as stack:
         free.bind(("127.0.0.1", 0))
@@ -93,7 +104,7 @@ def tasks_of_srun(arguments, size=2, *, here=None, limit_s=60.0, **environ):
                 "MASTER_PORT": str(port),
                 **environ,
             }
-            task = start(FOREBAY, ["train", *arguments], limit_s, **step)
+            task = start(work, ["train", *arguments], limit_s, **step)
             stack.callback(task.communicate)
             stack.callback(task.kill)
             tasks.append(task)
@@ -224,6 +235,14 @@ def test_another_number_of_ranks_than_processes_is_one_sentence(run_file, tmp_pa
         expected = "error: train.ranks = 4, but 2 processes were started: start 4, or leave train.ranks out\n"
         assert (run.returncode, said) == (2, expected)
         assert (rank.wait(timeout=300), rank.stdout.read()) == (0, "")
+
+
+def test_a_rank_that_sees_another_model_is_named(run_file, tmp_path):
+    with tasks_of_srun([run_file, f"output={tmp_path}"], work=OTHER_MODEL) as (run, rank):
+        said, _ = run.communicate(timeout=300)
+        expected = r"error: rank 1 does not see the folder '[^']*tiny-[^']*' as the run does: mount it on its machine"
+        assert re.search(expected, said), said
+        assert (run.returncode, rank.wait(timeout=300)) == (2, 0)
 
 
 def test_a_rank_that_does_not_come_is_named_and_a_stranger_is_none(monkeypatch):

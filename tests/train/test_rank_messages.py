@@ -88,7 +88,7 @@ class TwoRanks:
             "token_values": [np.array([0, 0, 3], np.float32), np.array([1, 2, 0], np.float32)],
             "update": [{"columns": part, "norms": [1.0], "critic_norms": [], "lr": 0.1} for part in columns],
         }
-        return answers[method]
+        return answers.get(method)
 
 
 class FullDisk(Ranks):

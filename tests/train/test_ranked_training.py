@@ -249,6 +249,35 @@ def test_other_layouts_of_ranks_train_as_one_and_resume_on_one(make_model, make_
     assert resumed.fit(make_groups(seed=1)).metrics["train/loss"] == pytest.approx(expected, abs=1e-6)
 
 
+READERS = [{**GAE, "kl_coef": 0.1}, {"parallel": {"tensor": 2}}, {"lora_rank": 2}]
+
+
+@pytest.mark.parametrize("settings", READERS, ids=str)
+def test_a_rank_that_reads_waits_for_no_other(make_model, make_groups, ranks, tmp_path, settings):
+    """So a disk may take longer than a collective operation waits: here the second rank has not even begun."""
+    one, two = (make_model(num_key_value_heads=2) for _ in range(2))
+    begun = trainer_for(one, **{name: value for name, value in settings.items() if name != "parallel"})
+    begun.fit(make_groups())
+    saved = state(begun, tmp_path / "saved")
+    calls = ranks.call
+
+    def one_by_one(method, arguments):
+        if method in ("load", "begin_resume"):
+            read.append(method)
+            return [ranks._answer(number, method, own) for number, own in enumerate(arguments)]
+        return calls(method, arguments)
+
+    read = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "call", one_by_one)
+        resumed = trainer_for(two, ranks, num_ranks=2, **settings)
+        resumed.resume(tmp_path / "saved")
+    assert read == ["load", "begin_resume"]
+    again = state(resumed, tmp_path / "again")
+    assert again.keys() == saved.keys()
+    assert all(torch.equal(again[name], value) for name, value in saved.items())
+
+
 def test_heads_that_cannot_be_shared_out_are_refused_in_a_sentence(make_model, ranks):
     with pytest.raises(ValueError, match="tensor = 2 does not divide the 2 heads and 1 key/value heads"):
         trainer_for(make_model(), ranks, num_ranks=2, parallel={"tensor": 2})
@@ -418,8 +447,8 @@ def test_a_frozen_rank_is_named_and_no_process_is_left(num_bytes):
     pool = LocalRanks(1, limit_s=1.0)
     (pid,) = pool.pids
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(RankError, match="rank 0 gave no sign of life for 1 s in resume: it hangs"):
-        pool.call("resume", [[np.zeros(num_bytes, np.uint8)]])
+    with pytest.raises(RankError, match="rank 0 gave no sign of life for 1 s in begin_resume: it hangs"):
+        pool.call("begin_resume", [[np.zeros(num_bytes, np.uint8)]])
     assert pool.pids == []
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)

@@ -136,7 +136,9 @@ def test_ranks_read_the_teacher_and_find_the_same(make_model, make_groups, tmp_p
     try:
         models = {"model": make_model(), "ref_model": teacher}
         sources = {name: source_of(model, tmp_path / name) for name, model in models.items()}
-        worker.build(sources, config.model_dump(), {"pad_token_id": 0}, torch.get_rng_state())
+        worker.meet(config.model_dump())
+        worker.load(sources, torch.get_rng_state())
+        worker.build({"pad_token_id": 0})
         plain = Packer(16384).pack_pad_dispatch(TrainBatch.from_groups(make_groups()))
         found = worker.token_values("ref_logprobs", plain.to_plain())
     finally:
@@ -187,7 +189,9 @@ def test_a_rank_holds_the_teacher_as_it_computes(tmp_path):
         folders = {"model": ModelFolder(folder=own), "ref_model": ModelFolder(folder=own, dtype=None)}
         sources = {name: source_of(model, tmp_path) for name, model in folders.items()}
         config = TrainConfig(lr=1e-3, kl_coef=1.0, dtype="bfloat16")
-        worker.build(sources, config.model_dump(), {"pad_token_id": 0}, torch.get_rng_state())
+        worker.meet(config.model_dump())
+        worker.load(sources, torch.get_rng_state())
+        worker.build({"pad_token_id": 0})
         assert next(worker.learner.ref_model.parameters()).dtype == torch.bfloat16
         assert next(worker.learner.model.parameters()).dtype == torch.float32
     finally:

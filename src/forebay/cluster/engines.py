@@ -414,6 +414,7 @@ def _build(spec: EngineSpec) -> list[Engine]:
         spec.model_folder,
         load_tokenizer(spec.model_folder),
         scratch=config.folder / "engines" / spec.name.removeprefix("engine "),
+        lora_rank=0 if spec.serves_at_once else config.train.lora_rank,
     )
 
 

@@ -8,12 +8,13 @@
                  missing --> ConfigError: the machine, the folder
 """
 
-import tempfile
+import os
 from pathlib import Path
 
 from forebay.cluster.library import import_ray, on_node
 from forebay.cluster.supervisor import all_started
 from forebay.config import ConfigError
+from forebay.io.elsewhere import files_to_see, missing
 
 
 def check_nodes(run_folder: Path, model_folder: Path) -> None:
@@ -26,10 +27,7 @@ def check_nodes(run_folder: Path, model_folder: Path) -> None:
     here = ray.get_runtime_context().get_node_id()
     others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
     run_folder.mkdir(parents=True, exist_ok=True)
-    # A file made just now: each machine may have a folder of this name, with an earlier run in it.
-    with tempfile.NamedTemporaryFile(dir=run_folder, prefix=".seen-") as seen:
-        files = [Path(seen.name), *filter(Path.is_file, model_folder.iterdir())]
-        sizes = {path: path.stat().st_size for path in files}
+    with files_to_see(run_folder, model_folder) as sizes:
         look, asked = ray.remote(num_cpus=0)(missing), {}
         for node in others:
             name = f"machine {node['NodeName']} (node {node['NodeID'][:8]})"
@@ -37,11 +35,6 @@ def check_nodes(run_folder: Path, model_folder: Path) -> None:
         for name, path in all_started(asked).items():
             if path is not None:
                 raise ConfigError(
-                    f"{name} does not see the folder {str(path.parent)!r} as this machine does: mount it "
+                    f"{name} does not see the folder {os.path.dirname(path)!r} as this machine does: mount it "
                     f"there under the same path, or take that machine off the cluster"
                 )
-
-
-def missing(sizes: dict[Path, int]) -> Path | None:
-    """The first of these files that is not here with that size."""
-    return next((p for p, size in sizes.items() if not p.exists() or p.stat().st_size != size), None)

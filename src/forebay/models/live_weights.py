@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     import torch
 
 
-def cast(weights: Weights, dtype: Precision) -> Iterator[tuple[str, torch.Tensor]]:
-    """`weights` as engines hold them: floating point in `dtype`, copied only where it is in another."""
+def cast(weights: Weights, dtype: Precision | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """`weights` as engines hold them: floating point in `dtype`, copied only where it is in another.
+
+    None: as they are.
+    """
     import torch
 
     for name, tensor in weights:
-        yield name, tensor.detach().to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+        yield name, tensor.detach().to(getattr(torch, dtype)) if dtype and tensor.is_floating_point() else tensor
 
 
 class Source(Protocol):
@@ -56,8 +59,8 @@ class LiveWeights:
         weights.copy_to(layout, MemoryFile(num_bytes))  # 0
     """
 
-    def __init__(self, source: Source, dtype: Precision, turn: Lock, step: Callable[[], int]) -> None:
-        """Engines hold those of floating point in `dtype`.
+    def __init__(self, source: Source, dtype: Precision | None, turn: Lock, step: Callable[[], int]) -> None:
+        """Engines hold those of floating point in `dtype`; None: as the source has them.
 
         Code that changes or moves the weights holds `turn`; `step()` is their current model step.
         """

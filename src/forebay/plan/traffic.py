@@ -144,19 +144,18 @@ def sync_cost(config: RunConfig, device: Device, step: StepMemory) -> tuple[floa
     name, arguments, host = config.engine.name, config.engine.arguments, HOST_BYTES_PER_S
     is_server, is_beside = name in SERVERS, device.is_gpu and shared_gpu(*on_machine(config, device)) is not None
     # Servers are started for adapters where the run itself does it.
-    takes = arguments.get("takes_adapters", "urls" not in arguments) and not (is_server and config.cluster)
+    takes = arguments.get("takes_adapters", "urls" not in arguments)
     alone, whole = config.train.lora_rank > 0 and takes, step.num_parameters * engine_itemsize(config)
+    # Servers without buckets read a file, which is written first.
+    by_file = is_server and (alone or (not is_beside and (name == "sglang" or "urls" in arguments)))
     slices, num_bytes = (step.gradient_bytes,) * 2 if alone else (4 * step.num_parameters, whole)
     if config.cluster is None:
-        # Into the host's memory, and out of it into that of an engine in another process. Servers without
-        # buckets read a file, which is written first.
-        by_file = is_server and (alone or (not is_beside and (name == "sglang" or "urls" in arguments)))
+        # Into the host's memory, and out of it into that of an engine in another process.
         through_host = by_file or config.train.ranks > 1 or name == "process" or (is_server and not is_beside)
         return 0, num_bytes * (4 if by_file else 2) / host if through_host else whole / (device.bytes_per_s or host)
     # Slices in float32 to the trainer's process; from there once to each machine, all of them at once.
     places = find_places(config, device)
     there, back = slices * (1 - 1 / places.ranks), num_bytes * places.engines
     one_s = (there + num_bytes * (back > 0)) / min(RAY_BYTES_PER_S, device.network_bytes_per_s)
-    # A server takes a file, which is written and read first.
-    copies = slices + num_bytes * (3 if is_server else 1)
+    copies = slices + num_bytes * (3 if by_file else 1 + is_server)
     return there + back, max(one_s, (there + back) / device.network_bytes_per_s) + copies / host

@@ -308,7 +308,7 @@ def build_trainer(
     if device is None and config.cluster is None:
         device = _trainer_device(config)
         if launched.beside is not None:
-            ranks = launched.beside.ranks(device, config.folder)
+            ranks = launched.beside.ranks(device, config.folder, model_folder)
     with errors_about("[train] cannot be built", ValueError):
         return TrainController(
             ModelFolder(folder=model_folder, dtype=base_precision(config, engine_dtype)),

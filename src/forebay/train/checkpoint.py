@@ -41,7 +41,7 @@ from forebay.io.safe_files import check, publish, unfinished
 from forebay.train.model.critic import Critic
 from forebay.train.model.lora import adapter_config, adapter_weights, is_lora, model_weights, without_adapters
 from forebay.train.optimization import Optimizer
-from forebay.train.parallel.sharding import in_one_piece, no_progress_bars, own_block, put_back, whole
+from forebay.train.parallel.sharding import no_progress_bars, own_block, put_back, to_fill, whole
 
 FORMAT = 2
 """Version of the checkpoint folder; 1, until version 0.2, had whole tensors only."""
@@ -292,8 +292,11 @@ def join_model(folder: Path) -> None:
         save_json(index, folder / "model.safetensors.index.json")
 
 
-def load_trainer(folder: Path, parts: TrainerParts) -> int:
-    """Read into `parts` what `begin_save` wrote; return the number of completed train steps.
+def load_trainer(folder: Path, parts: TrainerParts) -> Callable[[], int]:
+    """Read for `parts` what `begin_save` wrote; the function that has them use it.
+
+    Each rank reads by itself, however long it takes. In the function, which gives the number of completed train
+    steps, ranks wait for each other.
 
     Raises:
         ValueError: it is of another kind of trainer.
@@ -315,7 +318,6 @@ def load_trainer(folder: Path, parts: TrainerParts) -> int:
     if different := sorted(weights.keys() ^ there):
         raise ValueError(f"the saved weights are of another model; names that differ: {different[:5]}")
     moments: dict[str, dict[str, torch.Tensor]] = {prefix: {} for prefix in parts.optimizers}
-    # Ranks that list the files in another order would move other slices at the same time.
     for name, value in sorted(found.items()):
         prefix, _, key = name.partition(".")
         if prefix in moments:
@@ -323,11 +325,16 @@ def load_trainer(folder: Path, parts: TrainerParts) -> int:
             place = parts.optimizers[prefix].place_for(key, value.size, value.properties.dtype)
             moments[prefix] |= {} if place is None else {key: place}
     places = weights | {f"{prefix}.{key}": v for prefix, own in moments.items() for key, v in own.items()}
-    blocks = {name: in_one_piece(value) for name, value in places.items()}
+    blocks = {name: to_fill(value) for name, value in places.items()}
     # Each rank plans by itself what it reads.
     load(blocks, storage_reader=reader, no_dist=True)
-    for name, value in places.items():
-        put_back(value, blocks[name])
-    for prefix, optimizer in parts.optimizers.items():
-        optimizer.load_state_tensors(moments[prefix])
-    return int(saved["train_step"])
+
+    def use() -> int:
+        # In the order of their names: ranks that list the files in another one would move other slices at a time.
+        for name, value in sorted(places.items()):
+            put_back(value, blocks[name])
+        for prefix, optimizer in parts.optimizers.items():
+            optimizer.load_state_tensors(moments[prefix])
+        return int(saved["train_step"])
+
+    return use

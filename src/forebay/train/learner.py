@@ -409,7 +409,17 @@ class Learner:
         Raises:
             ValueError: no checkpoint there, or one of another format, kind of training, or starting weights.
         """
-        return checkpoint.load_trainer(folder, self._parts)
+        self.begin_resume(folder)
+        return self.finish_resume()
+
+    def begin_resume(self, folder: Path) -> None:
+        """Read it; a rank waits for no other."""
+        self._resuming = checkpoint.load_trainer(folder, self._parts)
+
+    def finish_resume(self) -> int:
+        """Use what was read; ranks wait for each other."""
+        use = vars(self).pop("_resuming")
+        return int(use())
 
 
 def _place(model: nn.Module, device: torch.device, mesh: DeviceMesh | None) -> None:

@@ -9,11 +9,11 @@
 None of them can be started again alone: a lost rank ends the run, and the end of the run ends every rank.
 """
 
+import os
 import secrets
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +26,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # document
 
 from forebay.config import ConfigError
 from forebay.io.address import is_proof, prove, tune
+from forebay.io.elsewhere import files_to_see
 from forebay.train.parallel import ranks
 from forebay.train.parallel.array_messages import connect, receive, send
 from forebay.train.parallel.place import Place
@@ -85,11 +86,11 @@ class Beside:
         channels = [*self._joined[number - 1].channels, channel]
         self._joined[number - 1] = Rank(channels, gpu, sock.getpeername()[0])
 
-    def ranks(self, device: str, folder: Path) -> LocalRanks:
+    def ranks(self, device: str, folder: Path, model_folder: Path) -> LocalRanks:
         """The ranks of every trainer of the run in `folder`; on ``cuda`` each has the GPU of its place.
 
         Raises:
-            ConfigError: one does not see the folder.
+            ConfigError: one does not see that folder, or the model's.
         """
         if self._ranks is None:
             self._ranks = LocalRanks(
@@ -100,14 +101,14 @@ class Beside:
                 joined=self._joined,
                 home=self._home,
             )
-            # A file made just now: a machine may have a folder of this name with an earlier run.
-            with tempfile.NamedTemporaryFile(dir=folder.absolute(), prefix=".seen-") as seen:
-                sees = self._ranks.call("sees", [[seen.name]] * self._place.size)
-            if not all(sees):
-                raise ConfigError(
-                    f"rank {sees.index(False)} does not see the folder {str(folder.absolute())!r} as the run "
-                    f"does: mount it on its machine under the same path, or name another output"
-                )
+            with files_to_see(folder, model_folder) as sizes:
+                paths = self._ranks.call("missing", [[sizes]] * self._place.size)
+            for number, path in enumerate(paths):
+                if path is not None:
+                    raise ConfigError(
+                        f"rank {number} does not see the folder {os.path.dirname(path)!r} as the run does: mount "
+                        f"it on its machine under the same path, or name another"
+                    )
         return self._ranks
 
     def close(self) -> None:

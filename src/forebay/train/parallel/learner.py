@@ -63,7 +63,10 @@ class RankedLearner:
             sources = {
                 name: source_of(model, Path(scratch, name)) for name, model in models.items() if model is not None
             }
-            built = self._call("build", sources, config.model_dump(), dict(settings), torch.get_rng_state())
+            # Each waits for the slowest rank before the next: a collective would give its disk minutes.
+            self._call("meet", config.model_dump())
+            self._call("load", sources, torch.get_rng_state())
+            built = self._call("build", dict(settings))
         self._sizes: Layout
         self.adapter_config: dict[str, Any] | None
         # Every rank says the same.
@@ -142,8 +145,9 @@ class RankedLearner:
         self._call("finish_save")
 
     def resume(self, folder: Path) -> int:
-        """As `Learner.resume`; every rank reads its own slices."""
-        return int(self._call("resume", str(folder.absolute()))[0])
+        """As `Learner.resume`; every rank reads its own slices, for as long as its disk takes."""
+        self._call("begin_resume", str(folder.absolute()))
+        return int(self._call("finish_resume")[0])
 
 
 def source_of(model: nn.Module | ModelFolder, scratch: Path) -> dict[str, Any]:

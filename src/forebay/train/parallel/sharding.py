@@ -3,7 +3,7 @@
 ::
 
     whole(slice)      all of one tensor, for all ranks, which ask for the same in the same order
-    in_one_piece, put_back    to a checkpoint and from it
+    in_one_piece              to a checkpoint          to_fill, put_back    from it
     sum_replicated    gradients of weights that every rank has whole      clip_gradients   of all kinds
 
 A tensor that is not sharded passes through everything here unchanged: one code path serves one process
@@ -47,16 +47,38 @@ def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
     Where both tensor parallelism and FSDP split the same dimension, a slice is made of several blocks, which
     ``torch.distributed.checkpoint`` would take for one.
     """
+    sliced: Any = tensor
+    blocks = _blocks(tensor)
+    moved: torch.Tensor = tensor if blocks is None else sliced.redistribute(placements=blocks)
+    return moved
+
+
+def to_fill(tensor: torch.Tensor) -> torch.Tensor:
+    """The place for what `in_one_piece` made of such a tensor: itself, or memory that has to be `put_back`.
+
+    No rank waits for another here.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if (blocks := _blocks(tensor)) is None:
+        return tensor
+    sliced: Any = tensor
+    shape, _ = compute_local_shape_and_global_offset(tensor.shape, sliced.device_mesh, blocks)
+    local = torch.empty(shape, dtype=tensor.dtype, device=sliced.to_local().device)
+    return DTensor.from_local(
+        local, sliced.device_mesh, blocks, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def _blocks(tensor: torch.Tensor) -> list[Any] | None:
+    """How `tensor` lies on the ranks once each has one block; None: it does already."""
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
     placements = getattr(tensor, "placements", ())
-    if not any(isinstance(placement, _StridedShard) for placement in placements):
-        return tensor
-    sliced: Any = tensor
     blocks = [Shard(p.dim) if isinstance(p, _StridedShard) else p for p in placements]
-    moved: torch.Tensor = sliced.redistribute(placements=blocks)
-    return moved
+    return None if blocks == list(placements) else blocks
 
 
 def own_block(tensor: torch.Tensor) -> tuple[tuple[slice, ...], torch.Tensor]:
@@ -83,7 +105,7 @@ def own_block(tensor: torch.Tensor) -> tuple[tuple[slice, ...], torch.Tensor]:
 
 
 def put_back(target: torch.Tensor, block: torch.Tensor) -> None:
-    """Overwrite `target` with what `in_one_piece` of it became."""
+    """Overwrite `target` with what was read into `to_fill` of it."""
     sliced: Any = block
     with torch.no_grad():
         if block is not target:

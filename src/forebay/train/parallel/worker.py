@@ -6,15 +6,18 @@ anything else that can construct it and call its methods (an actor) can host it 
 ::
 
     RankWorker(rank, world_size, init_method) : joins the process group
-      .build(sources, config)      -> a Learner whose weights are slices, read from a folder
+      .meet(config)                -> the mesh of the ranks
+      .load(sources)               each reads its slices from a folder, however long that takes
+      .build(settings)             -> a Learner of these
       .token_values, .update       -> results for the rank's own sequences, of the whole batch
       .copy_weights                -> the rank's blocks of the weights, in memory that engines map
       .blocks                      -> the same as arrays, where there is no such memory
       .offload, .onload            moments to the host's memory, and back
-      .begin_save, .finish_save, .resume
+      .begin_save, .finish_save, .begin_resume, .finish_resume
 
 Every method but the constructor is called on all ranks, with the same name and in the same order, because
-they meet in collective operations. All return; what differs by rank is said there.
+they meet in collective operations; but not in those that read, `load` and `begin_resume`: a slow disk makes
+no operation of others run out of time. All return; what differs by rank is said there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,6 +29,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from forebay.io.elsewhere import missing
 from forebay.io.shared import Layout, lay_out, map_once, mapped
 from forebay.models import precision_on
 from forebay.train.batch import TrainBatch
@@ -70,28 +74,24 @@ class RankWorker:
         self.learner: Learner
         """The rank's slice of the trainer, from `build` on."""
 
-    def build(
-        self,
-        sources: Mapping[str, Any],
-        config: Mapping[str, Any],
-        settings: Mapping[str, Any],
-        random_state: torch.Tensor,
-    ) -> tuple[dict[str, Any] | None, Layout, float]:
-        """Make the trainer's models and optimizers.
-
-        Returns `Learner.adapter_config`, `Learner.sizes` laid out, and `Packer.even_length` of the model.
-
-        `sources` say where models are (`forebay.train.parallel.learner.source_of`) and `settings` are plain
-        values, by the names that `Learner` has for them. `random_state` is that of torch's CPU generator:
-        adapters begin with random numbers, and all ranks must draw the same."""
-        # The memory of an earlier trainer is needed.
+    def meet(self, config: Mapping[str, Any]) -> None:
+        """Let go of an earlier trainer, whose memory is needed, and make the groups of the ranks."""
         vars(self).pop("learner", None)
-        train = TrainConfig.model_validate(config)
+        self._config = TrainConfig.model_validate(config)
+        parallel, is_alone = self._config.parallel, self._ranks[1] == 1
         # FSDP around one rank's whole model would cost a tenth of a small one's step.
-        mesh = make_mesh(*self._ranks, train.parallel) if self._ranks[1] > 1 else None
+        self._mesh = None if is_alone else make_mesh(*self._ranks, parallel)
+        self._context = make_context(*self._ranks, parallel)
+
+    def load(self, sources: Mapping[str, Any], random_state: torch.Tensor) -> None:
+        """Read the models; no rank waits for another.
+
+        `sources` say where they are (`forebay.train.parallel.learner.source_of`). `random_state` is that of
+        torch's CPU generator: adapters begin with random numbers, and all ranks must draw the same."""
+        train = self._config
         load = partial(
             load_sharded,
-            mesh=mesh,
+            mesh=self._mesh,
             config=train.parallel,
             precision=precision_on(self.device, train.dtype),
             device=str(self.device),
@@ -118,14 +118,23 @@ class RankWorker:
         # One rank draws the head of a critic that it makes itself, and the adapters after it.
         if not train.uses_critic or "value_model" in sources:
             torch.set_rng_state(random_state)
+        self._models = models
+
+    def build(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any] | None, Layout, float]:
+        """Make the trainer of the models, and its optimizers.
+
+        Returns `Learner.adapter_config`, `Learner.sizes` laid out, and `Packer.even_length` of the model.
+
+        `settings` are plain values, by the names that `Learner` has for them."""
+        models: dict[str, Any] = vars(self).pop("_models")
         self.learner = Learner(
             **models,
             **settings,
-            config=train,
+            config=self._config,
             device=self.device,
-            mesh=mesh,
-            rank=self.rank // train.parallel.same_sequences,
-            context=make_context(*self._ranks, train.parallel),
+            mesh=self._mesh,
+            rank=self.rank // self._config.parallel.same_sequences,
+            context=self._context,
         )
         width = models["model"].config.get_text_config().hidden_size
         return self.learner.adapter_config, lay_out(self.learner.sizes())[0], EVEN_WIDTHS * width
@@ -170,13 +179,17 @@ class RankWorker:
         """`Learner.finish_save`: wait until this rank's files are written; for a thread of its own."""
         self.learner.finish_save()
 
-    def resume(self, folder: str) -> int:
-        """Take over what `save` wrote, with any number of ranks; the number of completed train steps."""
-        return self.learner.resume(Path(folder))
+    def begin_resume(self, folder: str) -> None:
+        """Read what `save` wrote, with any number of ranks; this one waits for no other."""
+        self.learner.begin_resume(Path(folder))
 
-    def sees(self, path: str) -> bool:
-        """Whether the file is there, as seen from this rank's machine."""
-        return Path(path).exists()
+    def finish_resume(self) -> int:
+        """Use it; the number of completed train steps."""
+        return self.learner.finish_resume()
+
+    def missing(self, sizes: Mapping[str, int]) -> str | None:
+        """The first of these files that this rank's machine does not see with that size."""
+        return missing(sizes)
 
     def close(self) -> None:
         """Leave the process group."""

@@ -101,19 +101,23 @@ def test_of_moments_in_slices_a_rank_moves_its_own(half: DeviceMesh) -> None:
 
 
 @pytest.mark.parametrize("yields_memory", [False, True])
-def test_a_train_step_leaves_nothing_cached_on_a_gpu_that_another_process_has_next(
+def test_a_trainer_leaves_nothing_cached_on_a_gpu_that_another_process_has_next(
     make_model, make_groups, monkeypatch, yields_memory
 ) -> None:
-    """Elsewhere it keeps its cache: to take it anew costs time, and an engine may be recording."""
-    emptied = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    """Neither where it is made nor after a step. Elsewhere it keeps its cache, as an engine may be recording."""
+    events = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("emptied"))
+    settle = learner_module.settle_attention
+    monkeypatch.setattr(learner_module, "settle_attention", lambda *given: events.append("tried") or settle(*given))
     monkeypatch.setattr(learner_module, "_place", lambda model, device, mesh: None)
     monkeypatch.setattr(learner_module, "collate", partial(on_the_cpu, collate))
     config = TrainConfig(lr=1e-2, dtype="float32", attention="sdpa")
     for device in ("cpu", "cuda"):
         trainer = TrainController(make_model(), config, pad_token_id=0, device=device, yields_memory=yields_memory)
+        events.append(f"made on {device}")
         trainer.fit(make_groups())
-    assert emptied == [True] * yields_memory
+    emptied = ["emptied"] * yields_memory
+    assert events == ["tried", "made on cpu", "tried", *emptied, "made on cuda", *emptied]
 
 
 def on_the_cpu(made, *args, **given):

@@ -61,8 +61,8 @@ class TrainController:
 
     Trained weights and their moments are float32: a model given in another dtype is cast, in place (with
     `lora_rank` the adapters are float32, and what lies below them stays). Engines get `engine_dtype`. With
-    `yields_memory` the memory that torch caches on a GPU is given back after each train step, for an engine
-    in another process; torch then takes it anew at every step.
+    `yields_memory` the memory that torch caches on a GPU is given back once the trainer is made and after each
+    train step, for an engine in another process; torch then takes it anew at every step.
 
     The models go to `device`; left out, they stay where they are. With ``config.ranks`` over 1 they are split
     over as many processes of this machine, which `close` ends, and this process keeps none; `ranks` are other

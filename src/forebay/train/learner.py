@@ -135,6 +135,9 @@ class Learner:
         self._writing: Callable[[], None] | None = None
         self._away = Offload()
         self._set_modes()
+        if self._yields_memory:
+            # The trial leaves the autocast copies of all matrices there, and the engine may start next.
+            empty_cache()
 
     def _settle_attention(self, policy: Any, has_content: bool, context: Context | None) -> Any:
         """The kernel of attention with which all models compute from now on, tried if that can be."""

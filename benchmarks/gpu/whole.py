@@ -1,4 +1,4 @@
-"""Steps about the whole: tests that need a GPU, the demo, plans against measures, a rank process."""
+"""Steps about the whole: tests that need a GPU, the demo, plans against measures, one rank."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import torch
 from accelerator import Bench, Row, make_groups
 from generation import by_engine
+from torch import distributed
 from training import make_trainer
 
 from forebay.config import parse_config
@@ -26,7 +28,9 @@ from forebay.plan import make_plan, parse_devices, this_machine
 from forebay.plan.turns import CONTEXT_BYTES
 from forebay.runs.config import RunConfig
 from forebay.train import TrainConfig
-from forebay.train.parallel.ranks import LocalRanks
+from forebay.train.learner import Learner
+from forebay.train.parallel.learner import source_of
+from forebay.train.parallel.loading import load_sharded, make_mesh
 
 ROOT = Path(__file__).parents[2]
 
@@ -197,41 +201,58 @@ def _plan(bench: Bench, keys: Mapping[str, Any]) -> Row:
 # One rank
 
 
-class Receiver:
-    """Keeps what it is given."""
-
-    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
-        self.weights = {name: weight.detach().cpu().clone() for name, weight in weights}
-
-
 def one_rank(bench: Bench) -> None:
-    """A trainer whose model is in a rank process: two steps; and one, save, resume, the other.
-
-    One rank joins no process group: NCCL is tried by the tests."""
-    bench.attempt("one rank: step, save, resume, step", 20, partial(_one_rank, bench))
+    """A trainer in slices, of which the only rank has all, over NCCL: two steps; and one, save, resume, the other."""
+    bench.attempt("FSDP, one rank: step, save, resume, step", 20, partial(_one_rank, bench))
 
 
 def _one_rank(bench: Bench) -> Row:
-    config = TrainConfig(lr=1e-4, layout="packed", token_budget=4096)
+    device, over = bench.device, "gloo"
+    if device.type == "cuda":
+        device, over = torch.device("cuda", 0), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    distributed.init_process_group(
+        over,
+        init_method=f"file://{bench.folder}/meet",
+        rank=0,
+        world_size=1,
+        device_id=None if bench.tiny else device,
+    )
+    try:
+        return {"collectives": distributed.get_backend(), **_resumed(bench, device)}
+    finally:
+        distributed.destroy_process_group()
+
+
+def _resumed(bench: Bench, device: torch.device) -> Row:
+    config = TrainConfig(lr=1e-4, layout="packed", token_budget=4096, dtype="bfloat16")
     vocabulary = bench.config("0.5b").vocab_size
     length = 8 if bench.tiny else 256
     groups = make_groups(4, 4, prompt=length, response=length, vocabulary=vocabulary)
+    whole = make_trainer(bench, "0.5b", config)
+    batch = whole.compute_advantages(whole.pack(groups))
+    batch.token_weights = (batch.response_mask / batch.response_mask.sum()).astype(np.float32)
+    source = source_of(whole.model, bench.folder / "model")
+    # Its memory is the slices'.
+    del whole
+    mesh = make_mesh(device.type, 1, config.parallel)
     folder, found, times = bench.folder / "rank", [], {}
-    ranks = LocalRanks(1, device=bench.device.type)
-    try:
-        for part in ("saved", "resumed"):
-            trainer = make_trainer(bench, "0.5b", config, ranks=ranks)
-            if part == "saved":
-                trainer.fit(groups)
-                times["save s"] = bench.seconds_of(partial(trainer.save, folder))
-            else:
-                times["resume s"] = bench.seconds_of(partial(trainer.resume, folder))
-            times["step s"] = bench.seconds_of(partial(trainer.fit, groups))
-            receiver = Receiver()
-            asyncio.run(trainer.sync_weights(receiver))
-            found.append(receiver.weights)
-    finally:
-        ranks.close()
+    folder.mkdir()
+    for part in ("saved", "resumed"):
+        model = load_sharded(source, mesh, config.parallel, precision="bfloat16", device=str(device))
+        learner = Learner(model, config, pad_token_id=0, device=device, mesh=mesh)
+        if part == "saved":
+            learner.update(batch, 0)
+            times["save s"] = bench.seconds_of(partial(_save, learner, folder))
+        else:
+            times["resume s"] = bench.seconds_of(partial(learner.resume, folder))
+        times["step s"] = bench.seconds_of(partial(learner.update, batch, 1))
+        found.append({name: weight.detach().cpu().clone() for name, weight in learner.weights()})
     here, there = found
     largest = max(float((weight - there[name]).abs().max()) for name, weight in here.items())
     return {**times, "largest difference of a weight": largest}
+
+
+def _save(learner: Learner, folder: Path) -> None:
+    learner.begin_save(folder, 1)
+    learner.finish_save()

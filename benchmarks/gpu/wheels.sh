@@ -7,11 +7,14 @@
 set -euo pipefail
 folder=${1:?usage: wheels.sh FOLDER}
 root=$(cd "$(dirname "$0")/../.." && pwd)
-names=(annotated-types msgspec plotext pydantic pydantic-core pytest-asyncio sqlalchemy tomli-w typing-inspection)
+names=(annotated-types bitsandbytes execnet hypothesis msgspec plotext psutil pydantic pydantic-core pytest-asyncio
+  pytest-timeout pytest-xdist sortedcontainers sqlalchemy tomli-w typing-inspection)
 platforms=()
-for platform in manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux1; do
+for platform in manylinux_2_28 manylinux_2_27 manylinux_2_24 manylinux_2_17 manylinux2014 manylinux1; do
   platforms+=(--platform "${platform}_x86_64")
 done
 python3 -m pip download --quiet --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
   "${platforms[@]}" --constraint "$root/constraints.txt" --dest "$folder" "${names[@]}"
+# 8-bit moments: of the libraries for each CUDA those for 13 are kept.
+zip --quiet --delete "$folder"/bitsandbytes-*.whl "*libbitsandbytes_cuda1[12]*" "*libbitsandbytes_rocm*" "*libbitsandbytes_xpu*"
 du -sh "$folder"

@@ -21,6 +21,7 @@ from forebay.cluster import nodes as cluster_nodes
 from forebay.config import ConfigError
 from forebay.runs import launch as launching
 from forebay.runs import placement, steps
+from forebay.runs.store import STORE_FILE
 from warm_python import warm_python, warm_workers
 
 SOON = {
@@ -207,7 +208,7 @@ def run_main(folder, num_steps, num_nodes, what):
     assert done.returncode == 0
     config = config_on(folder, "127.0.0.1:1", steps=num_steps)
     # Every batch whole, and no group lost or trained twice.
-    check_run(config, "sqlite")
+    check_run(config, str(config.folder / STORE_FILE))
     return json.loads(done.stdout.splitlines()[-1]), config
 
 

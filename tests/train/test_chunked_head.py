@@ -234,7 +234,9 @@ def test_a_sharded_head_is_whole_where_its_chunks_need_it(settings, make_model, 
     try:
         torch.manual_seed(0)
         model = source_of(make_model(tie_word_embeddings=False), tmp_path / "model")
-        worker.build({"model": model}, config.model_dump(), {"pad_token_id": 0}, torch.get_rng_state())
+        worker.meet(config.model_dump())
+        worker.load({"model": model}, torch.get_rng_state())
+        worker.build({"pad_token_id": 0})
         assert norms(worker.update) == pytest.approx(expected, rel=1e-5)
     finally:
         worker.close()

@@ -150,9 +150,9 @@ class SharedMemoryHandOver:
             await asyncio.wait(filter(None, writing))
         free = [other for other in self._before if not (other.readers or other.num_calls or other is written)]
         self._before = [other for other in self._before if other not in free]
-        return await asyncio.to_thread(self._fill, written, [other.file for other in free])
+        return await asyncio.to_thread(self._fill, written, [other.file for other in free if other.file])
 
-    def _fill(self, written: _Written, free: Sequence[MemoryFile | None]) -> dict[str, Any]:
+    def _fill(self, written: _Written, free: Sequence[MemoryFile]) -> dict[str, Any]:
         layout, memory = put(written.weights, free)
         written.file = memory
         return {"path": memory.path, "inode": memory.inode, "num_bytes": memory.num_bytes, "layout": layout}
@@ -195,12 +195,10 @@ class WeightInbox:
             return await take_over(self._pool, message["layout"], data, step, adapters=adapters)
 
 
-def put(weights: Listed, free: Iterable[MemoryFile | None]) -> tuple[Layout, MemoryFile]:
+def put(weights: Listed, free: Iterable[MemoryFile]) -> tuple[Layout, MemoryFile]:
     """Put `weights` into one of these that has just the room, else into new memory."""
     layout, num_bytes = lay_out(weights.sizes() if isinstance(weights, LiveWeights) else weights)
-    memory = next((memory for memory in free if memory and memory.num_bytes == num_bytes), None) or MemoryFile(
-        num_bytes
-    )
+    memory = next((memory for memory in free if memory.num_bytes == num_bytes), None) or MemoryFile(num_bytes)
     if isinstance(weights, LiveWeights):
         weights.copy_to(layout, memory)
     else:

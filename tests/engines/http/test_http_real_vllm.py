@@ -21,6 +21,11 @@ import torch
 from forebay.config import Component
 from forebay.engines import EngineSurroundings, RolloutController, build_engines
 from forebay.engines.local.sampling import Sampling, draw
+from forebay.engines.servers.dialects import Dialect
+from forebay.engines.servers.launch import LocalServer
+from forebay.engines.servers.link import ServerLink
+from forebay.engines.servers.sender import PROGRAM
+from forebay.engines.weights.files import shared_weights, write_untied
 from forebay.io.shared import views
 from forebay.models import ModelConfig, load_model, load_tokenizer
 from forebay.models.config import TinyConfig
@@ -406,3 +411,48 @@ async def test_two_ranks_train_and_the_server_computes_what_they_do(folder, tmp_
     finally:
         await controller.close()
         ranked.close()
+
+
+async def test_weights_are_sent_to_a_server_of_others_which_maps_no_memory(folder, trainer, tmp_path, monkeypatch):
+    """Over gloo, as to a machine of its own."""
+    monkeypatch.setattr("forebay.engines.weights.buckets.BUCKET_BYTES", 1 << 19)
+    monkeypatch.setattr("forebay.engines.servers.engine._TRY_AGAIN_S", 0.1)
+    told = Dialect.bucket
+
+    def without_path(self: Dialect, bucket: Any) -> Any:
+        call = told(self, bucket)
+        del call.body["update_info"]["path"]
+        return call
+
+    monkeypatch.setattr(Dialect, "bucket", without_path)
+    dialect, served = Dialect(), write_untied(folder, tmp_path / "served", shared_weights(folder))
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    own = dialect.command(str(served), 0, CONTEXT, "float32")
+    place = own.index("--port") + 1
+
+    def command(port: int) -> list[str]:
+        return [PYTHON, *own[:place], str(port), *own[place + 1 :], *dialect.transfer_options["cpu"], "--enforce-eager"]
+
+    server = LocalServer(
+        command,
+        log=tmp_path / "server.log",
+        environment={**dialect.environment, **environment, "PYTHONPATH": str(PROGRAM.parent)},
+    )
+    await server.start(ServerLink(dialect, server).is_ready)
+    try:
+        controller = await asyncio.to_thread(
+            controller_for, folder, tmp_path, servers=0, urls=[server.url], python="", options=[]
+        )
+        live = LiveWeights(trainer, "float32", threading.Lock(), lambda: trainer.step)
+        for number in range(2):
+            trainer.train()
+            await controller.update_weights(live, trainer.step)
+            state = await controller.generate_sample(rollout(f"sent {number}", 20, temperature=0.0))
+            assert state.response_model_steps.tolist() == [trainer.step] * len(state.response_ids)
+            check(trainer, state, temperature=0.0)
+        [engine] = controller.engines
+        assert engine._weights._sender.has_sent
+        assert not list(tmp_path.rglob("weights")), "nothing went over the disk"
+        await controller.close()
+    finally:
+        await server.stop()

@@ -2,13 +2,14 @@
 
 ::
 
-    urls = [...]      servers that somebody else runs; asked once what they serve
+    urls = [...]      servers that somebody else runs; asked once what they serve, and how they take weights
     servers = N       N servers of this machine, started with the run and ended with it
 
 The servers of a run share one folder of weights, which all of them must see.
 """
 
 import json
+import logging
 import math
 import os
 import re
@@ -19,24 +20,28 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Literal, Self
 from urllib.error import HTTPError
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
 from pydantic import Field, NonNegativeInt, model_validator
 
 from forebay.config import ConfigError, StrictModel, check_arguments
 from forebay.engines.base import Engine, EngineSurroundings, numbered, scalable
-from forebay.engines.servers.dialects import MODEL_NAME, Dialect, SGLang
+from forebay.engines.servers.dialects import MODEL_NAME, Call, Dialect, SGLang
 from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
 from forebay.engines.weights.files import WeightFiles, shared_weights, write_untied
 from forebay.io.address import is_loopback
-from forebay.models import context_of
+from forebay.models import context_of, find_device
 from forebay.models.images import placeholder_of
 
 DIALECTS: dict[str, type[Dialect]] = {"vllm": Dialect, "sglang": SGLang}
 
+logger = logging.getLogger(__name__)
+
 _ASK_LIMIT_S = 10.0
+_ASK_ALL_LIMIT_S = 60.0
+"""vLLM looks through its environment first."""
 
 _SPLIT = re.compile(r"(?:-parallel-size|-[tpd]p(?:-size)?)[ =](\d+)")
 """An option by which a server uses several GPUs, and how many."""
@@ -58,7 +63,7 @@ class HTTPArguments(StrictModel, strict=True):
     """Further environment variables of the servers; ``{server}`` likewise."""
     weights_folder: str | None = None
     """Where files with weights are handed over, all weights if given; None: in the run's folder. In
-    ``/dev/shm``: through memory."""
+    ``/dev/shm``: through memory. Servers of others that have Forebay's plug-in need none: weights are sent to them."""
     start_limit_s: float = Field(default=START_LIMIT_S, gt=0)
     """Seconds that a server may take to start, or to come back; the wait for a train step to end does not count."""
     takes_adapters: bool | None = None
@@ -106,11 +111,6 @@ class HTTPArguments(StrictModel, strict=True):
                 )
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ConfigError(f"urls holds {url!r}, which is no address; write it like 'http://127.0.0.1:8000'")
-        far = [url for url in self.urls if not is_loopback(urlsplit(url).hostname or "")]
-        if far and self.weights_folder is None:
-            raise ConfigError(
-                f"{', '.join(far)} is on another machine: set weights_folder to a folder that it sees, too"
-            )
         return self
 
 
@@ -162,7 +162,11 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     )
     wanted = surroundings.model.max_context
     if settings.urls:
-        at_address = partial(_at_address, kind, engine, arguments, wanted, key)
+        for url in settings.urls:
+            _ask(url.rstrip("/"), wanted, key)
+        find_senders = partial(_senders, dialect, surroundings.device, key, lora_rank, settings.weights_folder)
+        files.bucket_device = "cpu" if find_senders(settings.urls) else None
+        at_address = partial(_at_address, kind, engine, arguments, wanted, key, find_senders, files)
         return scalable([at_address(url) for url in settings.urls], at_address)
     context = wanted or context_of(model_folder) or 0
     if not context:
@@ -236,6 +240,8 @@ def _at_address(
     arguments: dict[str, Any],
     wanted: int | None,
     key: str | None,
+    find_senders: Callable[[Sequence[str]], Mapping[str, str]],
+    files: WeightFiles,
     url: str,
 ) -> HTTPEngine:
     """The engine for a server that runs already.
@@ -247,16 +253,56 @@ def _at_address(
         raise ValueError("servers that run already join and leave by their address: +http://HOST:PORT")
     check_arguments("engine", kind, HTTPArguments, {**arguments, "urls": [url]})
     model, context = _ask(url.rstrip("/"), wanted, key)
-    return engine(url.rstrip("/"), model=model, max_context_tokens=context)
+    device = find_senders([url]).get(url)
+    if files.bucket_device and device is None:
+        raise ValueError(f"the server at {url} lacks Forebay's plug-in, by which the others of this run get weights")
+    sender_device = device if files.bucket_device else None
+    return engine(url.rstrip("/"), model=model, max_context_tokens=context, sender_device=sender_device)
+
+
+def _senders(
+    dialect: Dialect, device: str, key: str | None, lora_rank: int, folder: str | None, urls: Sequence[str]
+) -> dict[str, str]:
+    """The device from which weights are sent to each of these servers; {}: all get files.
+
+    Raises:
+        ConfigError: one is on another machine, and gets neither.
+    """
+    own, found = find_device(device), dict[str, str]()
+    for url in urls if folder is None and not lora_rank else ():
+        try:
+            info = _get(url.rstrip("/"), dialect.info, key, _ASK_ALL_LIMIT_S)
+        except HTTPError as error:
+            # It tells nothing of itself.
+            error.close()
+            continue
+        if (theirs := dialect.plugin_device(info)) is not None:
+            found[url] = str(own) if own.type == theirs else "cpu"
+    far = [url for url in urls if not is_loopback(urlsplit(url).hostname or "")]
+    if lacking := [url for url in urls if url not in found]:
+        if far and folder is None:
+            raise ConfigError(
+                f"{', '.join(far)} is on another machine: set weights_folder to a folder that it sees, too, or "
+                f"start {', '.join(lacking)} with Forebay's plug-in (docs/engines.md)"
+            )
+        if found:
+            logger.warning("all servers get weights in files: %s lacks Forebay's plug-in", ", ".join(lacking))
+    return {} if lacking else found
+
+
+def _get(url: str, call: Call, key: str | None, limit_s: float) -> Any:
+    query, headers = urlencode(call.params), {"Authorization": f"Bearer {key}"} if key else {}
+    # Without a proxy, as everything that is asked later.
+    with build_opener(ProxyHandler({})).open(
+        Request(f"{url}{call.path}?{query}", headers=headers), timeout=limit_s
+    ) as answer:
+        return json.load(answer)
 
 
 def _ask(url: str, wanted: int | None, key: str | None) -> tuple[str, int]:
     """The name of the model that the server at `url` serves, and the context to use."""
-    request = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
-        # Without a proxy, as everything that is asked later.
-        with build_opener(ProxyHandler({})).open(request, timeout=_ASK_LIMIT_S) as answer:
-            model = json.load(answer)["data"][0]
+        model = _get(url, Dialect.models, key, _ASK_LIMIT_S)["data"][0]
         name, context = str(model["id"]), int(model["max_model_len"])
     except HTTPError as error:
         # It holds the connection.

@@ -40,6 +40,9 @@ ADAPTER_NAME = "policy-adapter"
 WEIGHTS, CACHE = "weights", "kv_cache"
 """The parts of a server's memory, as both servers call them: what sleeps, and wakes up one by one."""
 
+PLUGIN = "forebay"
+"""The name of `vllm_plugin` among vLLM's ways to transfer weights."""
+
 RETURN_EXPERTS = "--enable-return-routed-experts"
 """vLLM's option for a mixture of experts; among ``options`` it also says so of servers that others run."""
 
@@ -88,11 +91,8 @@ class Dialect:
     hold: tuple[Call, ...] = (Call("POST", "/pause", params={"mode": "keep"}),)
     """Stop between two tokens and keep the requests, with what is cached of them, until `release`."""
     release: tuple[Call, ...] = (Call("POST", "/resume"),)
-    begin: tuple[Call, ...] = (
-        Call("POST", "/init_weight_transfer_engine", {"init_info": {"packed": True}}),
-        Call("POST", "/start_weight_update"),
-    )
-    """Be ready for weights that come in buckets (`bucket`), until `end`."""
+    workers = Call("GET", "/get_world_size")
+    """Answered with its number of processes that have a part of the model, as ``world_size``."""
     abandon: tuple[Call, ...] = (Call("POST", "/finish_weight_update", may_refuse=True),)
     """End an update of which not all buckets came, so that another can begin."""
     tokens_options = "--enable-scale-out"
@@ -101,8 +101,7 @@ class Dialect:
     """Arguments of a server that is to `sleep`."""
     transfer_options: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "cuda": ("--weight-transfer-config", '{"backend": "ipc"}'),
-        # In `vllm_plugin`.
-        "cpu": ("--weight-transfer-config", '{"backend": "forebay"}'),
+        "cpu": ("--weight-transfer-config", f'{{"backend": "{PLUGIN}"}}'),
     }
     """Arguments of a server that is to take weights in buckets, by the device that these are on."""
     memory_option = "--gpu-memory-utilization"
@@ -255,10 +254,22 @@ class Dialect:
         """Free what adapters occupy that no request uses any more."""
         return ()
 
+    def plugin_device(self, info: Mapping[str, Any]) -> str | None:
+        """The type of the device of a server that takes weights from a sender; None: it does not say that it does."""
+        config = info.get("vllm_config") or {}
+        if (config.get("weight_transfer_config") or {}).get("backend") != PLUGIN:
+            return None
+        return str((config.get("device_config") or {}).get("device"))
+
+    def begin(self, place: Mapping[str, Any]) -> tuple[Call, ...]:
+        """Be ready for weights that come in buckets (`bucket`), until `end`; from the sender at `place`, if any."""
+        init = {"init_info": {"packed": True, **place}}
+        return Call("POST", "/init_weight_transfer_engine", init), Call("POST", "/start_weight_update")
+
     def bucket(self, bucket: Bucket) -> Call:
         """Take over these weights between `begin` and `end`; they may change once it is answered.
 
-        By a handle of the memory that they lie in, one after another.
+        By a handle of the memory that they lie in, one after another, which is not used where there is a sender.
         """
         names, dtypes, shapes, starts, stops = zip(*bucket.layout, strict=True)
         info = {
@@ -330,7 +341,7 @@ class SGLang(Dialect):
     pause = (Call("POST", "/pause_generation", {"mode": "abort"}),)
     hold = (Call("POST", "/pause_generation", {"mode": "in_place"}),)
     release = (Call("POST", "/continue_generation", {}),)
-    begin = abandon = ()
+    abandon = ()
     transfer_options: ClassVar[Mapping[str, tuple[str, ...]]] = {"cuda": ()}
     tokens_options = ""
     sleep_options = "--enable-memory-saver --enable-weights-cpu-backup"
@@ -437,6 +448,13 @@ class SGLang(Dialect):
     def drop_adapters(self, version: str) -> tuple[Call, ...]:
         """Unload these; refused where the server has none of that name."""
         return (Call("POST", "/unload_lora_adapter", {"lora_name": version}, may_refuse=True),)
+
+    def plugin_device(self, info: Mapping[str, Any]) -> None:
+        """There is no plug-in for it."""
+
+    def begin(self, place: Mapping[str, Any]) -> tuple[Call, ...]:
+        """It needs no word before."""
+        return ()
 
     def bucket(self, bucket: Bucket) -> Call:
         """As tensors that torch shares between processes, for a server on one GPU."""

@@ -80,13 +80,15 @@ class HTTPEngine:
         api_key: str | None = None,
         lora_rank: int = 0,
         sleeps: bool = False,
+        sender_device: str | None = None,
     ) -> None:
         """`server` is an address or a server to start; `model` is what it calls the model.
 
         `files` is shared by all engines of a run. `start_limit_s` is how long a server that others start
         may be away, and how long one may take to be ready for use. `api_key` goes with every request.
         `lora_rank` is the highest rank of adapters that the server was started for; 0: none. One that `sleeps`
-        has a GPU of the trainer, which its controller gives to one of them at a time.
+        has a GPU of the trainer, which its controller gives to one of them at a time. `sender_device`: see
+        `ServerWeights`.
         """
         self.max_context_tokens = max_context_tokens
         """The most tokens, prompt and response together, one request may reach."""
@@ -100,7 +102,7 @@ class HTTPEngine:
         self._files = files
         files.num_users += 1
         self._stop_texts = None if tokenizer is None else StopTexts(tokenizer)
-        self._weights = ServerWeights(self._link, lora_rank=lora_rank)
+        self._weights = ServerWeights(self._link, lora_rank=lora_rank, sender_device=sender_device)
         self._start_limit_s = start_limit_s
         self._images = SentImages()
         self._streams: dict[Stream, None] = {}
@@ -277,6 +279,7 @@ class HTTPEngine:
         for stream in self._streams:
             stream.cut("abort")
         await self._watch.quiet()
+        await self._weights.close()
         if self._server is not None:
             await self._server.stop()
         elif was_up:
@@ -330,6 +333,7 @@ class HTTPEngine:
 
     def _lose(self, why: str) -> None:
         why, self._images = why.removeprefix(f"{self}: "), SentImages()
+        self._weights.lose()
         # A server that never was up is still a new one: it is set up wrongly, not lost.
         self._enter(State.NEW if self._state is State.NEW else State.LOST, why)
         for stream in self._streams:

@@ -9,6 +9,8 @@ import io
 import itertools
 import json
 import re
+import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +20,12 @@ from urllib.parse import parse_qsl, urlsplit
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from forebay.engines import GenerateRequest
 from forebay.engines.servers.dialects import Dialect, SGLang
 from forebay.engines.servers.engine import HTTPEngine
+from forebay.engines.servers.sender import PROGRAM
 from forebay.engines.weights.files import WeightFiles
 from forebay.types import SampleParams
 
@@ -284,10 +288,16 @@ class FakeServer:
         if self.hangs and parts.path not in ("/health", "/v1/models", self.dialect.health.path):
             await reader.read(1)
             return False
+        if (error := await self.ask_workers(parts.path, body)) is not None:
+            _write(writer, 500, error)
+            return True
         status, answer = self._control(parts.path, dict(parse_qsl(parts.query)), body)
         _write(writer, status, json.dumps(answer))
         await writer.drain()
         return True
+
+    async def ask_workers(self, path: str, body: Any) -> str | None:
+        """Why processes beside this one failed, if there are any that have to do something."""
 
     def _control(self, path: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
         if path in ("/health", self.dialect.health.path) and not self.healthy:
@@ -448,7 +458,7 @@ class FakeVLLM(FakeServer):
                 self.state = "running"
             return {"status": "sleeping" if self.asleep else "awake"}
         elif path == "/init_weight_transfer_engine":
-            assert body == {"init_info": {"packed": True}}
+            assert body["init_info"]["packed"] is True
         elif path in ("/start_weight_update", "/update_weights", "/finish_weight_update"):
             assert self.state == "paused", "weights changed while requests ran"
             assert "weights" not in self.asleep
@@ -477,6 +487,102 @@ class FakeVLLM(FakeServer):
         parts = data.split(info["tensor_sizes"])
         for name, dtype, shape, part in zip(info["names"], info["dtype_names"], info["shapes"], parts, strict=True):
             self.received[name] = part.clone().view(getattr(torch, dtype)).view(shape)
+
+
+class FarVLLM(FakeVLLM):
+    """One with Forebay's plug-in and a model in processes of their own, which map no memory of a trainer."""
+
+    num_workers, inside = 1, ()
+    """`inside`: the beginning of the command line of a worker, to start it on another host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.workers: list[asyncio.subprocess.Process] = []
+        self.has_plugin = True
+        self._turn = asyncio.Lock()
+
+    async def start(self) -> None:
+        await super().start()
+        await self.start_workers()
+
+    async def start_workers(self, *fatal: int) -> None:
+        """Anew; `fatal`: a signal that the first sends itself, and the number of slices that it takes before."""
+        await self.end_workers()
+        pipes = {"stdin": asyncio.subprocess.PIPE, "stdout": asyncio.subprocess.PIPE}
+        for number in range(self.num_workers):
+            own = map(str, fatal if number == 0 else ())
+            line = [*self.inside, sys.executable, str(_WORKER), str(PROGRAM.parent), *own]
+            self.workers.append(await asyncio.create_subprocess_exec(*line, **pipes))
+        for worker in self.workers:
+            assert worker.stdout is not None
+            assert json.loads(await worker.stdout.readline()) == {}
+
+    async def end_workers(self) -> None:
+        for worker in self.workers:
+            with contextlib.suppress(ProcessLookupError):
+                worker.kill()
+            await worker.wait()
+        self.workers = []
+
+    async def kill(self) -> None:
+        await super().kill()
+        await self.end_workers()
+
+    async def ask_workers(self, path: str, body: Any) -> str | None:
+        # One thing at a time, and no word of itself before: so is vLLM while its workers do something.
+        if path in ("/health", "/v1/models"):
+            return None
+        async with self._turn:
+            return await self._ask_workers(path, body)
+
+    async def _ask_workers(self, path: str, body: Any) -> str | None:
+        if path == "/init_weight_transfer_engine":
+            return await self._tell("init", lambda _: body["init_info"])
+        if path == "/update_weights":
+            # What a server on another machine could make of it.
+            return await self._tell("update", lambda _: {**body["update_info"], "path": "/none"})
+        if path == "/finish_weight_update" and self.is_updating:
+            with tempfile.TemporaryDirectory() as folder:
+                error = await self._tell("dump", lambda number: f"{folder}/{number}")
+                of_each = (
+                    [load_file(f"{folder}/{number}") for number in range(self.num_workers)] if not error else [{}]
+                )
+            self.received = of_each[0]
+            for other in of_each[1:]:
+                assert other.keys() == self.received.keys()
+                assert all(torch.equal(other[name], tensor) for name, tensor in self.received.items())
+            return error
+        return None
+
+    async def _tell(self, method: str, argument: Callable[[int], Any]) -> str | None:
+        answers = []
+        for number, worker in enumerate(self.workers):
+            assert worker.stdin is not None
+            worker.stdin.write(json.dumps([method, argument(number)]).encode() + b"\n")
+        for worker in self.workers:
+            assert worker.stdout is not None
+            if not (line := await worker.stdout.readline()):
+                # It ends with them.
+                for writer in self._connections:
+                    writer.transport.abort()
+                self._server.close()
+                return "a worker has ended"
+            answers.append(json.loads(line))
+        return next((answer["error"] for answer in answers if "error" in answer), None)
+
+    def control(self, path: str, query: dict[str, str], body: Any) -> Any:
+        if path == "/get_world_size":
+            return {"world_size": self.num_workers}
+        if path == "/server_info":
+            config = {"weight_transfer_config": {"backend": "forebay" if self.has_plugin else "nccl"}}
+            return {"vllm_config": {**config, "device_config": {"device": "cpu"}}}
+        return super().control(path, query, body)
+
+    def _receive(self, info: dict[str, Any]) -> None:
+        """Its workers have."""
+
+
+_WORKER = Path(__file__).with_name("plugin_worker.py")
 
 
 class FakeSGLang(FakeServer):
@@ -564,7 +670,7 @@ class IncrementalSGLang(FakeSGLang):
 
 @pytest.fixture(scope="session")
 def fake_kinds() -> dict[str, type[FakeServer]]:
-    return {kind.__name__: kind for kind in (FakeVLLM, FakeSGLang, IncrementalSGLang)}
+    return {kind.__name__: kind for kind in (FakeVLLM, FarVLLM, FakeSGLang, IncrementalSGLang)}
 
 
 @pytest.fixture

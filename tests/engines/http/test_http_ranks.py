@@ -230,6 +230,26 @@ async def test_no_hand_over_waits_for_a_server_that_is_away(trainer, servers, co
     assert state.response_model_steps.tolist() == [trainer.model_step] * 3
 
 
+async def test_weights_of_ranks_are_sent_to_all_workers_of_two_servers(
+    trainer, start_fake, fake_kinds, connect, monkeypatch
+):
+    monkeypatch.setattr(fake_kinds["FarVLLM"], "num_workers", 2)
+    far = [await start_fake(fake_kinds["FarVLLM"]) for _ in range(2)]
+    controller = RolloutController([connect(server, bucket_device="cpu", sender_device="cpu") for server in far])
+    for _ in range(2):
+        expected = train(trainer)
+        await trainer.sync_weights(controller)
+        await until(lambda: len(controller.engines_up) == 2)
+        for server in far:
+            assert f"step_{trainer.model_step:06d}" in server.version
+            assert server.received.keys() == expected.keys()
+            assert all(torch.equal(server.received[name], tensor) for name, tensor in expected.items())
+            assert server.calls.count("POST /update_weights") > 2
+            assert not server.loaded
+    await controller.close()
+    assert not any(engine._weights._sender.is_usable for engine in controller.engines)
+
+
 async def test_servers_that_load_files_get_them_bucket_by_bucket(trainer, servers, connect, monkeypatch):
     engine = connect(servers[0])
     await engine.bring_up()

@@ -431,7 +431,14 @@ async def test_weights_are_sent_to_a_server_of_others_which_maps_no_memory(folde
     place = own.index("--port") + 1
 
     def command(port: int) -> list[str]:
-        return [PYTHON, *own[:place], str(port), *own[place + 1 :], *dialect.transfer_options["cpu"], "--enforce-eager"]
+        return [
+            PYTHON,
+            *own[:place],
+            str(port),
+            *own[place + 1 :],
+            *dialect.transfer_options["cpu"],
+            "--enforce-eager",
+        ]
 
     server = LocalServer(
         command,

@@ -108,7 +108,7 @@ async def test_a_worker_that_fails_within_a_bucket_costs_its_server_and_no_other
     # It takes the slices of the first hand-over, and one of the second.
     await failing.start_workers(fatal, SLICES + 1)
     await all_have(source, controller, servers)
-    first, second = (engine._weights._sender for engine in controller.engines)
+    first, second = (engine._weights.sender._process for engine in controller.engines)
     lost: list[str] = []
     lose = controller.engines[0]._lose
     controller.engines[0]._lose = lambda why: (lost.append(why), lose(why))
@@ -124,7 +124,7 @@ async def test_a_worker_that_fails_within_a_bucket_costs_its_server_and_no_other
     reason = "Disconnected" if fatal == signal.SIGKILL else "/update_weights was not answered within 20 s"
     assert lost[0].startswith(failing.url)
     assert reason in lost[0]
-    await first._process.wait()
+    await first.wait()
     monkeypatch.undo()
     if fatal == signal.SIGKILL:
         await failing.kill()
@@ -134,7 +134,7 @@ async def test_a_worker_that_fails_within_a_bucket_costs_its_server_and_no_other
     await until(lambda: len(controller.engines_up) == 2)
     assert_has(failing, source)
     await all_have(source, controller, servers)
-    assert controller.engines[1]._weights._sender is second, "the other kept its group"
+    assert controller.engines[1]._weights.sender._process is second, "the other kept its group"
 
 
 async def test_a_server_whose_workers_were_started_anew_is_lost_once_and_gets_a_sender_of_its_own(
@@ -167,7 +167,7 @@ async def test_weights_cross_to_another_host_and_a_cut_link_is_a_named_loss(
         source.step += 1
         await engine.load_weights(source.live, source.step)
         assert_has(server, source)
-        assert engine._weights._sender.place["host"] == hosts.addresses["b"]
+        assert engine._weights.sender._place["host"] == hosts.addresses["b"]
         source.step += 1
         # Within the next bucket.
         told = server.ask_workers
@@ -209,8 +209,7 @@ async def build(tiny: Path, scratch: Path, *servers: Any, **arguments: Any) -> l
 
 
 def is_sent(engine: HTTPEngine) -> bool:
-    assert (engine._weights._sender_device is None) is (engine._files.bucket_device is None)
-    return engine._weights._sender_device == "cpu"
+    return engine._files.bucket_device == engine._weights.sender._device == "cpu"
 
 
 async def test_weights_are_sent_where_all_servers_have_the_plugin_and_no_folder_is_named(
@@ -223,13 +222,13 @@ async def test_weights_are_sent_where_all_servers_have_the_plugin_and_no_folder_
     assert not caplog.records
     assert not any(map(is_sent, await build(tiny, tmp_path, *servers)))
     assert [record.getMessage() for record in caplog.records] == [
-        f"all servers get weights in files: {servers[1].url} lacks Forebay's plug-in"
+        f"all servers get weights in files, since {servers[1].url} lacks Forebay's plug-in"
     ]
-    with pytest.raises(ValueError, match=f"the server at {servers[1].url} lacks Forebay's plug-in"):
+    with pytest.raises(ValueError, match=f"start {servers[1].url} with Forebay's plug-in"):
         await asyncio.to_thread(engines[0].another, servers[1].url)
     plain = await start_fake(fake_kinds["FakeVLLM"])
     assert not any(map(is_sent, await build(tiny, tmp_path, plain)))
     monkeypatch.setattr("forebay.engines.servers.build.is_loopback", lambda host: False)
-    with pytest.raises(ConfigError, match=f"{plain.url} is on another machine: .* start {plain.url} with Forebay's"):
+    with pytest.raises(ConfigError, match=f"start {plain.url} with Forebay's plug-in .* or set weights_folder"):
         await build(tiny, tmp_path, servers[0], plain)
     assert all(map(is_sent, await build(tiny, tmp_path, servers[0])))

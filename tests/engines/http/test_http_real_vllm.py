@@ -458,7 +458,7 @@ async def test_weights_are_sent_to_a_server_of_others_which_maps_no_memory(folde
             assert state.response_model_steps.tolist() == [trainer.step] * len(state.response_ids)
             check(trainer, state, temperature=0.0)
         [engine] = controller.engines
-        assert engine._weights._sender.has_sent
+        assert engine._weights.sender._has_sent
         assert not list(tmp_path.rglob("weights")), "nothing went over the disk"
         await controller.close()
     finally:

@@ -39,9 +39,8 @@ DIALECTS: dict[str, type[Dialect]] = {"vllm": Dialect, "sglang": SGLang}
 
 logger = logging.getLogger(__name__)
 
-_ASK_LIMIT_S = 10.0
-_ASK_ALL_LIMIT_S = 60.0
-"""vLLM looks through its environment first."""
+_ASK_LIMIT_S = 60.0
+"""Before vLLM says what it is set to, it looks through its environment."""
 
 _SPLIT = re.compile(r"(?:-parallel-size|-[tpd]p(?:-size)?)[ =](\d+)")
 """An option by which a server uses several GPUs, and how many."""
@@ -162,12 +161,11 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     )
     wanted = surroundings.model.max_context
     if settings.urls:
-        for url in settings.urls:
-            _ask(url.rstrip("/"), wanted, key)
-        find_senders = partial(_senders, dialect, surroundings.device, key, lora_rank, settings.weights_folder)
-        files.bucket_device = "cpu" if find_senders(settings.urls) else None
-        at_address = partial(_at_address, kind, engine, arguments, wanted, key, find_senders, files)
-        return scalable([at_address(url) for url in settings.urls], at_address)
+        place = str(find_device(surroundings.device))
+        by_files = bool(lora_rank or settings.weights_folder)
+        find = (lambda url: None) if by_files else partial(_sender_device, dialect, place, key)
+        at = partial(_at_addresses, kind, engine, arguments, files, partial(_ask, wanted, key, find))
+        return scalable(at(*settings.urls), lambda url: at(url)[0])
     context = wanted or context_of(model_folder) or 0
     if not context:
         raise ConfigError(f"the model in {str(model_folder)!r} states no context; set model.max_context")
@@ -234,76 +232,66 @@ def _environment(
     return {**common, **own, "PYTHONPATH": os.pathsep.join(filter(None, paths)) or None}
 
 
-def _at_address(
+def _at_addresses(
     kind: str,
     engine: Callable[..., HTTPEngine],
     arguments: dict[str, Any],
-    wanted: int | None,
-    key: str | None,
-    find_senders: Callable[[Sequence[str]], Mapping[str, str]],
     files: WeightFiles,
-    url: str,
-) -> HTTPEngine:
-    """The engine for a server that runs already.
+    ask: Callable[[str], tuple[str, int, str | None]],
+    *urls: str,
+) -> list[HTTPEngine]:
+    """Engines for servers that run already: weights are sent to all of them, or all get files.
 
     Raises:
         ValueError: there is no address, or not a usable one.
+        ConfigError: weights cannot get to one.
     """
-    if not url:
+    if "" in urls:
         raise ValueError("servers that run already join and leave by their address: +http://HOST:PORT")
-    check_arguments("engine", kind, HTTPArguments, {**arguments, "urls": [url]})
-    model, context = _ask(url.rstrip("/"), wanted, key)
-    device = find_senders([url]).get(url)
-    if files.bucket_device and device is None:
-        raise ValueError(f"the server at {url} lacks Forebay's plug-in, by which the others of this run get weights")
-    sender_device = device if files.bucket_device else None
-    return engine(url.rstrip("/"), model=model, max_context_tokens=context, sender_device=sender_device)
+    check_arguments("engine", kind, HTTPArguments, {**arguments, "urls": urls})
+    asked = [(url.rstrip("/"), *ask(url.rstrip("/"))) for url in urls]
+    names = ", ".join(lacking := [url for url, _, _, device in asked if device is None])
+    are_here = all(is_loopback(urlsplit(url).hostname or "") for url in urls)
+    if lacking and arguments.get("weights_folder") is None and (files.bucket_device or not are_here):
+        raise ConfigError(
+            f"weights do not get from machine to machine: start {names} with Forebay's plug-in (docs/engines.md), "
+            f"or set weights_folder to a folder that every server sees"
+        )
+    if lacking and len(lacking) < len(urls):
+        logger.warning("all servers get weights in files, since %s lacks Forebay's plug-in", names)
+    if not files.num_users:
+        files.bucket_device = None if lacking else "cpu"
+    return [
+        engine(url, model=model, max_context_tokens=context, sender_device=device)
+        for url, model, context, device in asked
+    ]
 
 
-def _senders(
-    dialect: Dialect, device: str, key: str | None, lora_rank: int, folder: str | None, urls: Sequence[str]
-) -> dict[str, str]:
-    """The device from which weights are sent to each of these servers; {}: all get files.
-
-    Raises:
-        ConfigError: one is on another machine, and gets neither.
-    """
-    own, found = find_device(device), dict[str, str]()
-    for url in urls if folder is None and not lora_rank else ():
-        try:
-            info = _get(url.rstrip("/"), dialect.info, key, _ASK_ALL_LIMIT_S)
-        except HTTPError as error:
-            # It tells nothing of itself.
-            error.close()
-            continue
-        if (theirs := dialect.plugin_device(info)) is not None:
-            found[url] = str(own) if own.type == theirs else "cpu"
-    far = [url for url in urls if not is_loopback(urlsplit(url).hostname or "")]
-    if lacking := [url for url in urls if url not in found]:
-        if far and folder is None:
-            raise ConfigError(
-                f"{', '.join(far)} is on another machine: set weights_folder to a folder that it sees, too, or "
-                f"start {', '.join(lacking)} with Forebay's plug-in (docs/engines.md)"
-            )
-        if found:
-            logger.warning("all servers get weights in files: %s lacks Forebay's plug-in", ", ".join(lacking))
-    return {} if lacking else found
-
-
-def _get(url: str, call: Call, key: str | None, limit_s: float) -> Any:
-    query, headers = urlencode(call.params), {"Authorization": f"Bearer {key}"} if key else {}
+def _get(url: str, call: Call, key: str | None) -> Any:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = Request(f"{url}{call.path}?{urlencode(call.params)}", headers=headers)
     # Without a proxy, as everything that is asked later.
-    with build_opener(ProxyHandler({})).open(
-        Request(f"{url}{call.path}?{query}", headers=headers), timeout=limit_s
-    ) as answer:
+    with build_opener(ProxyHandler({})).open(request, timeout=_ASK_LIMIT_S) as answer:
         return json.load(answer)
 
 
-def _ask(url: str, wanted: int | None, key: str | None) -> tuple[str, int]:
-    """The name of the model that the server at `url` serves, and the context to use."""
+def _sender_device(dialect: Dialect, own: str, key: str | None, url: str) -> str | None:
+    """From where to send weights to the server at `url`; None: it does not say that it has the plug-in."""
     try:
-        model = _get(url, Dialect.models, key, _ASK_LIMIT_S)["data"][0]
-        name, context = str(model["id"]), int(model["max_model_len"])
+        theirs = dialect.plugin_device(_get(url, dialect.info, key))
+    except HTTPError as error:
+        error.close()
+        return None
+    return theirs and (own if own.startswith(theirs) else "cpu")
+
+
+def _ask(
+    wanted: int | None, key: str | None, find_sender: Callable[[str], str | None], url: str
+) -> tuple[str, int, str | None]:
+    """The name of the model that the server at `url` serves, the context to use, and what `find_sender` says."""
+    try:
+        model = _get(url, Dialect.models, key)["data"][0]
+        name, context, sender_device = str(model["id"]), int(model["max_model_len"]), find_sender(url)
     except HTTPError as error:
         # It holds the connection.
         error.close()
@@ -316,4 +304,4 @@ def _ask(url: str, wanted: int | None, key: str | None) -> tuple[str, int]:
             f"the server at {url!r} takes {context} tokens, but model.max_context is {wanted}: start it "
             f"with more, or lower model.max_context"
         )
-    return name, wanted or context
+    return name, wanted or context, sender_device

@@ -449,9 +449,6 @@ class SGLang(Dialect):
         """Unload these; refused where the server has none of that name."""
         return (Call("POST", "/unload_lora_adapter", {"lora_name": version}, may_refuse=True),)
 
-    def plugin_device(self, info: Mapping[str, Any]) -> None:
-        """There is no plug-in for it."""
-
     def begin(self, place: Mapping[str, Any]) -> tuple[Call, ...]:
         """It needs no word before."""
         return ()

@@ -279,7 +279,7 @@ class HTTPEngine:
         for stream in self._streams:
             stream.cut("abort")
         await self._watch.quiet()
-        await self._weights.close()
+        await self._weights.sender.close()
         if self._server is not None:
             await self._server.stop()
         elif was_up:
@@ -333,7 +333,7 @@ class HTTPEngine:
 
     def _lose(self, why: str) -> None:
         why, self._images = why.removeprefix(f"{self}: "), SentImages()
-        self._weights.lose()
+        self._weights.sender.kill()
         # A server that never was up is still a new one: it is set up wrongly, not lost.
         self._enter(State.NEW if self._state is State.NEW else State.LOST, why)
         for stream in self._streams:

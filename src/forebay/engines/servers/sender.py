@@ -2,9 +2,9 @@
 
 ::
 
-    start() --> process --its place--> the server is told it by HTTP, and its workers join
-    send(bucket) --path--> process: broadcast     the server is told what comes
-    sent()       <---------'                                                      kill(), close()
+    place() --starts--> process: listens        the server is told the place by HTTP, and its workers join
+    sending(bucket) --path--> process: broadcast          the server is told by HTTP what comes
+                    <---------'                           lost: kill()
 
 It reads the memory that ranks fill, as servers of this machine do. In a process of its own a broadcast that
 hangs can be ended, whatever library it hangs in. `vllm_plugin.forebay_group` is the program.
@@ -15,88 +15,101 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import secrets
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from forebay.aio.time_limits import timeout
 from forebay.engines.base import EngineLost
-from forebay.engines.servers.link import CONTROL_LIMIT_S
+from forebay.engines.servers.link import CONTROL_LIMIT_S, ServerLink
 
 if TYPE_CHECKING:
     from forebay.engines.weights.buckets import Bucket
+
+logger = logging.getLogger(__name__)
 
 PROGRAM = Path(__file__).with_name("vllm_plugin") / "forebay_group.py"
 
 
 class Sender:
-    """The sender of one server; one that failed or was killed is of no more use.
+    """The sender of one server; without a device it does nothing, for one that maps the memory itself.
+
+    Invariants: at most one process at a time, which is the same from one hand-over to the next until the server is
+    lost.
 
     ::
 
-        sender = Sender("http://gpu7:8000", num_workers=2, device="cpu")
-        await sender.start()
-        sender.send(bucket)
-        await sender.sent()
+        sender = Sender(link, "cpu")
+        await link.do(link.dialect.begin(await sender.place()))
+        async with sender.sending(bucket):
+            await link.do([link.dialect.bucket(bucket)])
     """
 
-    def __init__(self, url: str, *, num_workers: int, device: str) -> None:
-        """`device`: ``cuda`` or one of these sends by NCCL, ``cpu`` by gloo."""
-        self._url = url
-        host, token = str(urlsplit(url).hostname), secrets.token_hex(16)
-        self._command = [sys.executable, str(PROGRAM), host, str(num_workers), device, token, str(CONTROL_LIMIT_S)]
-        self._process: Process | None = None
-        self.place: dict[str, Any] = {}
-        """What the server must be told to join."""
-        self.is_usable, self.has_sent = True, False
+    def __init__(self, link: ServerLink, device: str | None) -> None:
+        """`device`: ``cpu`` sends by gloo, ``cuda:0`` and the like by NCCL, or by gloo after that has failed."""
+        self._link, self._device = link, device
+        self._process: Any = None
+        self._place: dict[str, Any] = {}
+        self._has_sent = False
 
-    async def start(self) -> None:
-        """Start the process; raises as `sent`."""
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
-        )
-        self.place = await self._answer()
+    async def place(self) -> dict[str, Any]:
+        """What the server must be told to join; a process is there for it.
 
-    def send(self, bucket: Bucket) -> None:
-        """Begin to send; the server must be told, too."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        line = json.dumps([bucket.handle["path"], bucket.layout[-1][-1]])
-        self._process.stdin.write(line.encode() + b"\n")
+        Raises:
+            EngineLost: there is none, or the server does not say how many workers it has.
+        """
+        if self._device is not None and not self._place:
+            await self.close()
+            workers = (await self._link.do([self._link.dialect.workers]))["world_size"]
+            host, token = urlsplit(str(self._link)).hostname, secrets.token_hex(16)
+            command = [sys.executable, PROGRAM, host, workers, self._device, token, CONTROL_LIMIT_S]
+            self._process = await asyncio.create_subprocess_exec(
+                *map(str, command), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
+            )
+            self._place, self._has_sent = await self._answer(), False
+        return self._place
 
-    async def sent(self) -> None:
-        """Return once the workers have all of it.
+    @contextlib.asynccontextmanager
+    async def sending(self, bucket: Bucket) -> AsyncIterator[None]:
+        """Send it while the server is told to take it; when this ends, the workers have it.
 
         Raises:
             EngineLost: they did not take it in time, or the process has ended.
         """
-        await self._answer()
-        self.has_sent = True
+        if self._place:
+            self._process.stdin.write(json.dumps([bucket.handle["path"], bucket.layout[-1][-1]]).encode() + b"\n")
+        yield
+        if self._place:
+            await self._answer()
+            self._has_sent = True
 
     async def _answer(self) -> dict[str, Any]:
-        assert self._process is not None
-        assert self._process.stdout is not None
         line = b""
         with contextlib.suppress(TimeoutError):
             async with timeout(CONTROL_LIMIT_S):
                 line = await self._process.stdout.readline()
-        answer = json.loads(line) if line else {"error": "it ended, or gave no answer in time"}
+        answer: dict[str, Any] = json.loads(line or '{"error": "it ended, or gave no answer in time"}')
         if "error" in answer:
-            raise EngineLost(f"{self._url}: the process that sends it weights: {answer['error']}")
-        return dict(answer)
+            raise EngineLost(f"{self._link}: the process that sends it weights: {answer['error']}")
+        return answer
 
     def kill(self) -> None:
-        """End it, whatever it does."""
-        self.is_usable = False
+        """End the process, whatever it does: the server is lost, and its workers' group with it."""
+        if self._place and not self._has_sent and self._device != "cpu":
+            logger.warning("no weights got to %s by NCCL: they are sent by gloo from now on", self._link)
+            self._device = "cpu"
+        self._place = {}
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
     async def close(self) -> None:
-        """End it, and wait for that."""
+        """End the process, and wait for that."""
         self.kill()
         if self._process is not None:
             await self._process.wait()

@@ -19,7 +19,6 @@ The server must be paused for all but `has`: the engine does that, and sees to t
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -31,8 +30,6 @@ from forebay.models.starting_weights import AdaptersRefusedError
 
 if TYPE_CHECKING:
     from forebay.engines.weights.buckets import Buckets
-
-logger = logging.getLogger(__name__)
 
 
 class ServerWeights:
@@ -54,8 +51,7 @@ class ServerWeights:
         `sender_device`: buckets are sent to it from there; None: it maps their memory."""
         self._link, self._dialect = link, link.dialect
         self._lora_rank = lora_rank
-        self._sender_device = sender_device
-        self._sender: Sender | None = None
+        self.sender = Sender(link, sender_device)
         self.model_step = 0
         """The step of the weights that make the next token."""
         self.adapters: str | None = None
@@ -165,44 +161,16 @@ class ServerWeights:
             with contextlib.suppress(Refused):
                 await self._link.do(self._dialect.abandon, takes_long=True)
         self._is_updating = True
-        sender = await self._ready_sender()
-        await self._link.do(self._dialect.begin({} if sender is None else sender.place))
+        await self._link.do(self._dialect.begin(await self.sender.place()))
         first = None
         for number in range(len(live)):
             async with live.reading(number) as bucket:
                 first = bucket.step if first is None else first
                 if bucket.step != first:
                     return None
-                if sender is not None:
-                    sender.send(bucket)
-                await self._link.do([self._dialect.bucket(bucket)])
-                if sender is not None:
-                    await sender.sent()
+                async with self.sender.sending(bucket):
+                    await self._link.do([self._dialect.bucket(bucket)])
         return first
-
-    async def _ready_sender(self) -> Sender | None:
-        """The sender of buckets; None where the server maps them."""
-        if self._sender_device is None or (self._sender is not None and self._sender.is_usable):
-            return self._sender
-        await self.close()
-        num_workers = (await self._link.do([self._dialect.workers]))["world_size"]
-        self._sender = Sender(str(self._link), num_workers=num_workers, device=self._sender_device)
-        await self._sender.start()
-        return self._sender
-
-    def lose(self) -> None:
-        """The server is lost, and its workers' group with it."""
-        if (sender := self._sender) is None or not sender.is_usable:
-            return
-        sender.kill()
-        if not sender.has_sent and self._sender_device != "cpu":
-            logger.warning("no weights got to %s by NCCL: it gets them by gloo from now on", self._link)
-            self._sender_device = "cpu"
-
-    async def close(self) -> None:
-        """End the sender."""
-        if self._sender is not None:
-            await self._sender.close()
 
     # Memory
 

@@ -91,7 +91,7 @@ def own_address(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def main(server: str, num_workers: int, device: torch.device, token: str, limit_s: float) -> None:
+def main(server: str, num_workers: str, device: str, token: str, limit_s: str) -> None:
     """Send what the lines of the input name, until it ends, to the workers of the server on host `server`."""
     # Libraries print, too.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -100,13 +100,12 @@ def main(server: str, num_workers: int, device: torch.device, token: str, limit_
         host = own_address(server)
         # Left to itself, torch would listen on every interface.
         listener = socket.create_server((host, 0))
-        port, limit = listener.getsockname()[1], timedelta(seconds=limit_s)
+        port, limit = listener.getsockname()[1], timedelta(seconds=float(limit_s))
         store = TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        place = {"host": host, "port": port, "token": token, "size": num_workers + 1, "backend": backend}
-        place["limit_s"] = limit_s
+        place = {"host": host, "port": port, "token": token, "size": int(num_workers) + 1, "limit_s": float(limit_s)}
+        place["backend"] = "gloo" if device == "cpu" else "nccl"
         print(json.dumps(place), file=answers)
-        group = Group(place, PrefixStore(token, store), 0, device)
+        group = Group(place, PrefixStore(token, store), 0, torch.device(device))
         for line in sys.stdin:
             path, num_bytes = json.loads(line)
             group.send(torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8))
@@ -116,4 +115,4 @@ def main(server: str, num_workers: int, device: torch.device, token: str, limit_
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), torch.device(sys.argv[3]), sys.argv[4], float(sys.argv[5]))
+    main(*sys.argv[1:])

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import distributed as dist
 
 received: dict[str, torch.Tensor] = {}
 
@@ -44,21 +45,19 @@ def main(plugin: str, fatal: int = 0, num_slices: int = 0) -> None:
         stand_in(name)
     stand_in("vllm.distributed.weight_transfer.factory", WeightTransferEngineFactory=None)
     stand_in("vllm.distributed.weight_transfer.ipc_engine", IPCWeightTransferEngine=IPCWeightTransferEngine)
-    from forebay_group import Group
     from forebay_transfer import ForebayTransfer
 
-    engine, take = ForebayTransfer(), Group._broadcast
+    engine, options = ForebayTransfer(), dist.BroadcastOptions
 
-    def counted(group: Group, data: torch.Tensor) -> None:
+    def counted() -> Any:
+        """The options of one broadcast, of which the first is the byte with which a group begins."""
         nonlocal num_slices
-        # The first byte of a group is no slice.
-        if fatal and len(data) > 1:
-            if not num_slices:
-                os.kill(os.getpid(), fatal)
-            num_slices -= 1
-        take(group, data)
+        if fatal and num_slices == -1:
+            os.kill(os.getpid(), fatal)
+        num_slices -= 1
+        return options()
 
-    Group._broadcast = counted
+    dist.BroadcastOptions = counted
     print(json.dumps({}), flush=True)
     for line in sys.stdin:
         method, argument = json.loads(line)

@@ -229,6 +229,6 @@ async def test_weights_are_sent_where_all_servers_have_the_plugin_and_no_folder_
     plain = await start_fake(fake_kinds["FakeVLLM"])
     assert not any(map(is_sent, await build(tiny, tmp_path, plain)))
     monkeypatch.setattr("forebay.engines.servers.build.is_loopback", lambda host: False)
-    with pytest.raises(ConfigError, match=f"start {plain.url} with Forebay's plug-in .* or set weights_folder"):
+    with pytest.raises(ConfigError, match=f"set weights_folder to .*, or start {plain.url} with Forebay's plug-in"):
         await build(tiny, tmp_path, servers[0], plain)
     assert all(map(is_sent, await build(tiny, tmp_path, servers[0])))

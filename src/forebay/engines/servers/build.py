@@ -113,6 +113,8 @@ class HTTPArguments(StrictModel, strict=True):
         return self
 
 
+_Asked = tuple[str, int, str | None]
+
 _OF_THE_TRAINER = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
 """Settings of torch's allocator that no server inherits: one whose segments expand cannot sleep."""
 
@@ -162,9 +164,11 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     wanted = surroundings.model.max_context
     if settings.urls:
         place = str(find_device(surroundings.device))
-        by_files = bool(lora_rank or settings.weights_folder)
-        find = (lambda url: None) if by_files else partial(_sender_device, dialect, place, key)
-        at = partial(_at_addresses, kind, engine, arguments, files, partial(_ask, wanted, key, find))
+        by_files = lora_rank or settings.weights_folder
+        ask = partial(
+            _ask, wanted, key, (lambda url: None) if by_files else partial(_sender_device, dialect, place, key)
+        )
+        at = partial(_at_addresses, kind, engine, arguments, files, ask)
         return scalable(at(*settings.urls), lambda url: at(url)[0])
     context = wanted or context_of(model_folder) or 0
     if not context:
@@ -237,7 +241,7 @@ def _at_addresses(
     engine: Callable[..., HTTPEngine],
     arguments: dict[str, Any],
     files: WeightFiles,
-    ask: Callable[[str], tuple[str, int, str | None]],
+    ask: Callable[[str], _Asked],
     *urls: str,
 ) -> list[HTTPEngine]:
     """Engines for servers that run already: weights are sent to all of them, or all get files.
@@ -254,16 +258,15 @@ def _at_addresses(
     are_here = all(is_loopback(urlsplit(url).hostname or "") for url in urls)
     if lacking and arguments.get("weights_folder") is None and (files.bucket_device or not are_here):
         raise ConfigError(
-            f"weights do not get from machine to machine: start {names} with Forebay's plug-in (docs/engines.md), "
-            f"or set weights_folder to a folder that every server sees"
+            f"set weights_folder to a folder that every server sees, or start {names} with Forebay's plug-in, by "
+            f"which weights get to another machine (docs/engines.md)"
         )
     if lacking and len(lacking) < len(urls):
         logger.warning("all servers get weights in files, since %s lacks Forebay's plug-in", names)
     if not files.num_users:
         files.bucket_device = None if lacking else "cpu"
     return [
-        engine(url, model=model, max_context_tokens=context, sender_device=device)
-        for url, model, context, device in asked
+        engine(url, model=model, max_context_tokens=most, sender_device=device) for url, model, most, device in asked
     ]
 
 
@@ -285,9 +288,7 @@ def _sender_device(dialect: Dialect, own: str, key: str | None, url: str) -> str
     return theirs and (own if own.startswith(theirs) else "cpu")
 
 
-def _ask(
-    wanted: int | None, key: str | None, find_sender: Callable[[str], str | None], url: str
-) -> tuple[str, int, str | None]:
+def _ask(wanted: int | None, key: str | None, find_sender: Callable[[str], str | None], url: str) -> _Asked:
     """The name of the model that the server at `url` serves, the context to use, and what `find_sender` says."""
     try:
         model = _get(url, Dialect.models, key)["data"][0]

@@ -89,13 +89,11 @@ class Sender:
             self._has_sent = True
 
     async def _answer(self) -> dict[str, Any]:
-        line = b""
-        with contextlib.suppress(TimeoutError):
-            async with timeout(CONTROL_LIMIT_S):
-                line = await self._process.stdout.readline()
-        answer: dict[str, Any] = json.loads(line or '{"error": "it ended, or gave no answer in time"}')
+        name = f"{self._link}: the process that sends it weights"
+        async with timeout(CONTROL_LIMIT_S, lambda: EngineLost(f"{name} gave no answer within {CONTROL_LIMIT_S:g} s")):
+            answer: dict[str, Any] = json.loads(await self._process.stdout.readline() or '{"error": "it has ended"}')
         if "error" in answer:
-            raise EngineLost(f"{self._link}: the process that sends it weights: {answer['error']}")
+            raise EngineLost(f"{name}: {answer['error']}")
         return answer
 
     def kill(self) -> None:

@@ -40,23 +40,21 @@ class Group:
 
     def __init__(self, place: Mapping[str, Any], store: Any, rank: int, device: torch.device) -> None:
         """Returns once all are there, with a connection that has carried a byte."""
-        size, limit = place["size"], timedelta(seconds=place["limit_s"])
-        self._group: Any
-        self._device = device if place["backend"] == "nccl" else torch.device("cpu")
-        if place["backend"] == "nccl":
+        is_nccl = place["backend"] == "nccl"
+        kind: Any = dist.ProcessGroupNCCL if is_nccl else dist.ProcessGroupGloo
+        self._device = device if is_nccl else torch.device("cpu")
+        if is_nccl:
             # Its waits then have the limit; else torch ends a process that has lost another.
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = limit
-            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+            options = kind.Options()
         else:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = limit
+            options = kind._Options()
             # Left to itself, gloo takes the address of the machine's name.
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(place["host"]))]
-            self._group = dist.ProcessGroupGloo(store, rank, size, options)
+            options._devices = [kind.create_device(hostname=own_address(place["host"]))]
+        options._timeout = timedelta(seconds=place["limit_s"])
+        self._group = kind(store, rank, place["size"], options)
         # NCCL connects with the first.
-        self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self._device))
+        self.carry(torch.zeros(1, dtype=torch.uint8, device=self._device))
 
     @classmethod
     def join(cls, place: Mapping[str, Any], device: torch.device) -> "Group":
@@ -67,20 +65,16 @@ class Group:
             raise RuntimeError("the sender has all its workers: this server is another, or was started anew")
         return cls(place, store, rank, device)
 
-    def send(self, data: torch.Tensor) -> None:
-        """Give these bytes to all workers."""
+    def carry(self, data: torch.Tensor) -> None:
+        """Give these bytes of the sender to all workers, in place of theirs."""
         for part in data.split(SLICE_BYTES):  # type: ignore[no-untyped-call]
-            self._broadcast(part.to(self._device))
+            self._group.broadcast([part.to(self._device)], dist.BroadcastOptions()).wait()
 
     def receive(self, num_bytes: int) -> torch.Tensor:
         """So many bytes of the sender, on the model's device with NCCL, else on the CPU."""
         data = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        for part in data.split(SLICE_BYTES):  # type: ignore[no-untyped-call]
-            self._broadcast(part)
+        self.carry(data)
         return data
-
-    def _broadcast(self, data: torch.Tensor) -> None:
-        self._group.broadcast([data], dist.BroadcastOptions()).wait()
 
 
 def own_address(host: str) -> str:
@@ -108,7 +102,7 @@ def main(server: str, num_workers: str, device: str, token: str, limit_s: str) -
         group = Group(place, PrefixStore(token, store), 0, torch.device(device))
         for line in sys.stdin:
             path, num_bytes = json.loads(line)
-            group.send(torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8))
+            group.carry(torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8))
             print(json.dumps({"sent": num_bytes}), file=answers)
     except (OSError, RuntimeError) as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers)

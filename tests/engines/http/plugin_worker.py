@@ -69,8 +69,8 @@ def main(plugin: str, fatal: int = 0, num_slices: int = 0) -> None:
                 engine.update_weights(argument)
             else:
                 dump(argument)
-        except RuntimeError as error:
-            answer = {"error": str(error)}
+        except Exception as error:
+            answer = {"error": repr(error)}
         print(json.dumps(answer), flush=True)
 
 

@@ -146,6 +146,18 @@ async def test_a_server_whose_workers_were_started_anew_is_lost_once_and_gets_a_
     assert controller.counts()["engine_restarts"] == 1
 
 
+async def test_without_nccl_weights_go_by_gloo_and_the_log_says_so(source, servers, connect, caplog):
+    # The worker has no GPU, whatever this machine has.
+    engine = connect(servers[0], bucket_device="cpu", sender_device="cuda:0")
+    source.step += 1
+    await engine.bring_up()
+    with pytest.raises(EngineLost, match=f"{servers[0].url}: /init_weight_transfer_engine was answered 500"):
+        await engine.load_weights(source.live, source.step)
+    await engine.bring_up()
+    assert_has(servers[0], source)
+    assert f"no weights got to {servers[0].url} by NCCL" in caplog.text
+
+
 async def test_weights_cross_to_another_host_and_a_cut_link_is_a_named_loss(
     source, hosts: Hosts, start_fake, fake_kinds, connect, monkeypatch
 ):

@@ -163,11 +163,8 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     )
     wanted = surroundings.model.max_context
     if settings.urls:
-        place = str(find_device(surroundings.device))
-        by_files = lora_rank or settings.weights_folder
-        ask = partial(
-            _ask, wanted, key, (lambda url: None) if by_files else partial(_sender_device, dialect, place, key)
-        )
+        find = partial(_sender_device, dialect, str(find_device(surroundings.device)), key)
+        ask = partial(_ask, wanted, key, None if lora_rank or settings.weights_folder else find)
         at = partial(_at_addresses, kind, engine, arguments, files, ask)
         return scalable(at(*settings.urls), lambda url: at(url)[0])
     context = wanted or context_of(model_folder) or 0
@@ -266,7 +263,7 @@ def _at_addresses(
     if not files.num_users:
         files.bucket_device = None if lacking else "cpu"
     return [
-        engine(url, model=model, max_context_tokens=most, sender_device=device) for url, model, most, device in asked
+        engine(url, model=name, max_context_tokens=most, sender_device=device) for url, name, most, device in asked
     ]
 
 
@@ -288,11 +285,11 @@ def _sender_device(dialect: Dialect, own: str, key: str | None, url: str) -> str
     return theirs and (own if own.startswith(theirs) else "cpu")
 
 
-def _ask(wanted: int | None, key: str | None, find_sender: Callable[[str], str | None], url: str) -> _Asked:
-    """The name of the model that the server at `url` serves, the context to use, and what `find_sender` says."""
+def _ask(wanted: int | None, key: str | None, find: Callable[[str], str | None] | None, url: str) -> _Asked:
+    """The name of the model that the server at `url` serves, the context to use, the device that `find` says."""
     try:
         model = _get(url, Dialect.models, key)["data"][0]
-        name, context, sender_device = str(model["id"]), int(model["max_model_len"]), find_sender(url)
+        name, context, sender_device = str(model["id"]), int(model["max_model_len"]), find and find(url)
     except HTTPError as error:
         # It holds the connection.
         error.close()

@@ -43,12 +43,11 @@ class Group:
         is_nccl = place["backend"] == "nccl"
         kind: Any = dist.ProcessGroupNCCL if is_nccl else dist.ProcessGroupGloo
         self._device = device if is_nccl else torch.device("cpu")
+        options = kind.Options() if is_nccl else kind._Options()
         if is_nccl:
             # Its waits then have the limit; else torch ends a process that has lost another.
             os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-            options = kind.Options()
         else:
-            options = kind._Options()
             # Left to itself, gloo takes the address of the machine's name.
             options._devices = [kind.create_device(hostname=own_address(place["host"]))]
         options._timeout = timedelta(seconds=place["limit_s"])
@@ -91,10 +90,9 @@ def main(server: str, num_workers: str, device: str, token: str, limit_s: str) -
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     try:
-        host = own_address(server)
         # Left to itself, torch would listen on every interface.
-        listener = socket.create_server((host, 0))
-        port, limit = listener.getsockname()[1], timedelta(seconds=float(limit_s))
+        listener = socket.create_server((own_address(server), 0))
+        (host, port), limit = listener.getsockname(), timedelta(seconds=float(limit_s))
         store = TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
         place = {"host": host, "port": port, "token": token, "size": int(num_workers) + 1, "limit_s": float(limit_s)}
         place["backend"] = "gloo" if device == "cpu" else "nccl"

@@ -35,9 +35,8 @@ class ForebayTransfer(IPCWeightTransferEngine):  # type: ignore[misc]
 
             # Without those that vLLM has for itself, which the sender lacks.
             settings = unpinned_nccl_env()
-        if backend:
-            with settings:
-                self._group = Group.join(init_info, self.device)
+        with settings:
+            self._group = Group.join(init_info, self.device) if backend else None
         self._place = init_info
 
     def update_weights(self, update_info: dict[str, Any]) -> None:

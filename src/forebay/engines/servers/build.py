@@ -5,7 +5,7 @@
     urls = [...]      servers that somebody else runs; asked once what they serve, and how they take weights
     servers = N       N servers of this machine, started with the run and ended with it
 
-The servers of a run share one folder of weights, which all of them must see.
+The servers of a run share one folder of weights, which all of them must see, or have none.
 """
 
 import json
@@ -30,6 +30,7 @@ from forebay.engines.base import Engine, EngineSurroundings, numbered, scalable
 from forebay.engines.servers.dialects import MODEL_NAME, Call, Dialect, SGLang
 from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
+from forebay.engines.servers.sender import device_to_send_from
 from forebay.engines.weights.files import WeightFiles, shared_weights, write_untied
 from forebay.io.address import is_loopback
 from forebay.models import context_of, find_device
@@ -161,16 +162,15 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
         api_key=key,
         lora_rank=lora_rank,
     )
-    wanted = surroundings.model.max_context
     if settings.urls:
         find = partial(_sender_device, dialect, str(find_device(surroundings.device)), key)
-        ask = partial(_ask, wanted, key, None if lora_rank or settings.weights_folder else find)
+        wanted, by_files = surroundings.model.max_context, lora_rank or settings.weights_folder
+        ask = partial(_ask, wanted, key, None if by_files else find)
         at = partial(_at_addresses, kind, engine, arguments, files, ask)
         return scalable(at(*settings.urls), lambda url: at(url)[0])
-    context = wanted or context_of(model_folder) or 0
+    context = surroundings.model.max_context or context_of(model_folder) or 0
     if not context:
         raise ConfigError(f"the model in {str(model_folder)!r} states no context; set model.max_context")
-
     are_shared = any(surroundings.seat(number).is_shared for number in range(settings.servers))
 
     def command(options: list[str], sleeps: bool, port: int) -> list[str]:
@@ -182,8 +182,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
             own += [dialect.memory_option, f"{settings.memory_share:.3f}"]
         return [settings.python, *own, *options]
 
-    # A server that cannot be started is an error now.
-    command([], False, 0)
+    command([], False, 0)  # A server that cannot be started is an error now.
     environment: dict[str, str | None] = {**_OF_THE_TRAINER, **dialect.environment}
     if bucket_device == "cpu":
         environment["PYTHONPATH"] = str(Path(__file__).with_name("vllm_plugin"))
@@ -278,11 +277,10 @@ def _get(url: str, call: Call, key: str | None) -> Any:
 def _sender_device(dialect: Dialect, own: str, key: str | None, url: str) -> str | None:
     """From where to send weights to the server at `url`; None: it does not say that it has the plug-in."""
     try:
-        theirs = dialect.plugin_device(_get(url, dialect.info, key))
+        return device_to_send_from(own, _get(url, dialect.info, key))
     except HTTPError as error:
         error.close()
         return None
-    return theirs and (own if own.startswith(theirs) else "cpu")
 
 
 def _ask(wanted: int | None, key: str | None, find: Callable[[str], str | None] | None, url: str) -> _Asked:

@@ -40,9 +40,6 @@ ADAPTER_NAME = "policy-adapter"
 WEIGHTS, CACHE = "weights", "kv_cache"
 """The parts of a server's memory, as both servers call them: what sleeps, and wakes up one by one."""
 
-PLUGIN = "forebay"
-"""The name of `vllm_plugin` among vLLM's ways to transfer weights."""
-
 RETURN_EXPERTS = "--enable-return-routed-experts"
 """vLLM's option for a mixture of experts; among ``options`` it also says so of servers that others run."""
 
@@ -101,7 +98,7 @@ class Dialect:
     """Arguments of a server that is to `sleep`."""
     transfer_options: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "cuda": ("--weight-transfer-config", '{"backend": "ipc"}'),
-        "cpu": ("--weight-transfer-config", f'{{"backend": "{PLUGIN}"}}'),
+        "cpu": ("--weight-transfer-config", '{"backend": "forebay"}'),
     }
     """Arguments of a server that is to take weights in buckets, by the device that these are on."""
     memory_option = "--gpu-memory-utilization"
@@ -253,13 +250,6 @@ class Dialect:
     def drop_adapters(self, version: str) -> tuple[Call, ...]:
         """Free what adapters occupy that no request uses any more."""
         return ()
-
-    def plugin_device(self, info: Mapping[str, Any]) -> str | None:
-        """The type of the device of a server that takes weights from a sender; None: it does not say that it does."""
-        config = info.get("vllm_config") or {}
-        if (config.get("weight_transfer_config") or {}).get("backend") != PLUGIN:
-            return None
-        return str((config.get("device_config") or {}).get("device"))
 
     def begin(self, place: Mapping[str, Any]) -> tuple[Call, ...]:
         """Be ready for weights that come in buckets (`bucket`), until `end`; from the sender at `place`, if any."""

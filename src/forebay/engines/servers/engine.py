@@ -84,11 +84,10 @@ class HTTPEngine:
     ) -> None:
         """`server` is an address or a server to start; `model` is what it calls the model.
 
-        `files` is shared by all engines of a run. `start_limit_s` is how long a server that others start
-        may be away, and how long one may take to be ready for use. `api_key` goes with every request.
-        `lora_rank` is the highest rank of adapters that the server was started for; 0: none. One that `sleeps`
-        has a GPU of the trainer, which its controller gives to one of them at a time. `sender_device`: see
-        `ServerWeights`.
+        `files` is shared by all engines of a run. A server that others start may be away for `start_limit_s`, and any
+        may take as long to be ready for use. `api_key` goes with every request. `lora_rank` is the highest rank of
+        adapters that the server was started for; 0: none. One that `sleeps` has a GPU of the trainer, which its
+        controller gives to one of them at a time. `sender_device` is that of its `Sender`.
         """
         self.max_context_tokens = max_context_tokens
         """The most tokens, prompt and response together, one request may reach."""
@@ -96,8 +95,7 @@ class HTTPEngine:
         self.sleeps = sleeps
         self._server = server if isinstance(server, LocalServer) else None
         self._dialect = dialect or Dialect()
-        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-        self._link = ServerLink(self._dialect, server, headers)
+        self._link = ServerLink(self._dialect, server, {"authorization": f"Bearer {api_key}"} if api_key else None)
         self._model = model
         self._files = files
         files.num_users += 1
@@ -235,8 +233,7 @@ class HTTPEngine:
                 raise
 
     async def load_weights(self, weights: Weights, model_step: int) -> None:
-        """Write these parameters to a folder (once for all engines that share it) and let the server load it;
-        or live ones, where servers map the trainer's memory, to that.
+        """Let the server load these parameters: from a folder, for all engines that share it, or live ones in buckets.
 
         Running requests wait meanwhile and go on over the new weights.
 

@@ -19,7 +19,7 @@ import logging
 import secrets
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -58,10 +58,10 @@ class Sender:
         self._has_sent = False
 
     async def place(self) -> dict[str, Any]:
-        """What the server must be told to join; a process is there for it.
+        """The place of the process, which is started if there is none: the server must be told it.
 
         Raises:
-            EngineLost: there is none, or the server does not say how many workers it has.
+            EngineLost: it does not start, or the server does not say how many workers it has.
         """
         if self._device is not None and not self._place:
             await self.close()
@@ -111,3 +111,15 @@ class Sender:
         self.kill()
         if self._process is not None:
             await self._process.wait()
+
+
+def device_to_send_from(own: str, info: Mapping[str, Any]) -> str | None:
+    """The device of a `Sender` for a vLLM server that says `info` of itself; None: it does not say it has the plug-in.
+
+    `own` is the device of this process.
+    """
+    config = info.get("vllm_config") or {}
+    if (config.get("weight_transfer_config") or {}).get("backend") != "forebay":
+        return None
+    theirs = (config.get("device_config") or {}).get("device")
+    return own if theirs and own.startswith(theirs) else "cpu"

@@ -26,7 +26,7 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, and not in its list
 
 SLICE_BYTES = 64 << 20
-"""What travels at once, and takes memory of the sender's GPU."""
+"""The bytes that travel at once; a sender's GPU has room for so many."""
 
 
 class Group:

@@ -88,12 +88,15 @@ class Plan:
         return self.share <= REFUSE_SHARE
 
 
-TRAIN_SHARE, DECODE_SHARE = 0.4, 0.5
-"""Attainable shares: of the arithmetic in a train step (packed, bfloat16), and of the bandwidth in decoding.
-The first is usual for transformers' models on one GPU, not the best."""
-LAUNCH_S, GRAPH_LAUNCH_S = 0.7e-3, 0.1e-3
-"""A layer of the in-process engine takes at least so long to decode a token: PyTorch launches its kernels
-one by one, or, by an estimate that no GPU has confirmed yet, a CUDA graph all of them."""
+ARITHMETIC_SHARE, COPY_SHARE, DECODE_SHARE = 0.7, 0.88, 0.5
+"""Attainable shares of the data sheet's: arithmetic of large products; bandwidth in a train step, and in decoding.
+These and the times below are from an H200 (benchmarks/results/gpu.md)."""
+PASS_LAUNCH_S, COMPILED_SHARE = 25e-6, 1 / 3
+"""A process gives the GPU an operation of a train step in this time; and what compiling leaves of these times and
+of the bytes that operations move."""
+LAUNCH_S, GRAPH_LAUNCH_S = 0.7e-3, 0.18e-3
+"""A layer of the in-process engine takes so long to decode a token beside its reading of weights: PyTorch launches
+its kernels one by one, or a CUDA graph all of them. The first is an assumption."""
 SIMULATED_STEPS = 6
 """All responses have one length, so a step is as the one before; twice as many where some steps have no sync, or
 no generation, because servers slept over enough for two."""
@@ -324,9 +327,14 @@ def _times(config: RunConfig, device: Device, hugging_face: Any, step: StepMemor
     # The data sheets' arithmetic is that of bfloat16; float32 is several times slower.
     if device.flop_per_s is None or device.bytes_per_s is None or config.train.dtype != "bfloat16":
         return {}
+    fused = COMPILED_SHARE if config.train.compile else 1.0
+    # The GPU computes and copies by turns, and waits where it is given its operations more slowly.
+    pass_s = step.flop / (ARITHMETIC_SHARE * device.flop_per_s)
+    pass_s += fused * step.moved_bytes / (COPY_SHARE * device.bytes_per_s)
+    pass_s = max(pass_s, fused * step.num_launches * PASS_LAUNCH_S)
     # Passes without gradient are a third of the work of one with.
-    flop_per_token = step.flop / step.tokens * (config.train.epochs + num_forward(config.train) / 3)
-    train_rate = device.flop_per_s * TRAIN_SHARE / flop_per_token * config.train.ranks
+    passes = config.train.epochs + num_forward(config.train) / 3
+    train_rate = step.tokens / pass_s / passes * config.train.ranks
     gradients = step.gradient_bytes / (config.train.ranks // config.train.parallel.replicas)
     kept = gradients + sum(step.parts.get(name, 0) for name in ("weights", "moments"))
     # All of it is read once and written once.
@@ -338,12 +346,13 @@ def _times(config: RunConfig, device: Device, hugging_face: Any, step: StepMemor
     gpus = device_turns.gpus_per_engine(config, device)
     read = device_turns.decode_bytes(config, hugging_face, step.num_parameters, longest)
     launch_s = GRAPH_LAUNCH_S if config.engine.arguments.get("cuda_graphs", True) else LAUNCH_S
-    # Bound by the memory's bandwidth, by arithmetic, or by the launching of kernels.
+    # Bound by the memory's bandwidth or by arithmetic; small kernels read little and take their time all the same.
     token_s = max(
         read / (DECODE_SHARE * device.bytes_per_s * gpus),
-        2 * step.num_parameters * running / (TRAIN_SHARE * device.flop_per_s * gpus),
-        sizes.num_hidden_layers * launch_s if config.engine.name in ("transformers", "process") else 0.0,
+        2 * step.num_parameters * running / (ARITHMETIC_SHARE * device.flop_per_s * gpus),
     )
+    if config.engine.name in ("transformers", "process"):
+        token_s += sizes.num_hidden_layers * launch_s
     computing_s = config.batch_size * config.group_sizes[1] * longest / train_rate
     traffic = step_traffic(config, device, sizes, step, longest, computing_s)
     if config.cluster is None and device.machines > 1:

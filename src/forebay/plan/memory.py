@@ -51,8 +51,8 @@ class MemoryPeak(TorchDispatchMode):
         self._vocabulary = vocabulary
         self._counted: dict[int, tuple[str, int]] = {}
         self._now: Counter[str] = Counter()
-        self.flop = 0
-        """Floating-point operations so far."""
+        self.flop = self.moved_bytes = self.num_launches = 0
+        """Floating-point operations so far, bytes that were read and written, and operations that do so."""
         self.host_peak = 0
         """The most bytes of kind `HOST`."""
         self.reset()
@@ -90,6 +90,10 @@ class MemoryPeak(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if count := flop_registry.get(function.overloadpacket):
             self.flop += count(*args, **(kwargs or {}), out_val=result)
+        if not (function.is_view or function.namespace == "prim" or function.name() in _NO_WORK):
+            tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
+            self.moved_bytes += sum(tensor.nbytes for tensor in tensors)
+            self.num_launches += 1
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._counted:
                 is_logits = tensor.ndim > 1 and tensor.shape[-1] == self._vocabulary
@@ -97,6 +101,10 @@ class MemoryPeak(TorchDispatchMode):
         if self._total() > self._peak_total:
             self.reset()
         return result
+
+
+_NO_WORK = {"aten::_unsafe_view", "aten::new_empty", "aten::empty", "aten::_fused_adamw_"}
+"""Operations that move nothing; the optimizer's is no part of a micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +115,10 @@ class StepMemory:
     """``weights``, ``gradients``, ``moments``, ``reference``, ``logits``, ``activations``: at the peak."""
     flop: int
     """Floating-point operations of the passes over one micro-batch, recomputation included."""
+    moved_bytes: int
+    """What these passes read and write, operation by operation."""
+    num_launches: int
+    """Operations of these passes that a GPU is given one by one."""
     tokens: int
     """Tokens of that micro-batch."""
     gradient_bytes: int
@@ -183,7 +195,7 @@ def step_memory(
         _give_state(memory, learner, batch, [p for p in parameters if p.requires_grad and p not in reached], times)
         memory.assign(learner.moments(), HOST if config.moments == "cpu" else "moments", times=times)
         memory.reset()
-        before = memory.flop
+        before = memory.flop, memory.moved_bytes, memory.num_launches
         learner.rehearse(batch, packs[:1])
     parts = {kind: memory.peak[kind] for kind in KINDS if memory.peak[kind]}
     if config.ranks > 1:
@@ -191,7 +203,9 @@ def step_memory(
     host_bytes = memory.host_peak // config.parallel.context + parts.pop(HOST, 0)
     return StepMemory(
         parts=parts,
-        flop=memory.flop - before,
+        flop=memory.flop - before[0],
+        moved_bytes=memory.moved_bytes - before[1],
+        num_launches=memory.num_launches - before[2],
         tokens=int(batch.lengths[packs[0]].sum()),
         gradient_bytes=4 * sum(p.numel() for p in parameters if p.requires_grad),
         num_parameters=sum(parameter.numel() for parameter in learner.model.parameters()),

@@ -55,7 +55,7 @@ def _suite(bench: Bench) -> Row:
     report = bench.folder / "report.xml"
     command += ["-vv", "-W", "default", f"--junit-xml={report}"]
     if find_spec("pytest_timeout"):
-        command += [f"--timeout={min(60, bench.left_s() / 2):.0f}"]
+        command += [f"--timeout={bench.left_s():.0f}"]
     # Most of them wait for processes to start.
     if find_spec("xdist"):
         command += ["-n", str(min(6, os.cpu_count() or 1))]

@@ -25,8 +25,8 @@ SIZES = {
 }
 ON_SMALL = "train.lora_rank=32 train.lr=1e-5 train.gradient_checkpointing=true train.token_budget=4096"
 PLANS = [
-    ("0.5b", "H100-80GB", "", 10),
-    ("0.5b", "L4-24GB", "", 10),
+    ("0.5b", "H100-80GB", "", 11),
+    ("0.5b", "L4-24GB", "", 11),
     ("1.5b", "H100-80GB", "", 49),
     ("1.5b", "L4-24GB", ON_SMALL, 15),
     ("1.5b_vllm", "H100-80GB", "", 47),

@@ -63,6 +63,8 @@ class Plan:
     """Between machines, to hand the weights to the engines."""
     sync_s: float = 0.0
     """Seconds for that, as in `times`."""
+    waits_for_launches: bool = False
+    """Whether the launching of kernels bounds training, and not the GPU."""
     tokens_per_step: int = 0
     layout: Sequence[str] = ()
     """Sentences: the GPUs of ranks and engines, and those that are left idle."""
@@ -331,10 +333,10 @@ def _times(config: RunConfig, device: Device, hugging_face: Any, step: StepMemor
     # The GPU computes and copies by turns, and waits where it is given its operations more slowly.
     pass_s = step.flop / (ARITHMETIC_SHARE * device.flop_per_s)
     pass_s += fused * step.moved_bytes / (COPY_SHARE * device.bytes_per_s)
-    pass_s = max(pass_s, fused * step.num_launches * PASS_LAUNCH_S)
+    launching_s = fused * step.num_launches * PASS_LAUNCH_S
     # Passes without gradient are a third of the work of one with.
     passes = config.train.epochs + num_forward(config.train) / 3
-    train_rate = step.tokens / pass_s / passes * config.train.ranks
+    train_rate = step.tokens / max(pass_s, launching_s) / passes * config.train.ranks
     gradients = step.gradient_bytes / (config.train.ranks // config.train.parallel.replicas)
     kept = gradients + sum(step.parts.get(name, 0) for name in ("weights", "moments"))
     # All of it is read once and written once.
@@ -372,4 +374,5 @@ def _times(config: RunConfig, device: Device, hugging_face: Any, step: StepMemor
     )
     differ = config.produce.sync_weights_interval > 1 or described.sleeping > 0
     times = simulate(config, described, steps=SIMULATED_STEPS * (1 + differ))
-    return {"times": times, "traffic": traffic, "sync_bytes": sync_bytes, "sync_s": sync_s}
+    syncs = {"traffic": traffic, "sync_bytes": sync_bytes, "sync_s": sync_s}
+    return {"times": times, "waits_for_launches": launching_s > pass_s, **syncs}

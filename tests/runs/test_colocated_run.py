@@ -490,7 +490,9 @@ def test_the_command_line(tmp_path):
     runner = CliRunner()
     dry = runner.invoke(app, ["train", str(run_file), "steps=7", "--dry-run"])
     assert dry.exit_code == 0
-    assert "steps = 7" in dry.output
+    assert "steps = 7" in dry.stdout
+    assert "Memory on" in dry.stderr
+    assert "trainer: weights" in dry.stderr
     assert not (tmp_path / "out").exists()
     wrong = runner.invoke(app, ["train", str(run_file), "step=7"])
     assert wrong.exit_code == 2

@@ -51,10 +51,7 @@ def sentences(plan: Plan) -> Iterator[str]:
             f"{plan.sync_bytes / 1e9:,.0f} GB between machines), "
             f"{plan.tokens_per_step / times.step_s:,.0f} tokens/s"
         )
-        if plan.waits_for_launches:
-            yield (
-                "Training waits for its kernels, which are launched one by one: a larger train.token_budget needs fewer, "
-                "and so does train.compile=true (one rank)."
-            )
+        if plan.faster:
+            yield f"Training waits for its kernels, launched one by one; fewer with {' or '.join(plan.faster)}."
     elif plan.traffic:
         yield "The time of a step is not predicted: blocks of weights come by plain connections, of no known rate."

@@ -250,14 +250,15 @@ class Learner:
             empty_cache()
         return Update(columns, norms, critic_norms, lr)
 
-    def rehearse(self, batch: TrainBatch, packs: Iterable[Pack]) -> None:
+    def rehearse(self, batch: TrainBatch, packs: Iterable[Pack], passed: Callable[[], None] = lambda: None) -> None:
         """The work of an optimizer step over these micro-batches, without reading any number.
 
-        For plans (`forebay.plan`): gradients are clipped, the learning rate is 0.
+        For plans (`forebay.plan`): gradients are clipped, the learning rate is 0. `passed` is called before that.
         """
         self._set_modes()
         for pack in packs:
             self._backward(batch, pack, TokenRecords())
+        passed()
         for optimizer in self._optimizers.values():
             optimizer.clip()
             optimizer.apply(lr=0.0)

@@ -456,7 +456,7 @@ def _load_newest(folder: Path, trainer: PPOTrainer) -> Checkpoint:
         raise ConfigError(f"nothing to go on from in {str(folder)!r}: it has no complete checkpoint")
     path = checkpoints[-1]
     saved = load_checkpoint(path)
-    with errors_about(repr(str(path)), ValueError):
+    with errors_about(repr(str(path)), ConfigError, ValueError):
         trainer.load(saved.counts["step"], saved.arrays)
     return saved
 

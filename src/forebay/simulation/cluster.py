@@ -19,7 +19,7 @@ from statistics import NormalDist
 from typing import Annotated
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, PositiveInt, model_validator
 
 from forebay.config import apply_overrides, parse_config
 
@@ -139,7 +139,7 @@ class LengthConfig(BaseModel, extra="forbid", frozen=True):
     p99: float | None = Field(default=None, ge=1)
     """Log-normal: one in a hundred is longer."""
     constant: int | None = Field(default=None, ge=1)
-    values: Annotated[tuple[int, ...], Field(min_length=1), _RISING] | None = None
+    values: Annotated[tuple[PositiveInt, ...], Field(min_length=1), _RISING] | None = None
     """Measured lengths, each as likely as the others."""
 
     @model_validator(mode="after")
@@ -147,8 +147,6 @@ class LengthConfig(BaseModel, extra="forbid", frozen=True):
         is_log_normal = self.p50 is not None or self.p99 is not None
         if is_log_normal + (self.constant is not None) + (self.values is not None) != 1:
             raise ValueError("say the lengths in one way: p50 and p99, or constant, or values")
-        if self.values is not None and self.values[0] < 1:
-            raise ValueError(f"a response has at least one token, got a length of {self.values[0]}")
         if is_log_normal and (self.p50 is None or self.p99 is None or self.p99 < self.p50):
             raise ValueError(f"a log-normal needs p50 <= p99, got p50 = {self.p50}, p99 = {self.p99}")
         return self

@@ -38,6 +38,9 @@ from forebay.aio.changed import Changes
 from forebay.aio.tasks import is_cancelled
 from forebay.types import TOKEN_FIELDS, Message, RolloutState, SampleParams, Status, reset_rollout_response
 
+MODEL = "policy"
+"""The model's name for clients of a session; any other is accepted too."""
+
 
 class ChatSession:
     """Answers the chat requests of one attempt at one rollout, and records them.

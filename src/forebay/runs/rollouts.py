@@ -41,6 +41,7 @@ from forebay.produce import (
     TaskRunner,
 )
 from forebay.produce.prompts.dataset import check_prompt_lengths, hold_out, load_prompts, texts_of
+from forebay.produce.prompts.lengths import known_lengths
 from forebay.produce.prompts.orders import build_order
 from forebay.produce.strategies.base import find_staleness_rule
 from forebay.produce.strategies.context import GroupGenerator
@@ -140,8 +141,10 @@ def with_alphabet(config: RunConfig, data: Sequence[TaskData]) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"tiny": tiny})})
 
 
-def check_lengths(config: RunConfig, model_folder: Path, data: Sequence[TaskData]) -> list[TaskData]:
+def check_lengths(config: RunConfig, model_folder: Path, data: Sequence[TaskData], folder: Path) -> list[TaskData]:
     """`data` whose prompts leave room for a response in the model's context, as the run file says it.
+
+    Lengths that were counted are kept in `folder`, for the next start.
 
     Raises:
         ConfigError: a prompt is too long, or has characters that the model does not know.
@@ -153,22 +156,31 @@ def check_lengths(config: RunConfig, model_folder: Path, data: Sequence[TaskData
     if context is None:
         return list(data)
     tokenizer = load_tokenizer(model_folder)
-    return [fitting(config, *pair, tokenizer, context) for pair in zip(config.tasks, data, strict=True)]
+    with known_lengths(folder, model_folder) as lengths:
+        tasks = zip(config.tasks, data, strict=True)
+        return [fitting(config, *pair, tokenizer, context, count=lengths.count) for pair in tasks]
 
 
 def fitting(
-    config: RunConfig, task: TaskConfig, data: TaskData, tokenizer: Any, context: int, *, trains: bool = True
+    config: RunConfig,
+    task: TaskConfig,
+    data: TaskData,
+    tokenizer: Any,
+    context: int,
+    *,
+    trains: bool = True,
+    count: Callable[..., int] | None = None,
 ) -> TaskData:
     """`data` with prompts that fit into `context` tokens together with a response.
 
     Those to train on do not matter without `trains`. Prompts that were checked with this context, or a
-    smaller one, are not checked again: rendering every prompt takes seconds.
+    smaller one, are not checked again: rendering every prompt takes seconds. `count`: as `check_prompt_lengths`.
     """
     if data.context is not None and data.context <= context:
         return data
-    held_out = _checked(config, task, data.held_out, tokenizer, context) if data.held_out else ()
+    held_out = _checked(config, task, data.held_out, tokenizer, context, count) if data.held_out else ()
     trains = trains and bool(data.training)
-    training = _checked(config, task, data.training, tokenizer, context) if trains else data.training
+    training = _checked(config, task, data.training, tokenizer, context, count) if trains else data.training
     return TaskData(training, held_out, context)
 
 
@@ -185,7 +197,12 @@ def task_agent(config: RunConfig, task: TaskConfig) -> Component:
 
 
 def _checked(
-    config: RunConfig, task: TaskConfig, prompts: Sequence[Prompt], tokenizer: Any, context: int
+    config: RunConfig,
+    task: TaskConfig,
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    context: int,
+    count: Callable[..., int] | None,
 ) -> Sequence[Prompt]:
     budget, room = config.train.token_budget, task.sample.max_tokens
     agent = task_agent(config, task)
@@ -199,11 +216,10 @@ def _checked(
     with errors_about(f"task {task.name!r}"):
         # An agent's own limit ends an episode early, but a prompt must leave room for something.
         limit = min(context - room, own_limit - 1)
-        prompts = check_prompt_lengths(prompts, tokenizer, limit, task.overlong_prompts, tools=tools)
+        prompts = check_prompt_lengths(prompts, tokenizer, limit, task.overlong_prompts, tools=tools, count=count)
     if budget < context:
-        # Rendering all prompts again is the price of finding out before the first rollout.
         try:
-            check_prompt_lengths(prompts, tokenizer, budget - room, tools=tools)
+            check_prompt_lengths(prompts, tokenizer, budget - room, tools=tools, count=count)
         except ConfigError as error:
             raise ConfigError(
                 f"task {task.name!r}: train.token_budget = {budget} is less than a prompt with "

@@ -29,7 +29,7 @@ import zlib
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from forebay.io.safe_files import sync
 
@@ -57,15 +57,16 @@ class Journal:
             # A line that was cut off must not swallow the next one.
             self._is_torn = self._file.read(1) != b"\n"
 
-    def write(self, line: Mapping[str, Any]) -> None:
-        """Append one event.
+    def write(self, *lines: Mapping[str, Any]) -> None:
+        """Append events.
 
         Raises:
             TypeError, ValueError: a value is none of JSON's; nothing is written.
             OSError: the file takes no more.
         """
-        text = json.dumps(line).encode("ascii")[:-1]
-        data = b'%b%b, "crc32": %d}\n' % (b"\n" if self._is_torn else b"", text, zlib.crc32(text))
+        texts = [json.dumps(line).encode("ascii")[:-1] for line in lines]
+        data = b"".join(b'%b, "crc32": %d}\n' % (text, zlib.crc32(text)) for text in texts)
+        data = b"\n" + data if self._is_torn else data
         # It counts as torn until all of it is written: a full disk may take only a part.
         self._is_torn = True
         while data:
@@ -84,19 +85,37 @@ class Journal:
         self._file.close()
 
 
-def read_events(path: Path, *, num_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+class WentBack(ValueError):
+    """Lines after a place say that the run went back to before it."""
+
+
+class Place(NamedTuple):
+    """How far a ledger's file went at some moment."""
+
+    num_bytes: int = 0
+    num_events: int = 0
+
+
+def read_events(
+    path: Path,
+    *,
+    num_bytes: int | None = None,
+    after: Place = Place(),  # noqa: B008
+) -> Iterator[dict[str, Any]]:
     """The events that stand, oldest first; of the first `num_bytes` of the file, if given.
 
-    Numbers that are missing are events that were lost.
+    Only those `after` a place, if given. Numbers that are missing are events that were lost.
 
     Raises:
         FileNotFoundError: there is no file.
+        WentBack: not all that stood at the place still stands.
         ValueError: there are lines, and none of them is a ledger's.
     """
-    places, problem = _lines_that_stand(path, num_bytes)
+    places, problem = _lines_that_stand(path, num_bytes, after)
     kept = iter(places)
-    wanted, num_read = next(kept, None), 0
+    wanted, num_read = next(kept, None), after.num_events
     with path.open("rb") as file:
+        file.seek(after.num_bytes)
         for place, line in enumerate(file):
             if place != wanted:
                 continue
@@ -112,11 +131,12 @@ def read_events(path: Path, *, num_bytes: int | None = None) -> Iterator[dict[st
         raise ValueError(problem)
 
 
-def _lines_that_stand(path: Path, num_bytes: int | None) -> tuple[array[int], str]:
-    """The places in the file of the lines that stand, and what is wrong with the first unreadable one."""
+def _lines_that_stand(path: Path, num_bytes: int | None, after: Place) -> tuple[array[int], str]:
+    """Which of the lines from a place on stand, and what is wrong with the first unreadable one."""
     places, numbers = array("q"), array("q")
-    problem, has_checksums, end, num_damaged = "", False, 0, 0
+    problem, has_checksums, end, num_damaged = "", after.num_bytes > 0, after.num_bytes, 0
     with path.open("rb") as file:
+        file.seek(end)
         for place, line in enumerate(file):
             end += len(line)
             if num_bytes is not None and end > num_bytes:
@@ -142,6 +162,8 @@ def _lines_that_stand(path: Path, num_bytes: int | None) -> tuple[array[int], st
             if _REWOUND in line:
                 # Damage before it is of lines after the place it goes back to, which were never synced.
                 num_damaged = 0
+            if number - num_damaged <= after.num_events:
+                raise WentBack(f"{str(path)!r} goes back to event {number} after event {after.num_events}")
             # The damaged lines just before had the numbers below: if the run had gone back, older lines with
             # those numbers stand for something that was undone.
             while numbers and numbers[-1] >= number - num_damaged:

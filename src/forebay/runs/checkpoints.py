@@ -82,6 +82,7 @@ async def _write_checkpoint(run: Run, final: Path, cut: Cut, state: dict[str, An
             await cut.write(temporary / "manager")
             await asyncio.to_thread(write_json, temporary / "run.json", state)
             await asyncio.to_thread(publish, temporary, final)
+        await cut.keep_books(final / "manager")
     finally:
         await cut.release()
     # One that is being evaluated may turn out to be the best, and a resume may need its weights.

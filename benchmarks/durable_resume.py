@@ -210,7 +210,7 @@ async def put_behind(folder: Path, num_groups: int, num_events: int) -> None:
     await cut.write(checkpoint / "manager")
     await cut.release()
     seal(checkpoint)
-    await cut.keep_books(checkpoint / "manager")
+    ledger.keep(cut.state["ledger"])
     await fill(manager, num_groups // 2)
     ledger.close()
     await buffer.close()

@@ -322,7 +322,7 @@ def test_a_file_that_starts_over_counts_from_there(tmp_path):
     [
         ('{"number": 0, "event": "produced"}\n', "event 0"),
         ("hello}\n", "not a ledger's"),
-        ('{"number": 1, nonsense}\n', "line 1 is damaged"),
+        ('{"number": 1, nonsense}\n', "is damaged at byte 0"),
         ('{"number": 1, "time_s": 1}\n', "event 1 .* KeyError"),
         ('{"number": 1, "time_s": 1, "event": "sold", "task": "t", "group": 1}\n', "unknown event 'sold'"),
         ('{"number": 1, "time_s": 1, "event": "produced", "task": "t", "group": [1]}\n', "unhashable"),
@@ -769,14 +769,15 @@ def test_kept_books_and_later_lines_are_the_books_of_all_lines(tmp_path_factory,
         if what == "cut":
             states.append(ledger.checkpoint(folder))
         elif what == "keep" and states:
-            ledger.keep(data.draw(st.sampled_from(states)), folder)
+            ledger.keep(data.draw(st.sampled_from(states)))
         elif what == "part":
             ledger.note_part("engine 0", "its process has ended")
         elif what == "restore" and states:
             # Later checkpoints are gone, as a person deletes them.
             del states[data.draw(st.integers(1, len(states))) :]
             ledger.close()
-            ledger, alone = Ledger(path), Ledger.read_checkpoint(states[-1], folder)
+            ledger, place = Ledger(path), {name: states[-1][name] for name in ("num_bytes", "num_events")}
+            alone = Ledger.read(path, **place)
             ledger.restore(states[-1], folder)
             assert ledger.state_dict()["tasks"] == alone.state_dict()["tasks"]
             assert ledger.balance(ledger.count_live()) == alone.balance(alone.count_live())
@@ -800,7 +801,7 @@ def kept_books(folder):
     for number in range(10):
         ledger.record(f"g{number}", "math", "produced", num_tokens=number)
     state = ledger.checkpoint(folder)
-    ledger.keep(state, folder)
+    ledger.keep(state)
     ledger.close()
     return state
 
@@ -824,7 +825,7 @@ def test_a_resume_reads_no_line_of_before_the_kept_books(tmp_path, monkeypatch):
     assert not entered
     assert ledger.balance({"math": 10}).ok
     ledger.record("g1", "math", "trained", train_step=2)
-    ledger.keep(later := ledger.checkpoint(tmp_path), tmp_path)
+    ledger.keep(later := ledger.checkpoint(tmp_path))
     # One as it was recorded, one from its line.
     assert [event["group"] for event in entered] == ["g1", "g1"]
     ledger.close()
@@ -860,7 +861,7 @@ def test_kept_books_of_another_file_are_not_taken(tmp_path):
             ledger.record(name, "math", "produced")
             states.append(ledger.checkpoint(tmp_path))
             if name == "new":
-                ledger.keep(states[0], tmp_path)
+                ledger.keep(states[0])
     assert states[0]["num_bytes"] <= states[1]["num_bytes"]
     with contextlib.closing(Ledger(path)) as ledger:
         ledger.restore(states[1], tmp_path)
@@ -889,13 +890,13 @@ def test_a_kill_while_books_are_kept_loses_nothing(tmp_path, monkeypatch, number
         # What a killed process leaves is not tidied up by it either.
         patched.setattr(safe_files.shutil, "rmtree", lambda *arguments, **options: None)
         with contextlib.suppress(KeyboardInterrupt):
-            ledger.keep(state, tmp_path)
+            ledger.keep(state)
     ledger.close()
     again = Ledger(tmp_path / "ledger.jsonl")
     again.restore(state, tmp_path)
     assert again.life("g1", "math").place == "trained"
     assert again.balance({"math": 9}).ok
-    again.keep(state, tmp_path)
+    again.keep(state)
     again.close()
     assert (tmp_path / "books" / "place.json").exists()
 

@@ -32,7 +32,7 @@ from typing import Any
 
 from forebay.io.safe_files import DamagedError, check, publish, unfinished, write_json
 from forebay.ledger import histories as books
-from forebay.ledger.journal import RESTARTED, Journal, Place, WentBack, read_events
+from forebay.ledger.journal import RESTARTED, START, Journal, Place, WentBack, read_events
 
 STATE_VERSION = 3
 PLACE_VERSION = 2
@@ -75,7 +75,7 @@ class Ledger:
         ledger._enter_lines(path, num_bytes, num_events)
         return ledger
 
-    def _enter_lines(self, path: Path, num_bytes: int | None, num_events: int | None, after: Place = Place()) -> None:  # noqa: B008
+    def _enter_lines(self, path: Path, num_bytes: int | None, num_events: int | None, after: Place = START) -> None:
         for event in read_events(path, num_bytes=num_bytes, after=after):
             number = event["number"]
             # Numbers rise: the rest was written after the state that is asked for.
@@ -153,20 +153,15 @@ class Ledger:
         Raises:
             OSError: as `record`.
         """
-        known, told, time_s = (
-            self._tasks[task_name].glance(groups),
-            dict[books.GroupId, dict[str, Any]](),
-            self._clock(),
-        )
+        said = {"time_s": self._clock(), "task": task_name, "found": True}
+        known, told = self._tasks[task_name].glance(groups), list[dict[str, Any]]()
         for group_id, facts in groups.items():
             place, num_tokens = known.get(group_id, (None, None))
-            event = books.PRODUCED if facts else books.ADMITTED
             if place is None or (place in books.OPEN and facts and num_tokens != facts.get("num_tokens")):
-                line = {"time_s": time_s, "event": event, "task": task_name, "group": group_id, "found": True, **facts}
-                told[group_id] = line
-        self._write(*told.values())
-        for group_id, line in told.items():
-            self._tasks[task_name].enter(line, is_new=group_id not in known)
+                told.append({"event": books.PRODUCED if facts else books.ADMITTED, "group": group_id, **said, **facts})
+        self._write(*told)
+        for line in told:
+            self._tasks[task_name].enter(line, is_new=line["group"] not in known)
         return {group_id for group_id, (place, _) in known.items() if place not in books.OPEN}
 
     def note_part(self, part: str, reason: str, event: str = RESTARTED) -> None:
@@ -257,57 +252,27 @@ class Ledger:
         Raises:
             ValueError: `state` is not a ledger's; the ledger is as it was.
         """
-        read = self._read_kept(state, folder) or self.read_checkpoint(state, folder)
-        for groups in read.histories():
-            groups.load_open()
+        read = self.read_checkpoint(state, folder)
         self._tasks, self._num_events, self.lost_events = read._tasks, read._num_events, read.lost_events
         # The line has the number of the first undone event: from here on, all undone lines are void.
         self._write({"time_s": self._clock(), "event": REWOUND, "to_event": self._num_events})
 
-    def keep(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Keep the books of `state`, which `checkpoint` gave for `folder`, so that `restore` reads only later lines.
+    def keep(self, state: Mapping[str, Any]) -> None:
+        """Keep the books of what `checkpoint` gave, so that `restore` reads only later lines.
 
         They are a cache beside the file, about 80 bytes a group; it may run in another thread than `record`.
 
         Raises:
             OSError: the disk takes no more.
         """
-        if self._journal is None:
-            return
-        read = self._read_kept(state, folder) or self.read_checkpoint(state, folder)
-        with unfinished(path := self._journal.path.with_name(BOOKS)) as temporary:
+        assert self._journal is not None, "books without a file cannot be kept beside it"
+        path, place = self._journal.path, (state["num_bytes"], state["num_events"])
+        read = _read_kept(path, place) or self.read(path, num_bytes=place[0], num_events=place[1])
+        with unfinished(path.with_name(BOOKS)) as temporary:
             tasks = [(name, read._tasks[name].save(temporary / f"{n}.db")) for n, name in enumerate(read._tasks)]
-            place = Place(state["num_bytes"], read._num_events)
-            kept = {"place": place, "end": self._end_at(place), "lost_events": read.lost_events, "tasks": tasks}
+            kept = {"place": place, "end": _end_at(path, place[0]), "lost_events": read.lost_events, "tasks": tasks}
             write_json(temporary / PLACE, kept)
-            publish(temporary, path)
-
-    def _read_kept(self, state: Mapping[str, Any], folder: Path) -> Ledger | None:
-        """`read_checkpoint` from the kept books on; None where these are not of what the file has up to there."""
-        if self._journal is None or state.get("version") != PLACE_VERSION:
-            return None
-        path, read = self._journal.path.with_name(BOOKS), Ledger()
-        try:
-            check(path)
-            kept = json.loads((path / PLACE).read_text("utf-8"))
-            place = Place(*kept["place"])
-            is_ours = (folder.resolve() / state["file"]).resolve() == self._journal.path.resolve()
-            if not is_ours or place.num_bytes > state["num_bytes"] or kept["end"] != self._end_at(place):
-                return None
-            read._num_events, read.lost_events = place.num_events, kept["lost_events"]
-            for number, (name, sums) in enumerate(kept["tasks"]):
-                read._tasks[name] = books.Histories(path / f"{number}.db", sums)
-            read._enter_lines(self._journal.path, state["num_bytes"], state["num_events"], place)
-        except (DamagedError, WentBack):
-            return None
-        return read
-
-    def _end_at(self, place: Place) -> str:
-        """The end of the last line before a place, with its checksum."""
-        assert self._journal is not None
-        with self._journal.path.open("rb") as file:
-            file.seek(max(0, place.num_bytes - 64))
-            return file.read(min(64, place.num_bytes)).decode("latin-1")
+            publish(temporary, path.with_name(BOOKS))
 
     @classmethod
     def read_checkpoint(cls, state: Mapping[str, Any], folder: Path) -> Ledger:
@@ -327,7 +292,11 @@ class Ledger:
                     # The file is gone. The run can go on, but every event counts as lost.
                     read._num_events = read.lost_events = num_events
                     return read
-                return cls.read(path, num_bytes=state["num_bytes"], num_events=num_events)
+                if (kept := _read_kept(path, (state["num_bytes"], num_events))) is None:
+                    return cls.read(path, num_bytes=state["num_bytes"], num_events=num_events)
+                for histories in kept.histories():
+                    histories.load_open()
+                return kept
             for task, groups in state["tasks"].items():
                 read._tasks[task] = books.Histories.from_state(groups)
             for task, number in state["repeated"].items():
@@ -358,6 +327,31 @@ class Ledger:
             self._journal.write(*({"number": n, **line} for n, line in enumerate(lines, self._num_events + 1)))
         # Not before: a number that is in no line would count as an event that was lost.
         self._num_events += len(lines)
+
+
+def _read_kept(path: Path, to: Place) -> Ledger | None:
+    """The ledger at a place, from the kept books on; None where these are not of what the file `path` has up to it."""
+    folder, read = path.with_name(BOOKS), Ledger()
+    try:
+        check(folder)
+        kept = json.loads((folder / PLACE).read_text("utf-8"))
+        num_bytes, read._num_events = kept["place"]
+        read.lost_events = kept["lost_events"]
+        if num_bytes > to[0] or kept["end"] != _end_at(path, num_bytes):
+            return None
+        for number, (name, sums) in enumerate(kept["tasks"]):
+            read._tasks[name] = books.Histories(folder / f"{number}.db", sums)
+        read._enter_lines(path, *to, (num_bytes, read._num_events))
+    except (DamagedError, WentBack):
+        return None
+    return read
+
+
+def _end_at(path: Path, num_bytes: int) -> str:
+    """The end of the last line within the first bytes, with its checksum."""
+    with path.open("rb") as file:
+        file.seek(max(0, num_bytes - 64))
+        return file.read(min(64, num_bytes)).decode("latin-1")
 
 
 @dataclass(frozen=True)

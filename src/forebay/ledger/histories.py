@@ -191,10 +191,8 @@ class Histories:
     def state(self) -> list[list[Any]]:
         """Each group's id and columns, as JSON values, in the order of first events."""
         with self._lock:
-            rows = [
-                [json.loads(name), *row]
-                for name, *row in self._ask(f"SELECT * FROM settled WHERE place NOT IN {OPEN}")
-            ]
+            lines = self._ask(f"SELECT * FROM settled WHERE place NOT IN {OPEN}")
+            rows = [[json.loads(name), *row] for name, *row in lines]
             rows += [[group_id, *row.values()] for group_id, row in self._open.items()]
         return sorted(rows, key=lambda row: (row[1 + _COLUMNS.index("first_s")], str(row[0])))
 

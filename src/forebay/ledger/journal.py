@@ -29,7 +29,7 @@ import zlib
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from forebay.io.safe_files import sync
 
@@ -89,19 +89,12 @@ class WentBack(ValueError):
     """Lines after a place say that the run went back to before it."""
 
 
-class Place(NamedTuple):
-    """How far a ledger's file went at some moment."""
-
-    num_bytes: int = 0
-    num_events: int = 0
+Place = tuple[int, int]
+"""How far a ledger's file went at some moment: bytes, events."""
+START: Place = (0, 0)
 
 
-def read_events(
-    path: Path,
-    *,
-    num_bytes: int | None = None,
-    after: Place = Place(),  # noqa: B008
-) -> Iterator[dict[str, Any]]:
+def read_events(path: Path, *, num_bytes: int | None = None, after: Place = START) -> Iterator[dict[str, Any]]:
     """The events that stand, oldest first; of the first `num_bytes` of the file, if given.
 
     Only those `after` a place, if given. Numbers that are missing are events that were lost.
@@ -112,18 +105,14 @@ def read_events(
         ValueError: there are lines, and none of them is a ledger's.
     """
     places, problem = _lines_that_stand(path, num_bytes, after)
-    kept = iter(places)
-    wanted, num_read = next(kept, None), after.num_events
+    num_read = after[1]
     with path.open("rb") as file:
-        file.seek(after.num_bytes)
-        for place, line in enumerate(file):
-            if place != wanted:
-                continue
-            wanted = next(kept, None)
+        for place in places:
+            file.seek(place)
             try:
-                event = json.loads(line)
+                event = json.loads(file.readline())
             except ValueError as error:
-                problem = problem or f"{str(path)!r} line {place + 1} is damaged: {error}"
+                problem = problem or f"{str(path)!r} is damaged at byte {place}: {error}"
                 continue
             num_read += 1
             yield event
@@ -132,13 +121,13 @@ def read_events(
 
 
 def _lines_that_stand(path: Path, num_bytes: int | None, after: Place) -> tuple[array[int], str]:
-    """Which of the lines from a place on stand, and what is wrong with the first unreadable one."""
+    """Where the lines begin that stand, of those after a place, and what is wrong with the first unreadable one."""
     places, numbers = array("q"), array("q")
-    problem, has_checksums, end, num_damaged = "", after.num_bytes > 0, after.num_bytes, 0
+    problem, has_checksums, end, num_damaged = "", after[0] > 0, after[0], 0
     with path.open("rb") as file:
         file.seek(end)
         for place, line in enumerate(file):
-            end += len(line)
+            begin, end = end, end + len(line)
             if num_bytes is not None and end > num_bytes:
                 break
             if not line.endswith(b"}\n"):
@@ -162,14 +151,14 @@ def _lines_that_stand(path: Path, num_bytes: int | None, after: Place) -> tuple[
             if _REWOUND in line:
                 # Damage before it is of lines after the place it goes back to, which were never synced.
                 num_damaged = 0
-            if number - num_damaged <= after.num_events:
-                raise WentBack(f"{str(path)!r} goes back to event {number} after event {after.num_events}")
+            if number - num_damaged <= after[1]:
+                raise WentBack(f"{str(path)!r} goes back to event {number} after event {after[1]}")
             # The damaged lines just before had the numbers below: if the run had gone back, older lines with
             # those numbers stand for something that was undone.
             while numbers and numbers[-1] >= number - num_damaged:
                 numbers.pop()
                 places.pop()
             numbers.append(number)
-            places.append(place)
+            places.append(begin)
             num_damaged = 0
     return places, problem

@@ -69,10 +69,6 @@ class Cut:
         await asyncio.to_thread(write_json, path / "manager.json", self.state)
         await asyncio.to_thread(seal, path)
 
-    async def keep_books(self, path: Path) -> None:
-        """Have a resume from the folder `path` read no line of before; once the checkpoint counts."""
-        await asyncio.to_thread(self.ledger.keep, self.state["ledger"], path)
-
     async def release(self) -> None:
         """Release the snapshot."""
         await self.opened.aclose()

@@ -175,8 +175,6 @@ async def open_run(
 _PLAIN = {"attention": "auto", "moments": "float32"}
 LOSSES = "losses.json"
 """In the folder of the warm-up: the loss of each step, and of what is held out before each pass and after."""
-LENGTHS = "lengths"
-"""In the run's folder: the lengths of its prompts, which a resume does not count again."""
 Start = tuple[Path, list[rollout_parts.TaskData]]
 """The folder of the model and the data that a run starts from."""
 
@@ -195,7 +193,7 @@ def find_start(
         data = rollout_parts.load_data(config)
         config = rollout_parts.with_alphabet(config, data)
     model_folder = resolve_model(config.model, seed=config.seed)
-    data = rollout_parts.check_lengths(config, model_folder, data, folder / LENGTHS)
+    data = rollout_parts.check_lengths(config, model_folder, data, folder / "lengths")
     if config.warmup is not None:
         model_folder = warm_up(config, model_folder, folder / "warmup", display, data)
         # The trainer needs blocks of other sizes than what a warm-up leaves in torch's cache.

@@ -9,7 +9,7 @@ digest. It is a cache. Where it is damaged, all is counted anew.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
@@ -27,40 +27,35 @@ _FILE = "lengths.npy"
 _WEIGHTS = (".safetensors", ".bin")
 
 
-class KnownLengths:
-    """Counts as `num_prompt_tokens` does, each prompt once; for the tokenizer in the folder of one model."""
-
-    def __init__(self, model_folder: Path, known: dict[int, int]) -> None:
-        self._digest = blake2b(f"{__version__} {transformers.__version__}".encode(), digest_size=8)
-        for path in sorted(model_folder.iterdir()):
-            if path.is_file() and path.suffix not in _WEIGHTS:
-                self._digest.update(path.name.encode() + path.read_bytes())
-        self.known = known
-        """Tokens, by the digest of the prompt."""
-
-    def count(self, prompt: Prompt, tokenizer: ChatTokenizer, *, tools: list[dict[str, Any]] | None = None) -> int:
-        """As `num_prompt_tokens`, whose errors it raises."""
-        shown = [prompt.message, tools if prompt.tools is None else prompt.tools, prompt.tool_choice, prompt.mm_info]
-        digest = self._digest.copy()
-        # An image is bytes, which JSON has not; their `repr` names each.
-        digest.update(json.dumps(shown, default=repr).encode())
-        key = int.from_bytes(digest.digest(), "little", signed=True)
-        if key not in self.known:
-            self.known[key] = num_prompt_tokens(prompt, tokenizer, tools=tools)
-        return self.known[key]
-
-
 @contextmanager
-def known_lengths(folder: Path, model_folder: Path) -> Iterator[KnownLengths]:
-    """The lengths that are kept in `folder`; those that the block adds are kept at its end."""
+def counted_once(folder: Path, model_folder: Path, tokenizer: ChatTokenizer) -> Iterator[Callable[..., int]]:
+    """Counts as `num_prompt_tokens` does, with the tokenizer in `model_folder`, what no earlier start has counted.
+
+    The lengths are kept in `folder`, those that the block adds at its end.
+    """
     try:
         check(folder)
         table = np.load(folder / _FILE)
     except DamagedError:
         table = np.empty((0, 2), np.int64)
-    lengths = KnownLengths(model_folder, dict(table.tolist()))
-    yield lengths
-    if len(lengths.known) > len(table):
+    known: dict[int, int] = dict(table.tolist())
+    counted_by = blake2b(f"{__version__} {transformers.__version__}".encode(), digest_size=8)
+    for path in sorted(model_folder.iterdir()):
+        if path.is_file() and path.suffix not in _WEIGHTS:
+            counted_by.update(path.name.encode() + path.read_bytes())
+
+    def count(prompt: Prompt, *, tools: list[dict[str, Any]] | None = None) -> int:
+        shown = [prompt.message, tools if prompt.tools is None else prompt.tools, prompt.tool_choice, prompt.mm_info]
+        digest = counted_by.copy()
+        # An image is bytes, which JSON has not; their `repr` names each.
+        digest.update(json.dumps(shown, default=repr).encode())
+        key = int.from_bytes(digest.digest(), "little", signed=True)
+        if key not in known:
+            known[key] = num_prompt_tokens(prompt, tokenizer, tools=tools)
+        return known[key]
+
+    yield count
+    if len(known) > len(table):
         with unfinished(folder) as temporary:
-            np.save(temporary / _FILE, np.array([*lengths.known.items()], np.int64))
+            np.save(temporary / _FILE, np.array([*known.items()], np.int64))
             publish(temporary, folder)

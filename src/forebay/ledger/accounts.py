@@ -292,11 +292,8 @@ class Ledger:
                     # The file is gone. The run can go on, but every event counts as lost.
                     read._num_events = read.lost_events = num_events
                     return read
-                if (kept := _read_kept(path, (state["num_bytes"], num_events))) is None:
-                    return cls.read(path, num_bytes=state["num_bytes"], num_events=num_events)
-                for histories in kept.histories():
-                    histories.load_open()
-                return kept
+                kept = _read_kept(path, (state["num_bytes"], num_events), loads_open=True)
+                return kept or cls.read(path, num_bytes=state["num_bytes"], num_events=num_events)
             for task, groups in state["tasks"].items():
                 read._tasks[task] = books.Histories.from_state(groups)
             for task, number in state["repeated"].items():
@@ -329,7 +326,7 @@ class Ledger:
         self._num_events += len(lines)
 
 
-def _read_kept(path: Path, to: Place) -> Ledger | None:
+def _read_kept(path: Path, to: Place, *, loads_open: bool = False) -> Ledger | None:
     """The ledger at a place, from the kept books on; None where these are not of what the file `path` has up to it."""
     folder, read = path.with_name(BOOKS), Ledger()
     try:
@@ -340,7 +337,7 @@ def _read_kept(path: Path, to: Place) -> Ledger | None:
         if num_bytes > to[0] or kept["end"] != _end_at(path, num_bytes):
             return None
         for number, (name, sums) in enumerate(kept["tasks"]):
-            read._tasks[name] = books.Histories(folder / f"{number}.db", sums)
+            read._tasks[name] = books.Histories(folder / f"{number}.db", sums, loads_open=loads_open)
         read._enter_lines(path, *to, (num_bytes, read._num_events))
     except (DamagedError, WentBack):
         return None

@@ -64,10 +64,12 @@ class Histories:
     Counter({'dropped:filtered': 1})
     """
 
-    def __init__(self, saved: Path | None = None, sums: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, saved: Path | None = None, sums: Mapping[str, Any] | None = None, *, loads_open: bool = False
+    ) -> None:
         """Without events, or as `save` left them in the file `saved`, whose `sums` it gave.
 
-        Open groups of a file are in memory only once `load_open` was called, or an event names them.
+        Unless it `loads_open`, open groups of the file are in memory only once an event names them.
         """
         self._open: dict[GroupId, Row] = {}
         # Without a name it is a temporary file, and in memory as long as it is small. Nothing is committed,
@@ -83,6 +85,8 @@ class Histories:
         self._ask("BEGIN")
         # Names as JSON: 4 is not "4", a number has any size, and a text every character that a line holds.
         self._ask(f"CREATE TABLE IF NOT EXISTS settled (name PRIMARY KEY, {', '.join(_COLUMNS)}) WITHOUT ROWID")
+        opened = self._ask(f"SELECT * FROM settled WHERE place IN {OPEN}") if loads_open else ()
+        self._open |= {json.loads(name): dict(zip(_COLUMNS, row, strict=True)) for name, *row in opened}
         self._lock = threading.Lock()
         """A thread that plans an epoch reads beside the events."""
         sums = sums or {"counts": {}, "totals": {}, "powers": [], "repeated": 0}
@@ -120,11 +124,6 @@ class Histories:
             self._ask("BEGIN")
         powers = [[*key, power] for key, power in self._powers.items()]
         return {"counts": self.counts, "totals": self.totals, "powers": powers, "repeated": self.num_repeated}
-
-    def load_open(self) -> None:
-        """Bring the open groups of a saved file into memory."""
-        for name, *values in self._ask(f"SELECT * FROM settled WHERE place IN {OPEN}"):
-            self._open.setdefault(json.loads(name), dict(zip(_COLUMNS, values, strict=True)))
 
     def glance(self, group_ids: Collection[GroupId]) -> dict[GroupId, tuple[str, int | None]]:
         """Place and tokens of those of the groups that have events."""

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import shlex
 import signal
 import sys
@@ -165,6 +166,8 @@ app.command(name="init")(init_cli.init)
 
 def main() -> None:
     """The entry point of the ``forebay`` command."""
+    # With Python's own, 700, it visits the objects of torch and transformers again and again as they are loaded.
+    gc.set_threshold(50_000, 20, 20)
     try:
         app()
     except SystemExit as end:

@@ -5,7 +5,7 @@ Not a stream and not a cache: the rows stay where they are and a `Prompt` is mad
 ::
 
     source --open_source--> rows --where, columns--> Prompt 0..N-1 --shuffle_seed--> --start, size--> prompts
-    prompts --hold_out(evaluation prompts)--> --check_prompt_lengths(tokenizer)--> Sampler
+    prompts --hold_out(evaluation prompts)--> --check_prompt_lengths--> Sampler
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def load_conversations(data: DataConfig, seed: int) -> tuple[Sequence[Prompt], S
 
 def check_prompt_lengths(
     prompts: Sequence[Prompt],
-    tokenizer: ChatTokenizer,
+    count: Callable[..., int],
     limit_tokens: int,
     policy: Literal["error", "drop"] = "error",
     *,
@@ -186,8 +186,8 @@ def check_prompt_lengths(
 ) -> Sequence[Prompt]:
     """`prompts`, all of which are at most `limit_tokens` long as the model sees them.
 
-    `tools` are told to it where a prompt has none of its own. Renders every prompt (some 0.2 ms each). With
-    "drop", longer ones are left out and their number logged.
+    `tools` are told to it where a prompt has none of its own. `count` is `num_prompt_tokens` with a tokenizer (some
+    0.2 ms each), or knows more. With "drop", longer ones are left out and their number logged.
 
     Raises:
         ConfigError: a prompt is too long and the policy is "error", or all are too long.
@@ -195,7 +195,7 @@ def check_prompt_lengths(
     kept: list[int] = []
     for index in range(len(prompts)):
         prompt = prompts[index]
-        num_tokens = num_prompt_tokens(prompt, tokenizer, tools=tools)
+        num_tokens = count(prompt, tools=tools)
         if num_tokens <= limit_tokens:
             kept.append(index)
         elif policy == "error":

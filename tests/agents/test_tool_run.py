@@ -6,7 +6,6 @@ import asyncio
 import json
 import runpy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from forebay.metrics import read_jsonl
 from forebay.models.tiny import character_tokenizer
 from forebay.produce import DataConfig, Prompt, Sampler, load_prompts
 from forebay.produce.prompts.conversations import Demonstrations
-from forebay.produce.prompts.dataset import check_prompt_lengths, num_prompt_tokens
+from forebay.produce.prompts.dataset import check_prompt_lengths
 from forebay.replay import SyncReplayBufferConfig
 from forebay.runs.config import RunConfig
 from forebay.runs.launch import launch
@@ -121,13 +120,13 @@ def test_prompts_are_measured_with_the_tools_of_their_agent() -> None:
     assert [tool["function"]["name"] for tool in tools] == ["calculator", "search"]
     asked = [{"role": "user", "content": "1+2?"}]
     limit = len(render_prompt(tokenizer, asked, tools))
-    prompt, count = Prompt(message=asked), partial(num_prompt_tokens, tokenizer=tokenizer)
-    assert check_prompt_lengths([prompt], count, limit, tools=tools) == [prompt]
+    prompt = Prompt(message=asked)
+    assert check_prompt_lengths([prompt], tokenizer, limit, tools=tools) == [prompt]
     with pytest.raises(ConfigError, match=f"prompt 0 has {limit} tokens"):
-        check_prompt_lengths([prompt], count, limit - 1, tools=tools)
+        check_prompt_lengths([prompt], tokenizer, limit - 1, tools=tools)
     # Its own come first, and "none" is none.
     for own in ({"tools": tools[:1]}, {"tool_choice": "none"}):
-        check_prompt_lengths([Prompt(message=asked, **own)], count, limit - 1, tools=tools)
+        check_prompt_lengths([Prompt(message=asked, **own)], tokenizer, limit - 1, tools=tools)
     assert prompt_tools(Component(name="single_turn")) is None
     own_environment = Component(name="multi_turn", arguments={"environment": f"{__name__}:Telling"})
     assert prompt_tools(own_environment) == [*Telling.prompt_tools]

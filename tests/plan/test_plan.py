@@ -179,12 +179,8 @@ def test_times_follow_from_arithmetic_and_bandwidth(model: Path) -> None:
     )
     assert bound.times.training_s > 1e-4 * times.training_s
     assert compiled.times.training_s == pytest.approx(bound.times.training_s / 3, rel=0.05)
-    assert "fewer with train.compile=true." in " ".join(sentences(bound)), "one micro-batch is all"
-    assert "launched one by one" not in " ".join([*sentences(plan), *sentences(compiled)])
-    several = make_plan(
-        run_config(model, train=train | {"token_budget": 512}), faster_than_its_process, prompt_tokens=32
-    )
-    assert "fewer with a larger train.token_budget or train.compile=true." in " ".join(sentences(several))
+    assert "launched one by one" in " ".join(sentences(bound))
+    assert "launched one by one" not in " ".join(sentences(plan))
 
 
 MEASURED = [

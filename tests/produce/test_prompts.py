@@ -1,7 +1,6 @@
 import json
 from datetime import datetime
 from decimal import Decimal
-from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,15 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from forebay.config import ConfigError
-from forebay.produce.prompts.dataset import (
-    DataConfig,
-    Prompt,
-    check_prompt_lengths,
-    hold_out,
-    load_prompts,
-    num_prompt_tokens,
-)
-from forebay.produce.prompts.lengths import counted_once
+from forebay.produce.prompts.dataset import DataConfig, Prompt, check_prompt_lengths, hold_out, load_prompts
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": i} for i in range(10)]
 
@@ -334,56 +325,14 @@ class CharacterTokenizer:
 
 
 def test_too_long_prompts_are_an_error_or_dropped(caplog) -> None:
-    prompts, count = chats("ab", "abcd", "abcdef"), partial(num_prompt_tokens, tokenizer=CharacterTokenizer())
-    assert check_prompt_lengths(prompts, count, 7) is prompts
+    prompts = chats("ab", "abcd", "abcdef")
+    assert check_prompt_lengths(prompts, CharacterTokenizer(), 7) is prompts
     with pytest.raises(ConfigError, match="prompt 1 has 5 tokens, more than the 4"):
-        check_prompt_lengths(prompts, count, 4)
-    assert texts(check_prompt_lengths(prompts, count, 4, "drop")) == ["ab"]
+        check_prompt_lengths(prompts, CharacterTokenizer(), 4)
+    assert texts(check_prompt_lengths(prompts, CharacterTokenizer(), 4, "drop")) == ["ab"]
     assert "2 of 3 prompts are left out: longer than" in caplog.text
     with pytest.raises(ConfigError, match="all 3 prompts are longer than 1 tokens"):
-        check_prompt_lengths(prompts, count, 1, "drop")
-
-
-class CountingTokenizer(CharacterTokenizer):
-    """Notes what it renders."""
-
-    def __init__(self):
-        self.rendered = []
-
-    def apply_chat_template(self, conversation, **kwargs):
-        self.rendered.append(conversation[0]["content"])
-        return super().apply_chat_template(conversation, **kwargs)
-
-
-def test_a_prompt_is_rendered_once_for_a_tokenizer(tmp_path) -> None:
-    model, folder = tmp_path / "model", tmp_path / "lengths"
-    model.mkdir()
-    (model / "tokenizer.json").write_text("{}")
-
-    def count(*prompts, tools=None):
-        tokenizer = CountingTokenizer()
-        with counted_once(folder, model, tokenizer) as length_of:
-            counted = [length_of(prompt, tools=tools) for prompt in prompts * 2]
-        assert counted == [len(prompt.message[0]["content"]) + 1 for prompt in prompts * 2]
-        return tokenizer.rendered
-
-    first, second = chats("ab", "abcd")
-    assert count(first) == ["ab"]
-    assert count(first, second) == ["abcd"]
-    assert count(second, first) == []
-    # What the model is told besides, and what it sees, are of its length.
-    assert count(first, tools=[{"name": "search"}]) == ["ab"]
-    assert count(Prompt(message=first.message, tools=[{"name": "search"}])) == []
-    assert count(Prompt(message=first.message, mm_info={"video": b"pixels"})) == ["ab"]
-    # Another tokenizer; weights are none.
-    (model / "model.safetensors").write_bytes(b"weights")
-    assert count(first) == []
-    (model / "chat_template.jinja").write_text("{{ messages }}")
-    assert count(first) == ["ab"]
-    table = folder / "lengths.npy"
-    table.write_bytes(table.read_bytes()[:-1])
-    assert count(second) == ["abcd"]
-    assert count(second) == []
+        check_prompt_lengths(prompts, CharacterTokenizer(), 1, "drop")
 
 
 def test_a_csv_file_is_text_by_column(tmp_path) -> None:

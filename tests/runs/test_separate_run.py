@@ -147,7 +147,6 @@ def test_a_separate_run_that_loses_its_trainer_goes_back_and_generates_nothing_a
     kept = json.loads((folder / "books" / "place.json").read_text())
     state = json.loads((list_checkpoints(folder)[-1] / "manager" / "manager.json").read_text())
     assert kept["place"] == [state["ledger"]["num_bytes"], state["ledger"]["num_events"]]
-    assert (folder / "lengths").is_dir()
     assert not [child for child in active_children() if child.name.startswith("forebay-rank")]
 
 

@@ -418,4 +418,4 @@ def test_the_recipe_runs_and_its_model_goes_on(llava, tmp_path):
     over_ranks = ["train.ranks=2", "train.parallel.context=2", "train.layout=packed"]
     broken = load_config(RunConfig, RECIPE / "run.toml", [*overrides, *over_ranks])
     with pytest.raises(ConfigError, match=r"the data has images.*set train\.parallel\.context to 1"):
-        check_lengths(broken, llava, load_data(broken), tmp_path)
+        check_lengths(broken, llava, load_data(broken))

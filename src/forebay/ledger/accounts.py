@@ -19,8 +19,6 @@ event is also a line in an append-only file (`journal`), and a checkpoint needs 
 went: `checkpoint` costs the same after a million events as after ten.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -61,7 +59,7 @@ class Ledger:
         self._tasks: dict[str, books.Histories] = defaultdict(books.Histories)
 
     @classmethod
-    def read(cls, path: Path, *, num_bytes: int | None = None, num_events: int | None = None) -> Ledger:
+    def read(cls, path: Path, *, num_bytes: int | None = None, num_events: int | None = None) -> "Ledger":
         """The ledger that wrote the file `path`, as it was after its last event; it writes no file.
 
         Or as it was when the file had `num_bytes` and the ledger `num_events`. Events that are missing are
@@ -195,7 +193,7 @@ class Ledger:
         """The groups of each task that are neither trained nor dropped, by the ledger's own account."""
         return {name: one.counts[books.LIVE] + one.counts[books.ADMITTED] for name, one in self._tasks.items()}
 
-    def balance(self, live: Mapping[str, int]) -> Balance:
+    def balance(self, live: Mapping[str, int]) -> "Balance":
         """Hold the books against `live`: the groups of each task that exist, as counted elsewhere.
 
         That is, those in the buffer, and those in flight of which there is an event.
@@ -275,7 +273,7 @@ class Ledger:
             publish(temporary, path.with_name(BOOKS))
 
     @classmethod
-    def read_checkpoint(cls, state: Mapping[str, Any], folder: Path) -> Ledger:
+    def read_checkpoint(cls, state: Mapping[str, Any], folder: Path) -> "Ledger":
         """The ledger as it was when `checkpoint` gave `state` for `folder`; it writes no file.
 
         Raises:
@@ -376,7 +374,7 @@ class Balance:
     """Rollouts that failed and left their group, which went on without them."""
     reused: int = 0
     """How often groups were trained on again; each counts once in `trained`, whatever its uses."""
-    by_task: dict[str, Balance] = field(default_factory=dict)
+    by_task: "dict[str, Balance]" = field(default_factory=dict)
 
     @property
     def difference(self) -> int:

@@ -12,8 +12,6 @@ SQLite's, about 80 bytes each, of which two MB are kept in memory. That file end
 a copy, which has the open groups, too. This module keeps no file of the events, and no balance.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -169,7 +167,7 @@ class Histories:
                 self._ask("DELETE FROM settled WHERE name = ?", json.dumps(group_id))
             self._keep(group_id, row)
 
-    def life(self, group_id: GroupId, task_name: str) -> GroupLife | None:
+    def life(self, group_id: GroupId, task_name: str) -> "GroupLife | None":
         """Everything about one group; None if it has no events."""
         with self._lock:
             if (row := self._find(group_id)) is None:
@@ -196,7 +194,7 @@ class Histories:
         return sorted(rows, key=lambda row: (row[1 + _COLUMNS.index("first_s")], str(row[0])))
 
     @classmethod
-    def from_state(cls, state: Any) -> Histories:
+    def from_state(cls, state: Any) -> "Histories":
         """The histories that `state` described."""
         histories = cls()
         for group_id, *values in state:
@@ -205,13 +203,13 @@ class Histories:
             histories.totals.update({counted: row[counted] for counted in _COUNTS})
         return histories
 
-    def _find(self, group_id: GroupId) -> Row | None:
+    def _find(self, group_id: GroupId) -> "Row | None":
         if group_id in self._open:
             return self._open[group_id]
         found = self._ask("SELECT * FROM settled WHERE name = ?", json.dumps(group_id)).fetchone()
         return None if found is None else dict(zip(_COLUMNS, found[1:], strict=True))
 
-    def _keep(self, group_id: GroupId, row: Row) -> None:
+    def _keep(self, group_id: GroupId, row: "Row") -> None:
         """Keep a group where its place says."""
         self._count(row, 1)
         if row["place"] in OPEN:
@@ -220,7 +218,7 @@ class Histories:
             self._ask(_REPLACE, json.dumps(group_id), *row.values())
             self._open.pop(group_id, None)
 
-    def _count(self, row: Row, sign: int) -> None:
+    def _count(self, row: "Row", sign: int) -> None:
         """Add the row to the sums, or take it back."""
         place, tokens = row["place"], row["num_tokens"]
         self.counts[place] += sign

@@ -63,8 +63,8 @@ class Plan:
     """Between machines, to hand the weights to the engines."""
     sync_s: float = 0.0
     """Seconds for that, as in `times`."""
-    faster: Sequence[str] = ()
-    """Changes that shorten training, where the launching of kernels bounds it and not the GPU."""
+    waits_for_launches: bool = False
+    """Whether the launching of kernels bounds training, and not the GPU."""
     tokens_per_step: int = 0
     layout: Sequence[str] = ()
     """Sentences: the GPUs of ranks and engines, and those that are left idle."""
@@ -390,13 +390,4 @@ def _times(
     differ = config.produce.sync_weights_interval > 1 or described.sleeping > 0
     times = simulate(config, described, steps=SIMULATED_STEPS * (1 + differ))
     syncs = {"traffic": traffic, "sync_bytes": sync_bytes, "sync_s": sync_s}
-    faster = _fewer_launches(config, longest) if launching_s > micro_s else []
-    return {"times": times, "faster": faster, **syncs}
-
-
-def _fewer_launches(config: RunConfig, longest: int) -> list[str]:
-    train = config.train
-    tokens = config.batch_size * config.group_sizes[1] * longest // (train.mini_batches * train.ranks)
-    may_compile = train.ranks == 1 and train.layout != "shared_prompt" and not train.offload_activations
-    found = ["a larger train.token_budget"] if tokens > train.token_budget else []
-    return [*found, "train.compile=true"] if may_compile and not train.compile else found
+    return {"times": times, "waits_for_launches": launching_s > micro_s, **syncs}

@@ -103,8 +103,8 @@ class MemoryPeak(TorchDispatchMode):
         if count := flop_registry.get(function.overloadpacket):
             self.work.flop += count(*args, **(kwargs or {}), out_val=result)
         if not (function.is_view or function.namespace == "prim" or function.name() in _NO_WORK):
-            tensors = [each for each in tree_leaves((args, kwargs, result)) if isinstance(each, torch.Tensor)]
-            self.work.moved_bytes += sum(tensor.nbytes for tensor in tensors)
+            leaves = tree_leaves((args, kwargs, result))
+            self.work.moved_bytes += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
             self.work.num_launches += 1
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._counted:

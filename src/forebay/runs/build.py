@@ -193,7 +193,7 @@ def find_start(
         data = rollout_parts.load_data(config)
         config = rollout_parts.with_alphabet(config, data)
     model_folder = resolve_model(config.model, seed=config.seed)
-    data = rollout_parts.check_lengths(config, model_folder, data, folder / "lengths")
+    data = rollout_parts.check_lengths(config, model_folder, data)
     if config.warmup is not None:
         model_folder = warm_up(config, model_folder, folder / "warmup", display, data)
         # The trainer needs blocks of other sizes than what a warm-up leaves in torch's cache.

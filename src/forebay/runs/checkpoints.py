@@ -10,8 +10,6 @@
 Every function takes a `Run`; `forebay.runs.steps` has the other verbs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

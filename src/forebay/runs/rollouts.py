@@ -40,8 +40,7 @@ from forebay.produce import (
     SyncProduceStrategyConfig,
     TaskRunner,
 )
-from forebay.produce.prompts import dataset
-from forebay.produce.prompts.lengths import counted_once
+from forebay.produce.prompts.dataset import check_prompt_lengths, hold_out, load_prompts, texts_of
 from forebay.produce.prompts.orders import build_order
 from forebay.produce.strategies.base import find_staleness_rule
 from forebay.produce.strategies.context import GroupGenerator
@@ -117,10 +116,10 @@ def load_data(config: RunConfig) -> list[TaskData]:
     data = []
     for task in config.tasks:
         with errors_about(f"task {task.name!r}"):
-            held_out = dataset.load_prompts(task.eval_data) if task.eval_data is not None else ()
-            training = () if task.data is None else dataset.load_prompts(task.data)
+            held_out = load_prompts(task.eval_data) if task.eval_data is not None else ()
+            training = () if task.data is None else load_prompts(task.data)
             if held_out and training:
-                training = dataset.hold_out(training, held_out)
+                training = hold_out(training, held_out)
             data.append(TaskData(training, held_out))
     return data
 
@@ -134,17 +133,15 @@ def with_alphabet(config: RunConfig, data: Sequence[TaskData]) -> RunConfig:
     if config.model.source != TINY or tiny.alphabet is not None:
         return config
     prompts = (prompt for part in data for some in (part.training, part.held_out) for prompt in some)
-    found = {character for prompt in prompts for text in dataset.texts_of(prompt) for character in text}
+    found = {character for prompt in prompts for text in texts_of(prompt) for character in text}
     if not (extra := sorted(found - set(DEFAULT_ALPHABET))):
         return config
     tiny = tiny.model_copy(update={"alphabet": DEFAULT_ALPHABET + "".join(extra)})
     return config.model_copy(update={"model": config.model.model_copy(update={"tiny": tiny})})
 
 
-def check_lengths(config: RunConfig, model_folder: Path, data: Sequence[TaskData], folder: Path) -> list[TaskData]:
+def check_lengths(config: RunConfig, model_folder: Path, data: Sequence[TaskData]) -> list[TaskData]:
     """`data` whose prompts leave room for a response in the model's context, as the run file says it.
-
-    Lengths that were counted are kept in `folder`, for the next start.
 
     Raises:
         ConfigError: a prompt is too long, or has characters that the model does not know.
@@ -155,23 +152,23 @@ def check_lengths(config: RunConfig, model_folder: Path, data: Sequence[TaskData
     context = config.model.max_context or context_of(model_folder)
     if context is None:
         return list(data)
-    with counted_once(folder, model_folder, load_tokenizer(model_folder)) as count:
-        return [fitting(config, *pair, count, context) for pair in zip(config.tasks, data, strict=True)]
+    tokenizer = load_tokenizer(model_folder)
+    return [fitting(config, *pair, tokenizer, context) for pair in zip(config.tasks, data, strict=True)]
 
 
 def fitting(
-    config: RunConfig, task: TaskConfig, data: TaskData, count: Callable[..., int], context: int, trains: bool = True
+    config: RunConfig, task: TaskConfig, data: TaskData, tokenizer: Any, context: int, *, trains: bool = True
 ) -> TaskData:
     """`data` with prompts that fit into `context` tokens together with a response.
 
     Those to train on do not matter without `trains`. Prompts that were checked with this context, or a
-    smaller one, are not checked again. `count`: see `check_prompt_lengths`.
+    smaller one, are not checked again: rendering every prompt takes seconds.
     """
     if data.context is not None and data.context <= context:
         return data
-    held_out = _checked(config, task, data.held_out, count, context) if data.held_out else ()
+    held_out = _checked(config, task, data.held_out, tokenizer, context) if data.held_out else ()
     trains = trains and bool(data.training)
-    training = _checked(config, task, data.training, count, context) if trains else data.training
+    training = _checked(config, task, data.training, tokenizer, context) if trains else data.training
     return TaskData(training, held_out, context)
 
 
@@ -188,7 +185,7 @@ def task_agent(config: RunConfig, task: TaskConfig) -> Component:
 
 
 def _checked(
-    config: RunConfig, task: TaskConfig, prompts: Sequence[Prompt], count: Callable[..., int], context: int
+    config: RunConfig, task: TaskConfig, prompts: Sequence[Prompt], tokenizer: Any, context: int
 ) -> Sequence[Prompt]:
     budget, room = config.train.token_budget, task.sample.max_tokens
     agent = task_agent(config, task)
@@ -202,11 +199,12 @@ def _checked(
     with errors_about(f"task {task.name!r}"):
         # An agent's own limit ends an episode early, but a prompt must leave room for something.
         limit = min(context - room, own_limit - 1)
-        prompts = dataset.check_prompt_lengths(prompts, count, limit, task.overlong_prompts, tools=tools)
+        prompts = check_prompt_lengths(prompts, tokenizer, limit, task.overlong_prompts, tools=tools)
     if budget < context:
+        # Rendering all prompts again is the price of finding out before the first rollout.
         least = f"a prompt with sample.max_tokens = {room}"
         with errors_about(f"task {task.name!r}: train.token_budget = {budget} is less than {least} has; raise it"):
-            dataset.check_prompt_lengths(prompts, count, budget - room, tools=tools)
+            check_prompt_lengths(prompts, tokenizer, budget - room, tools=tools)
     return prompts
 
 
@@ -314,10 +312,9 @@ def build_rollouts(
         )
 
     context = min(engine.max_context_tokens for engine in controller.engines)
-    count = partial(dataset.num_prompt_tokens, tokenizer=tokenizer)
     eval_sets, runners = list[EvalSet](), list[TaskRunner]()
     for task, part in zip(config.tasks, data, strict=True):
-        prompts, held_out, _ = fitting(config, task, part, count, context, trains=trains)
+        prompts, held_out, _ = fitting(config, task, part, tokenizer, context, trains=trains)
         if held_out:
             loop = agent_loop(task, held_out=True)
             eval_sets.append(EvalSet(task.name, held_out, loop, config.tries(task), buffer))

@@ -106,9 +106,7 @@ async def sync_weights(
         weights: Any = live
     # An engine in this process casts on the way into its model: a cast copy before would be one more.
     elif getattr(receiver, "casts_weights", False):
-        # Whole and unmerged they are there, and another thread takes longer to begin than this.
-        is_there = config is None and isinstance(source, Learner)
-        weights = list(source.weights()) if is_there else await asyncio.to_thread(lambda: list(source.weights()))
+        weights = await asyncio.to_thread(lambda: list(source.weights()))
     else:
         weights = await gather(source.weights, dtype)
     await receiver.update_weights(weights, model_step)

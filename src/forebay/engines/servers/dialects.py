@@ -12,8 +12,6 @@ Both servers are asked for the tokens as they are made: so an aborted request co
 delivered, and a server that dies costs the few since the last piece.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Mapping, Sequence
@@ -255,7 +253,7 @@ class Dialect:
         """Free what adapters occupy that no request uses any more."""
         return ()
 
-    def bucket(self, bucket: Bucket) -> Call:
+    def bucket(self, bucket: "Bucket") -> Call:
         """Take over these weights between `begin` and `end`; they may change once it is answered.
 
         By a handle of the memory that they lie in, one after another.
@@ -438,7 +436,7 @@ class SGLang(Dialect):
         """Unload these; refused where the server has none of that name."""
         return (Call("POST", "/unload_lora_adapter", {"lora_name": version}, may_refuse=True),)
 
-    def bucket(self, bucket: Bucket) -> Call:
+    def bucket(self, bucket: "Bucket") -> Call:
         """As tensors that torch shares between processes, for a server on one GPU."""
         body = {"serialized_named_tensors": [bucket.shared_tensors()], "flush_cache": False}
         return Call("POST", "/update_weights_from_tensor", body)

@@ -14,8 +14,6 @@ alone give the weights that a full hand-over would have given. Adapters are comp
 each time: subtracting the last ones would leave rounding errors behind.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -105,7 +103,7 @@ class AdaptedWeights:
                 f"{self._fingerprint[:12]}; give it those first, in the dtype that it holds, or all weights"
             )
 
-    def _checked(self, adapters: dict[str, torch.Tensor], config: AdapterConfig) -> dict[str, _Adapter]:
+    def _checked(self, adapters: dict[str, torch.Tensor], config: AdapterConfig) -> "dict[str, _Adapter]":
         """The adapters, by the name of the weight that they change."""
         scale = scale_of(config)
         factors: dict[str, dict[str, torch.Tensor]] = {}
@@ -238,8 +236,7 @@ def take_weights(own: Mapping[str, torch.Tensor], weights: Weights, *, are_lent:
     taken = [own[name] for name in given]
     covered = set(map(id, taken))
     # A parameter's class is asked for last: that takes torch longer than all the rest.
-    left = (name for name, tensor in own.items() if id(tensor) not in covered)
-    if missing := [name for name in left if isinstance(own[name], nn.Parameter)]:
+    if missing := [name for name, t in own.items() if id(t) not in covered and isinstance(t, nn.Parameter)]:
         raise ValueError(f"no weights were given for {_some(missing)}")
     for place, (name, tensor) in zip(taken, given.items(), strict=True):
         if tensor.shape != place.shape:

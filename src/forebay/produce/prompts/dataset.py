@@ -5,10 +5,8 @@ Not a stream and not a cache: the rows stay where they are and a `Prompt` is mad
 ::
 
     source --open_source--> rows --where, columns--> Prompt 0..N-1 --shuffle_seed--> --start, size--> prompts
-    prompts --hold_out(evaluation prompts)--> --check_prompt_lengths--> Sampler
+    prompts --hold_out(evaluation prompts)--> --check_prompt_lengths(tokenizer)--> Sampler
 """
-
-from __future__ import annotations
 
 import json
 import logging
@@ -67,7 +65,7 @@ class DataConfig(StrictModel):
     >>> held_out = DataConfig(source="addition", arguments={"digits": 2}, start=4000, size=200)
     """
 
-    source: Annotated[str | list[str], AfterValidator(lambda source, info: locate_source(source, info.context))]
+    source: "Annotated[str | list[str], AfterValidator(lambda source, info: locate_source(source, info.context))]"
     """A ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.arrow`` file, pattern or list; a folder of
     `datasets.save_to_disk`; a dataset of the hub as ``owner/name``; ``addition``, ``sorting``,
     ``reasoning_gym:NAME``, or ``package.module:function`` returning rows."""
@@ -178,7 +176,7 @@ def load_conversations(data: DataConfig, seed: int) -> tuple[Sequence[Prompt], S
 
 def check_prompt_lengths(
     prompts: Sequence[Prompt],
-    count: Callable[..., int],
+    tokenizer: ChatTokenizer,
     limit_tokens: int,
     policy: Literal["error", "drop"] = "error",
     *,
@@ -186,8 +184,8 @@ def check_prompt_lengths(
 ) -> Sequence[Prompt]:
     """`prompts`, all of which are at most `limit_tokens` long as the model sees them.
 
-    `tools` are told to it where a prompt has none of its own. `count` is `num_prompt_tokens` with a tokenizer (some
-    0.2 ms each), or knows more. With "drop", longer ones are left out and their number logged.
+    `tools` are told to it where a prompt has none of its own. Renders every prompt (some 0.2 ms each). With
+    "drop", longer ones are left out and their number logged.
 
     Raises:
         ConfigError: a prompt is too long and the policy is "error", or all are too long.
@@ -195,7 +193,7 @@ def check_prompt_lengths(
     kept: list[int] = []
     for index in range(len(prompts)):
         prompt = prompts[index]
-        num_tokens = count(prompt, tools=tools)
+        num_tokens = num_prompt_tokens(prompt, tokenizer, tools=tools)
         if num_tokens <= limit_tokens:
             kept.append(index)
         elif policy == "error":
@@ -278,7 +276,7 @@ def _message_key(prompt: Prompt) -> str:
     return json.dumps(prompt.message, sort_keys=True, default=str)
 
 
-def _make_prompt(row: Any, config: DataConfig, made: Templates, place: str) -> Prompt:
+def _make_prompt(row: Any, config: DataConfig, made: "Templates", place: str) -> Prompt:
     if isinstance(row, Prompt):
         return row
     if not isinstance(row, Mapping):

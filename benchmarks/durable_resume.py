@@ -61,7 +61,8 @@ async def fill(manager: AgentLoopManager, num_groups: int) -> None:
         group = await runner.sampler.sample("task")
         for state in group:
             state.append([7] * NUM_TOKENS, logprobs=[-1.0] * NUM_TOKENS, model_step=0)
-            state.status = Status.COMPLETED
+            # As the trainer takes them: a resume looks at its first batch before it makes a request.
+            state.prompt_ids, state.reward, state.status = [7], {"score": 0.5}, Status.COMPLETED
         name: Any = group[0].group_id
         entry = {"num_tokens": GROUP_SIZE * NUM_TOKENS, "latency_s": 1.0, "score": 0.5}
         manager.ledger.record(name, "task", "admitted")
@@ -156,7 +157,7 @@ name = "run"
 steps = 2
 batch_size = 4
 rollouts_per_prompt = 2
-produce = { mode = "separate" }
+produce = { mode = "separate", max_staleness = 10000 }
 replay = { store = "sqlite" }
 model = { source = "tiny", tiny = { hidden_size = 16, num_layers = 1, num_heads = 1 } }
 """
@@ -209,6 +210,7 @@ async def put_behind(folder: Path, num_groups: int, num_events: int) -> None:
     await cut.write(checkpoint / "manager")
     await cut.release()
     seal(checkpoint)
+    ledger.keep(cut.state["ledger"])
     await fill(manager, num_groups // 2)
     ledger.close()
     await buffer.close()

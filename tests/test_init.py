@@ -68,6 +68,8 @@ def test_a_wheel_has_recipes_examples_and_the_page_of_keys(tmp_path: Path) -> No
     wanted = [*(ROOT / "recipes").rglob("*.toml"), *(ROOT / "examples").glob("*.py")]
     wanted += [*(ROOT / "recipes").rglob("*.jsonl"), ROOT / "recipes" / "own_task" / "rewards.py"]
     assert {f"forebay/{path.relative_to(ROOT)}" for path in wanted} <= names
+    questions = (ROOT / "src" / "forebay" / "judges" / "templates").glob("*.jinja")
+    assert {f"forebay/judges/templates/{path.name}" for path in questions} <= names
     # As installed: nothing of the checkout is in sight.
     code = (
         "from forebay.cli.init import find_starts; from forebay.cli.keys import find_keys; "

@@ -1,5 +1,6 @@
 """The ledger: every group in exactly one place, and the balance that shows it."""
 
+import contextlib
 import gc
 import itertools
 import json
@@ -16,8 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.io import safe_files
 from forebay.ledger import Ledger, Summary, compare_dropped
 from forebay.ledger.bias import length_bias
+from forebay.ledger.histories import Histories
 from forebay.ledger.journal import read_events
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer
 from forebay.types import RolloutState, Status
@@ -319,7 +322,7 @@ def test_a_file_that_starts_over_counts_from_there(tmp_path):
     [
         ('{"number": 0, "event": "produced"}\n', "event 0"),
         ("hello}\n", "not a ledger's"),
-        ('{"number": 1, nonsense}\n', "line 1 is damaged"),
+        ('{"number": 1, nonsense}\n', "is damaged at byte 0"),
         ('{"number": 1, "time_s": 1}\n', "event 1 .* KeyError"),
         ('{"number": 1, "time_s": 1, "event": "sold", "task": "t", "group": 1}\n', "unknown event 'sold'"),
         ('{"number": 1, "time_s": 1, "event": "produced", "task": "t", "group": [1]}\n', "unhashable"),
@@ -753,3 +756,170 @@ def test_uses_are_counted_beside_the_place_and_taken_back():
         assert balance.ok
         assert (balance.generated, balance.trained, balance.reused) == (1, 1, 1)
         ledger.restore(json.loads(json.dumps(ledger.state_dict())), Path())
+
+
+@given(data=st.data())
+def test_kept_books_and_later_lines_are_the_books_of_all_lines(tmp_path_factory, data):
+    """Checkpoints whose books are kept or not, and returns to any of them, each by a process of its own."""
+    folder = tmp_path_factory.mktemp("run")
+    path, states = folder / "ledger.jsonl", []
+    ledger = Ledger(path)
+    for number in range(data.draw(st.integers(1, 40))):
+        what = data.draw(st.sampled_from(["event", "event", "event", "cut", "keep", "restore", "part"]))
+        if what == "cut":
+            states.append(ledger.checkpoint(folder))
+        elif what == "keep" and states:
+            ledger.keep(data.draw(st.sampled_from(states)))
+        elif what == "part":
+            ledger.note_part("engine 0", "its process has ended")
+        elif what == "restore" and states:
+            # Later checkpoints are gone, as a person deletes them.
+            del states[data.draw(st.integers(1, len(states))) :]
+            ledger.close()
+            ledger, place = Ledger(path), {name: states[-1][name] for name in ("num_bytes", "num_events")}
+            alone = Ledger.read(path, **place)
+            ledger.restore(states[-1], folder)
+            assert ledger.state_dict()["tasks"] == alone.state_dict()["tasks"]
+            assert ledger.balance(ledger.count_live()) == alone.balance(alone.count_live())
+            assert sorted(ledger.name_live("a")) == sorted(alone.name_live("a"))
+            assert ledger.lost_events == 0
+        else:
+            group, event = f"g{number % 5}", data.draw(st.sampled_from(["produced", "trained", "dropped", "requeued"]))
+            said = {"num_tokens": number, "latency_s": 0.5, "score": 0.25} if event == "produced" else {}
+            reason = "filtered" if event == "dropped" else None
+            ledger.record(group, data.draw(st.sampled_from("ab")), event, reason=reason, **said)
+    ledger.close()
+    assert Ledger.read(path).state_dict() == ledger.state_dict()
+    for task in ledger.task_names:
+        for histories, alone in zip(ledger.histories(task), Ledger.read(path).histories(task), strict=True):
+            assert histories.token_powers("trained") == alone.token_powers("trained")
+
+
+def kept_books(folder):
+    """Books of ten settled and two live groups, kept as of the last event, and the state of that moment."""
+    ledger = write_ledger(folder / "ledger.jsonl")
+    for number in range(10):
+        ledger.record(f"g{number}", "math", "produced", num_tokens=number)
+    state = ledger.checkpoint(folder)
+    ledger.keep(state)
+    ledger.close()
+    return state
+
+
+def events_entered(monkeypatch):
+    """A list that gets each event that is entered in books from now on."""
+    entered, enter = [], Histories.enter
+
+    def noted(self, event, **options):
+        entered.append(event)
+        return enter(self, event, **options)
+
+    monkeypatch.setattr(Histories, "enter", noted)
+    return entered
+
+
+def test_a_resume_reads_no_line_of_before_the_kept_books(tmp_path, monkeypatch):
+    state = kept_books(tmp_path)
+    ledger, entered = Ledger(tmp_path / "ledger.jsonl"), events_entered(monkeypatch)
+    ledger.restore(state, tmp_path)
+    assert not entered
+    assert ledger.balance({"math": 10}).ok
+    ledger.record("g1", "math", "trained", train_step=2)
+    ledger.keep(later := ledger.checkpoint(tmp_path))
+    # One as it was recorded, one from its line.
+    assert [event["group"] for event in entered] == ["g1", "g1"]
+    ledger.close()
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.restore(later, tmp_path)
+    ledger.close()
+    assert ledger.life("g1", "math").place == "trained"
+    assert ledger.balance({"math": 9}).ok
+
+
+@pytest.mark.parametrize("name", ["0.db", "place.json", "checksums.json"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone"])
+def test_damaged_books_are_told_anew_from_the_lines(tmp_path, name, damage):
+    state, file = kept_books(tmp_path), tmp_path / "books" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content if damage == "flip" else content[:-1])
+    if damage == "gone":
+        file.unlink()
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.restore(state, tmp_path)
+    ledger.close()
+    assert ledger.balance({"math": 10}).ok
+    assert ledger.state_dict()["tasks"] == Ledger.read(tmp_path / "ledger.jsonl").state_dict()["tasks"]
+
+
+def test_kept_books_of_another_file_are_not_taken(tmp_path):
+    path, states = tmp_path / "ledger.jsonl", []
+    # In this order: the lines of the first are no longer than those of the second.
+    for name in ("new", "old"):
+        path.unlink(missing_ok=True)
+        with contextlib.closing(Ledger(path, clock=lambda: 1.5)) as ledger:
+            ledger.record(name, "math", "produced")
+            states.append(ledger.checkpoint(tmp_path))
+            if name == "new":
+                ledger.keep(states[0])
+    assert states[0]["num_bytes"] <= states[1]["num_bytes"]
+    with contextlib.closing(Ledger(path)) as ledger:
+        ledger.restore(states[1], tmp_path)
+        assert ledger.name_live("math") == ["old"]
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_kill_while_books_are_kept_loses_nothing(tmp_path, monkeypatch, number):
+    kept_books(tmp_path)
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    ledger.restore(ledger_place(tmp_path / "ledger.jsonl", Ledger.read(tmp_path / "ledger.jsonl")), tmp_path)
+    ledger.record("g1", "math", "trained", train_step=2)
+    state, steps = ledger.checkpoint(tmp_path), itertools.count()
+
+    def killed(function):
+        def call(*arguments, **options):
+            if next(steps) >= number:
+                raise KeyboardInterrupt
+            return function(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patched:
+        for place, name in ((safe_files, "seal"), (safe_files, "sync_tree"), (Path, "rename"), (Path, "replace")):
+            patched.setattr(place, name, killed(getattr(place, name)))
+        # What a killed process leaves is not tidied up by it either.
+        patched.setattr(safe_files.shutil, "rmtree", lambda *arguments, **options: None)
+        with contextlib.suppress(KeyboardInterrupt):
+            ledger.keep(state)
+    ledger.close()
+    again = Ledger(tmp_path / "ledger.jsonl")
+    again.restore(state, tmp_path)
+    assert again.life("g1", "math").place == "trained"
+    assert again.balance({"math": 9}).ok
+    again.keep(state)
+    again.close()
+    assert (tmp_path / "books" / "place.json").exists()
+
+
+def test_what_rows_say_is_entered_once_and_settled_groups_are_named(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    for group in ("live", "taken", "trained"):
+        ledger.record(group, "math", "admitted")
+    ledger.record("live", "math", "produced", num_tokens=5)
+    ledger.record("trained", "math", "trained", train_step=1)
+    rows = {"live": {"num_tokens": 5}, "taken": {"num_tokens": 6, "score": 0.5}, "trained": {"num_tokens": 7}}
+    rows |= {"new": {"num_tokens": 8}, "begun": {}}
+    num_lines = len(lines_of(tmp_path / "ledger.jsonl"))
+    for _ in range(2):
+        assert ledger.record_found("math", rows) == {"trained"}
+    told = lines_of(tmp_path / "ledger.jsonl")[num_lines:]
+    assert [(line["event"], line["group"]) for line in told] == [
+        ("produced", "taken"),
+        ("produced", "new"),
+        ("admitted", "begun"),
+    ]
+    assert all(line["found"] for line in told)
+    assert ledger.life("taken", "math").score == 0.5
+    assert ledger.balance({"math": 4}).ok
+    ledger.close()
+    assert Ledger.read(tmp_path / "ledger.jsonl").state_dict() == ledger.state_dict()

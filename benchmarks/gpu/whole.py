@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,11 +55,11 @@ def _suite(bench: Bench) -> Row:
     report = bench.folder / "report.xml"
     command += ["-vv", "-W", "default", f"--junit-xml={report}"]
     if find_spec("pytest_timeout"):
-        command += [f"--timeout={min(60, bench.left_s() / 2):.0f}"]
+        command += [f"--timeout={bench.left_s():.0f}"]
     # Most of them wait for processes to start.
     if find_spec("xdist"):
         command += ["-n", str(min(6, os.cpu_count() or 1))]
-    _call([*command, *map(str, files)], bench.left_s() - 5)
+    ended = _call([*command, *map(str, files)], bench.left_s() - 5)
     if not report.exists():
         raise RuntimeError("the tests did not end in time; see the log")
     cases = ElementTree.parse(report).getroot().findall(".//testcase")
@@ -68,19 +69,26 @@ def _suite(bench: Bench) -> Row:
         end = "failed" if end in ("failure", "error") else end
         counts[end] += 1
         bad += [case.attrib["name"]] if end == "failed" else []
-    return {**counts, "which": ", ".join(bad) or "-"}
+    return {**counts, "which": ", ".join(bad) or "-", "ended": ended}
 
 
-def _call(command: list[str], limit_s: float) -> None:
-    """Run a program, whose output goes to the log, and end it at its limit."""
+def _call(command: list[str], limit_s: float) -> bool:
+    """Run a program, whose output goes to the log, and end it at its limit; whether it ended before."""
     paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     program = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
         program.wait(limit_s)
+        return True
     except subprocess.TimeoutExpired:
-        os.killpg(program.pid, signal.SIGKILL)
+        # pytest then tells what failed so far.
+        program.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            program.wait(8)
+        with suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
         program.wait()
+        return False
 
 
 # The demo

@@ -115,7 +115,7 @@ def test_parts_are_exact_where_they_follow_from_the_sizes() -> None:
     assert planned.parts["moments"] == pytest.approx(2 * weights, rel=1e-3)
     # Two operations for each weight of a matrix and token, forward once and backward twice, and attention's. The
     # embedding is no matrix of a product, and the head is one for trained tokens alone.
-    assert planned.flop / planned.tokens == pytest.approx(6 * (planned.num_parameters - 2000 * 128), rel=0.15)
+    assert planned.work.flop / planned.tokens == pytest.approx(6 * (planned.num_parameters - 2000 * 128), rel=0.15)
 
 
 def test_frozen_weights_have_neither_gradients_nor_moments() -> None:

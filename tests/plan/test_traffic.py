@@ -188,7 +188,7 @@ def test_a_sync_between_machines_goes_through_the_trainer_s_process(model: Path)
     expected = found.num_parameters * (4 / 2 + 2)
     assert found.sync_bytes == expected
     assert found.sync_s == pytest.approx(expected / RAY_BYTES_PER_S, rel=0.3)
-    assert "GB between machines" in list(sentences(found))[-1]
+    assert "GB between machines" in " ".join(sentences(found))
     # On one machine nothing crosses.
     assert plan(model, "4xH100-80GB", ranks=4).sync_bytes == 0
     two = plan(model, "4x2xH100-80GB", cluster=RAY, ranks=4)
@@ -348,7 +348,6 @@ SERVERS_IN_PLACE = ("engine.name=vllm", "engine.arguments={servers=8}")
 
 
 def test_the_run_file_for_7_b_can_be_planned(tmp_path: Path) -> None:
-    pytest.importorskip("reasoning_gym")
     found = recipe("7b", tmp_path, "batch_size=8", num_layers=2)
     assert found.fits
     assert found.times is not None
@@ -365,19 +364,13 @@ def test_the_run_file_for_7_b_can_be_planned(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_the_run_file_for_7_b_fits_as_the_page_says(tmp_path: Path) -> None:
-    pytest.importorskip("reasoning_gym")
     found, asleep = recipe("7b", tmp_path), recipe("7b", tmp_path, *SERVERS_IN_PLACE)
     assert found.fits
-    training, generating = (found.turns[turn] for turn in ("training", "generating"))
-    assert f"{sum(training.values()) / GIB:.1f} of 79.2 GiB" in PAGE
-    each = {name: f"{size / GIB:.1f}" for name, size in training.items()}
-    assert f"Weights are {each['trainer: weights']} GiB, gradients {each['trainer: gradients']}" in PAGE
-    assert f"While engines generate: {sum(generating.values()) / GIB:.1f}." in PAGE
-    assert f"{max(sum(turn.values()) for turn in asleep.turns.values()) / GIB:.1f} GiB at most" in PAGE
+    assert f"{found.total / GIB:.1f} of 79.2 GiB" in PAGE
+    assert f"weights are gone while ranks train, {asleep.total / GIB:.1f} GiB." in PAGE
 
 
 def test_the_run_file_for_70_b_can_be_planned(tmp_path: Path) -> None:
-    pytest.importorskip("reasoning_gym")
     found = recipe("70b", tmp_path, "batch_size=12", num_layers=2)
     assert found.fits
     # Each of four GPUs has a part of a server's weights, and the server takes all of its share.
@@ -390,10 +383,9 @@ def test_the_run_file_for_70_b_can_be_planned(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_the_run_file_for_70_b_fits_as_the_page_says(tmp_path: Path) -> None:
-    pytest.importorskip("reasoning_gym")
     found = recipe("70b", tmp_path)
     assert found.fits
     training = sum(found.turns["training"].values()) / GIB
     assert f"{training:.1f} GiB" in PAGE
-    assert f"{found.traffic[1].weights_bytes / 1e9:,.0f} GB in a step" in PAGE
-    assert f"in {found.sync_s:.0f} s: most of a step of {found.times.step_s:.0f} s" in PAGE
+    assert f"{found.traffic[1].weights_bytes / 1e9:,.0f} GB in a step, in {found.traffic[1].weights_s:.0f} s" in PAGE
+    assert f"in {found.sync_s:.0f} s of a step of {found.times.step_s:.0f} s" in PAGE

@@ -12,9 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from forebay.cli.errors import one_message
 from forebay.config import ConfigError, load_config, parse_config, read_toml
 from forebay.environments.config import FragmentRunConfig
 from forebay.ledger import Ledger
@@ -329,6 +331,15 @@ def test_a_batch_that_the_trainer_refuses_is_one_message(tmp_path, monkeypatch):
         train(tmp_path)
 
 
+def test_memory_that_does_not_suffice_for_a_step_is_one_message(tmp_path, monkeypatch, capsys):
+    failing_after(monkeypatch, 1, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    with pytest.raises(SystemExit), one_message():
+        train(tmp_path)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "Tried to allocate 2.00 GiB. A smaller train.token_budget" in said
+    assert len(list_checkpoints(tmp_path / "run")) <= 1
+
+
 def test_overrides_of_a_resumed_run_stay_and_cannot_move_it(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr("forebay.runs.checkpoints.device_fact", lambda _: "cuda (NVIDIA L4), bfloat16")
@@ -479,7 +490,9 @@ def test_the_command_line(tmp_path):
     runner = CliRunner()
     dry = runner.invoke(app, ["train", str(run_file), "steps=7", "--dry-run"])
     assert dry.exit_code == 0
-    assert "steps = 7" in dry.output
+    assert "steps = 7" in dry.stdout
+    assert "Memory on" in dry.stderr
+    assert "trainer: weights" in dry.stderr
     assert not (tmp_path / "out").exists()
     wrong = runner.invoke(app, ["train", str(run_file), "step=7"])
     assert wrong.exit_code == 2

@@ -39,7 +39,7 @@ def test_a_split_shares_the_devices_out_anew():
         ({"lengths": {"p50": 5}}, "p50 <= p99"),
         ({"lengths": {"p50": 5, "p99": 4}}, "p50 <= p99"),
         ({"lengths": {"constant": 1, "values": [1]}}, "in one way"),
-        ({"lengths": {"values": [4, 0]}}, "at least one token, got a length of 0"),
+        ({"lengths": {"values": [4, 0]}}, "lengths.values.1' = 0: Input should be greater than 0"),
         ({"tokens_per_s": [(4, 10), (2, 20)]}, "rising order"),
         ({"tokens_per_s": [(0, 10)]}, "must be positive"),
         ({"train_s": 0}, "takes no time"),

@@ -18,8 +18,6 @@ An error in one rollout makes it FAILED, with a reason that names the rollout an
 leaves its siblings alone: an engine's error (the controller's doing), an agent that raises (here), a judge
 that raises or takes too long (`forebay.judges.base`)."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from abc import ABC, abstractmethod
@@ -96,7 +94,7 @@ class AgentLoop(ABC):
 
     def __init__(
         self,
-        rollout_controller: Generator,
+        rollout_controller: "Generator",
         judge: Judge | None = None,
         tokenizer: Any = None,
         *,
@@ -180,7 +178,7 @@ class AgentLoop(ABC):
         """The block ``with loop.span(stage, state):``, in which the rollout is at this stage."""
         return self.activities.span(stage, state.rollout_id, task=state.task_name, group=state.group_id)
 
-    async def _run_one(self, attempt: Attempt, enable_partial_rollout: bool) -> Attempt:
+    async def _run_one(self, attempt: "Attempt", enable_partial_rollout: bool) -> "Attempt":
         if all(state.status is Status.COMPLETED and len(state.response_ids) for state in attempt):
             return attempt
         state = attempt[0]

@@ -15,8 +15,6 @@ Everything an interrupted episode needs to go on is plain data in the rollout (`
 in any process: in the middle of a turn from its tokens, after a turn with the environment's reply to it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy
@@ -133,7 +131,7 @@ class MultiTurnAgentLoop(AgentLoop):
         return state
 
     @contextlib.asynccontextmanager
-    async def _opened(self, state: RolloutState) -> AsyncIterator[EpisodeRecord]:
+    async def _opened(self, state: RolloutState) -> "AsyncIterator[EpisodeRecord]":
         """The episode of `state`, begun or resumed, and closed however it ends."""
         try:
             # An episode without a token has nothing to go on from, and begins anew.
@@ -161,7 +159,7 @@ class MultiTurnAgentLoop(AgentLoop):
                 # The episode is what it is; what may be left open is for people to look at.
                 logger.error("%s did not close rollout %s within %g s", self._name, state.rollout_id, limit_s)
 
-    async def _begin(self, state: RolloutState) -> EpisodeRecord:
+    async def _begin(self, state: RolloutState) -> "EpisodeRecord":
         """A new episode; what an earlier try left behind is forgotten."""
         for key in (EPISODE_KEY, TURNS_KEY, CONVERSATION_KEY):
             state.extra_fields.pop(key, None)
@@ -179,7 +177,7 @@ class MultiTurnAgentLoop(AgentLoop):
         state.extra_fields[TURNS_KEY] = 0
         return EpisodeRecord(memory, turn_start=len(state.response_ids))
 
-    async def _generate_turn(self, state: RolloutState, record: EpisodeRecord) -> None:
+    async def _generate_turn(self, state: RolloutState, record: "EpisodeRecord") -> None:
         """Write, or finish, the model's turn; the record says whether the environment is next."""
         whole = state.sample_params
         assert whole is not None
@@ -212,7 +210,7 @@ class MultiTurnAgentLoop(AgentLoop):
         else:
             self._end(state, record, "max_tokens" if num_used >= whole.max_tokens else "context")
 
-    def _read(self, turn_ids: list[int], record: EpisodeRecord) -> str:
+    def _read(self, turn_ids: list[int], record: "EpisodeRecord") -> str:
         """The text of a turn, for the environment and in the conversation."""
         special = self.environment.reads_special_tokens
         if special and not record.is_cut and turn_ids[-1] in self.tokenizer.all_special_ids:
@@ -220,7 +218,7 @@ class MultiTurnAgentLoop(AgentLoop):
             turn_ids = turn_ids[:-1]
         return str(self.tokenizer.decode(turn_ids, skip_special_tokens=not special))
 
-    async def _reply(self, state: RolloutState, record: EpisodeRecord) -> None:
+    async def _reply(self, state: RolloutState, record: "EpisodeRecord") -> None:
         turn_ids = state.response_ids[record.turn_start :].tolist()
         memory = copy.deepcopy(record.memory)
         reply = await self._call(self.environment.step(state, memory, self._read(turn_ids, record)), state)
@@ -264,7 +262,7 @@ class MultiTurnAgentLoop(AgentLoop):
         limit = self.arguments.max_context
         return math.inf if limit is None else limit - len(state.tokens)
 
-    def _end(self, state: RolloutState, record: EpisodeRecord, by: str) -> None:
+    def _end(self, state: RolloutState, record: "EpisodeRecord", by: str) -> None:
         record.ended_by = by
         cut_unanswered(state)
         conversation = state.extra_fields[CONVERSATION_KEY]

@@ -26,14 +26,14 @@ from typing import IO, Annotated, Any
 from pydantic import Field
 
 from forebay.agents.base import AgentLoop
-from forebay.agents.chat.endpoint import MODEL, ChatEndpoint
 from forebay.agents.chat.rendering import IncrementRenderer
-from forebay.agents.chat.session import ChatSession
+from forebay.agents.chat.session import MODEL, ChatSession
 from forebay.agents.chat.tool_calls import check_parser, choose_reader
 from forebay.agents.extra_fields import REQUESTS_KEY
 from forebay.aio.tasks import beside
 from forebay.aio.time_limits import start_thread, timeout
 from forebay.config import StrictModel, checked_by, import_object
+from forebay.extras import needed_by
 from forebay.types import Message, RolloutState, Status
 from forebay.watching.activity import TOOL
 
@@ -62,7 +62,7 @@ class ProgramAgentLoop(AgentLoop):
             `parser` a function (see `forebay.agents.chat.tool_calls`). The others are of every `AgentLoop`.
 
     Raises:
-        ConfigError: an argument does not fit, or the endpoint may not listen there.
+        ConfigError: an argument does not fit, the endpoint may not listen there, or aiohttp is missing.
     """
 
     class Arguments(StrictModel, strict=True):
@@ -94,6 +94,9 @@ class ProgramAgentLoop(AgentLoop):
         own = self.arguments
         self.name = f"program {getattr(own.program, '__name__', own.program)}"
         self._program = _as_function(own.program)
+        with needed_by("the chat endpoint"):
+            from forebay.agents.chat.endpoint import ChatEndpoint
+
         self._endpoint = ChatEndpoint(own.host)
         self._increments = IncrementRenderer(self.tokenizer)
         self._reader = choose_reader(self.tokenizer, own.parser)

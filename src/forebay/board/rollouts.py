@@ -8,8 +8,6 @@ Nothing is loaded ahead: a question reads the columns that it names. All runs sh
 bound on memory. Texts in lists are cut (`PREVIEW`); a group or a rollout that is asked for comes whole.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile
@@ -62,7 +60,7 @@ class Rollouts:
         Rollouts(Path("runs/demo"), Database()).search(text="42", task="math")["rows"]
     """
 
-    def __init__(self, folder: Path, database: Database) -> None:
+    def __init__(self, folder: Path, database: "Database") -> None:
         self._folder, self._database = folder, database
         self.damaged: set[Path] = set()
         """Files that cannot be read; what they hold is left out."""
@@ -85,7 +83,7 @@ class Rollouts:
         sort = f"{ORDERS[order]}, {_PLACE}"
         limit = min(max(limit, 1), MAX_ROWS)
 
-        def ask(cursor: duckdb.DuckDBPyConnection, parts: list[Part]) -> dict[str, Any]:
+        def ask(cursor: "duckdb.DuckDBPyConnection", parts: list[Part]) -> dict[str, Any]:
             keys: list[tuple[str, int]] = []
             # One more than is shown says whether there is a next page.
             wanted = max(offset, 0) + limit + 1
@@ -119,7 +117,7 @@ class Rollouts:
         steps, bounds = _conditions("", {name: where[name] for name in where if "train_step" in name})
         solved = _SOLVED.replace("GROUP", f"AND NOT ({steps}) GROUP") if bounds else _SOLVED
 
-        def ask(cursor: duckdb.DuckDBPyConnection, parts: list[Part]) -> dict[str, Any]:
+        def ask(cursor: "duckdb.DuckDBPyConnection", parts: list[Part]) -> dict[str, Any]:
             found = (
                 "SELECT group_id, prompt_hash, finish_reason, score, num_tokens, staleness "
                 f"FROM {_source(ROLLOUTS, parts, _rows_with(parts, text))} WHERE {condition} "
@@ -139,7 +137,7 @@ class Rollouts:
     def choices(self) -> dict[str, list[Row]]:
         """The values of each column that can be chosen, with their counts, the most frequent first."""
 
-        def ask(cursor: duckdb.DuckDBPyConnection, _: list[Part]) -> dict[str, list[Row]]:
+        def ask(cursor: "duckdb.DuckDBPyConnection", _: list[Part]) -> dict[str, list[Row]]:
             return {
                 name: _rows(
                     cursor,
@@ -210,7 +208,7 @@ class Rollouts:
         ``spread`` has, for each of `SPREAD`, both outcomes in `NUM_BINS` parts of the range.
         """
 
-        def ask(cursor: duckdb.DuckDBPyConnection, _: list[Part]) -> dict[str, Any]:
+        def ask(cursor: "duckdb.DuckDBPyConnection", _: list[Part]) -> dict[str, Any]:
             cursor.execute(_SEEN, [task])
             measured = (*SPREAD, "score")
             means = ", ".join(f"avg({name}) AS {name}" for name in measured)
@@ -251,7 +249,7 @@ class Rollouts:
         parts of the time.
         """
 
-        def ask(cursor: duckdb.DuckDBPyConnection, _: list[Part]) -> dict[str, Any]:
+        def ask(cursor: "duckdb.DuckDBPyConnection", _: list[Part]) -> dict[str, Any]:
             whole = _rows(cursor, "SELECT min(start_s) AS start_s, max(end_s) AS end_s FROM spans")[0]
             end = end_s if end_s is not None else whole["end_s"]
             start = start_s if start_s is not None else max(whole["start_s"], end - 120)
@@ -282,7 +280,7 @@ class Rollouts:
         return self._ask(kind, lambda cursor, _: _rows(cursor, query, [value]), [])
 
     def _ask(
-        self, kind: str, ask: Callable[[duckdb.DuckDBPyConnection, list[Part]], Answer], nothing: Answer
+        self, kind: str, ask: "Callable[[duckdb.DuckDBPyConnection, list[Part]], Answer]", nothing: Answer
     ) -> Answer:
         """The answer of `ask` with the view of this kind up to date; `nothing` where there is no file."""
         problem: Exception | None = None
@@ -308,7 +306,7 @@ class Database:
         self._lock = threading.Lock()
         self._opened: tuple[duckdb.DuckDBPyConnection, tempfile.TemporaryDirectory[str]] | None = None
 
-    def cursor(self) -> duckdb.DuckDBPyConnection:
+    def cursor(self) -> "duckdb.DuckDBPyConnection":
         """A cursor for one question, with views of its own."""
         with self._lock:
             if self._opened is None:
@@ -477,7 +475,7 @@ _ERRORS = ("error", "note")
 """Columns with what judges, engines and tools said when they failed: it may name the credential."""
 
 
-def _rows(cursor: duckdb.DuckDBPyConnection, query: str, values: Sequence[Any] = ()) -> list[Row]:
+def _rows(cursor: "duckdb.DuckDBPyConnection", query: str, values: Sequence[Any] = ()) -> list[Row]:
     result = cursor.execute(query, list(values))
     names = [column[0] for column in result.description or ()]
     rows = [dict(zip(names, line, strict=True)) for line in result.fetchall()]

@@ -22,10 +22,9 @@
 Errors a person can mend are one message and exit status 2; an interrupted run exits with 130.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
+import gc
 import shlex
 import signal
 import sys
@@ -165,6 +164,8 @@ app.command(name="init")(init_cli.init)
 
 def main() -> None:
     """The entry point of the ``forebay`` command."""
+    # With Python's own, 700, it visits the objects of torch and transformers again and again as they are loaded.
+    gc.set_threshold(50_000, 20, 20)
     try:
         app()
     except SystemExit as end:
@@ -227,7 +228,7 @@ def _check(run_file: Path | None, overrides: list[str]) -> None:
     typer.echo(f"all of it works; nothing was trained or kept. To start: {command}")
 
 
-def _load(file: Path, overrides: list[str], resume: Path | None = None) -> RunConfig | FragmentRunConfig:
+def _load(file: Path, overrides: list[str], resume: Path | None = None) -> "RunConfig | FragmentRunConfig":
     """The config in `file`, which may be that of the run in the folder `resume`.
 
     Raises:
@@ -244,7 +245,7 @@ def _load(file: Path, overrides: list[str], resume: Path | None = None) -> RunCo
     return config
 
 
-def _kind_of(run_file: Path) -> type[RunConfig | FragmentRunConfig]:
+def _kind_of(run_file: Path) -> "type[RunConfig | FragmentRunConfig]":
     """The model of the run file: one with an ``[environment]`` table has a recipe of its own."""
     # A missing file gets its message when it is read.
     if run_file.is_file() and "environment" in read_toml(run_file):

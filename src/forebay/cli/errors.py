@@ -50,6 +50,7 @@ _MENDABLE = {
     "forebay.train.objective.guard": "OffPolicyError",
     "forebay.train.parallel.ranks": "RankError",
     "sqlalchemy.exc": "SQLAlchemyError",
+    "torch": "OutOfMemoryError",
 }
 """Errors whose message says what to do, by the module that defines them. One that was never imported has
 raised nothing, so none is imported for this."""
@@ -84,6 +85,8 @@ def one_message(*also: type[Exception]) -> Iterator[None]:
         elif type(first).__module__.startswith("sqlalchemy."):
             # It goes on with the statement and its values.
             message = f"the database says: {message.splitlines()[0]}"
+        elif type(first).__name__ == "OutOfMemoryError":
+            message += ". A smaller train.token_budget, or train.gradient_checkpointing=true, needs less: docs/gpu.md"
         elif isinstance(first, OSError) and first.strerror is not None:
             message = first.strerror + ("" if first.filename is None else f": {str(first.filename)!r}")
         fail(message)

@@ -10,8 +10,6 @@
 Exit status: 0 if all steps are equal, 1 if a number differs, 2 if the record cannot be replayed.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from pathlib import Path
@@ -96,7 +94,7 @@ class _Report:
         self._every = max(1, -(-total // MAX_LINES))
         typer.echo(_LINE.format("step", "reward", "loss, recorded", "loss, replayed", "equal"))
 
-    def add(self, step: RerunStep) -> None:
+    def add(self, step: "RerunStep") -> None:
         """Count a step, and print it if it is one of those that are listed."""
         self._num_steps, self.last = self._num_steps + 1, step
         if step.differences:
@@ -109,7 +107,7 @@ class _Report:
         for message in step.alarms:
             typer.echo(f"warning: {message}")
 
-    def verdict(self, last: RerunStep, batches_only: bool) -> str:
+    def verdict(self, last: "RerunStep", batches_only: bool) -> str:
         """The one line that says it all."""
         steps = f"{self._num_steps} step{'' if self._num_steps == 1 else 's'}"
         if self.differing:
@@ -120,7 +118,7 @@ class _Report:
         return f"{steps}, the same batches" if batches_only else f"{steps}, bit-equal"
 
 
-def _verdict(step: RerunStep) -> str:
+def _verdict(step: "RerunStep") -> str:
     if step.failure is not None:
         return step.failure
     if step.recorded is None:
@@ -138,7 +136,7 @@ def _number(value: float | None, digits: int = 12) -> str:
     return "-" if value is None else f"{value:.{digits}g}"
 
 
-def _show_batch(rerun: Rerun, step: RerunStep) -> None:
+def _show_batch(rerun: "Rerun", step: "RerunStep") -> None:
     """The batch: a line per rollout."""
     from forebay.cli.views import number, table, version_spans
     from forebay.engines.base import request_seed

@@ -9,8 +9,6 @@
 Keys that begin with ``cluster.`` are the cluster's. Nothing is trained: it shows tables and writes numbers.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 from pathlib import Path
@@ -86,7 +84,7 @@ def simulate_run(
 
 def _read(
     run_file: Path | None, calibrate_on: Path | None, cluster_file: Path | None, of_cluster: list[str]
-) -> tuple[Path, ClusterConfig, Measured | None]:
+) -> "tuple[Path, ClusterConfig, Measured | None]":
     """The run file, the cluster with its overrides, and the figures of a run that it was measured on."""
     from forebay.runs.folder import RUN_FILE, saved_config
     from forebay.simulation.calibration import calibrate

@@ -10,8 +10,6 @@ The store is files of one machine: workers and trainers on that machine read and
 themselves, and only ids and metadata pass through the actor.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
@@ -25,7 +23,7 @@ from forebay.watching.stalls import StallError
 DEFAULT_NAME = "replay_buffer"
 
 
-def start_replay_buffer(*, name: str = DEFAULT_NAME, **settings: Any) -> ReplayBufferClient:
+def start_replay_buffer(*, name: str = DEFAULT_NAME, **settings: Any) -> "ReplayBufferClient":
     """Start a `ReplayBufferActor` with these settings as the actor `name`; ``ray.init`` was called before.
 
     Raises:
@@ -44,7 +42,7 @@ def start_replay_buffer(*, name: str = DEFAULT_NAME, **settings: Any) -> ReplayB
     return ReplayBufferClient(actor.remote(**settings))
 
 
-def connect_replay_buffer(name: str = DEFAULT_NAME) -> ReplayBufferClient:
+def connect_replay_buffer(name: str = DEFAULT_NAME) -> "ReplayBufferClient":
     """A client of the running actor `name`.
 
     Raises:

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 
-from forebay.config import ConfigError
+from forebay.config import ConfigError, errors_about
 from forebay.extras import needed_by
 from forebay.runs.config import RunConfig
 
@@ -82,10 +82,8 @@ class Given:
         if self.address == "auto":
             return
         host, _, port = self.address.rpartition(":")
-        try:
+        with errors_about(f"{self.name} = {self.address!r}: no Ray cluster answers there", OSError, OverflowError):
             socket.create_connection((host.strip("[]"), int(port)), LOOK_LIMIT_S).close()
-        except (OSError, OverflowError) as error:
-            raise ConfigError(f"{self.name} = {self.address!r}: no Ray cluster answers there: {error}") from error
 
 
 def connect(given: Given | None, *, num_cpus: int) -> bool:
@@ -105,10 +103,9 @@ def connect(given: Given | None, *, num_cpus: int) -> bool:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if given is not None:
         given.check()
-        try:
+        place = f"{given.name} = {given.address!r}"
+        with errors_about(f"{place}: cannot join this cluster", ConnectionError, ValueError, RuntimeError):
             ray.init(address=given.address, **quiet)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"{given.name} = {given.address!r}: cannot join this cluster: {error}") from error
         return True
     # On the loopback interface: any program that reaches Ray can have it run anything.
     ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)

@@ -12,8 +12,6 @@
                             close: actors ended, room given back, Ray left as it was found
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

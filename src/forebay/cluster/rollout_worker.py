@@ -8,8 +8,6 @@
                      judged group
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import os
@@ -59,7 +57,7 @@ class RolloutWorker:
 
             self._tokenizer = await asyncio.to_thread(load_tokenizer, model_folder)
 
-    async def start(self, spec: WorkerSpec) -> int:
+    async def start(self, spec: "WorkerSpec") -> int:
         """Build the agent loops, if this process has not yet; its process id.
 
         Called again it takes over the engines, of which some may have been replaced.
@@ -84,7 +82,7 @@ class RolloutWorker:
         await asyncio.gather(*map(controller.remove, left))
         return os.getpid()
 
-    def _build(self, spec: WorkerSpec) -> RolloutController:
+    def _build(self, spec: "WorkerSpec") -> RolloutController:
         limit_s = None
         if (every_s := spec.config.produce.save_partial_every_s) is not None:
             # A quarter passes until a rollout has its tokens, one until the run has the copy, and half until
@@ -106,7 +104,7 @@ class RolloutWorker:
         }
         return controller
 
-    async def live(self) -> AsyncIterator[Report | Copies]:
+    async def live(self) -> "AsyncIterator[Report | Copies]":
         """The work under way whenever that has changed, and at least as a sign of life; copies of unfinished
         groups. It never ends.
         """
@@ -159,7 +157,7 @@ class RolloutWorker:
         for loop in self._loops.values():
             await loop.close()
 
-    def _report(self) -> Report:
+    def _report(self) -> "Report":
         controller = built(self._controller)
         notes, queued = {}, controller.queued()
         for activity in self._activities.in_flight():
@@ -169,7 +167,7 @@ class RolloutWorker:
         num_retries = int(controller.counts()["retries"])
         return Report(os.getpid(), notes, controller.count_tokens_made(), num_retries, loop_time(), queued)
 
-    def _copies(self, copied: dict[int, int]) -> Copies:
+    def _copies(self, copied: dict[int, int]) -> "Copies":
         """Copies of groups that have got further; `copied` are the lengths of those copied before."""
         copies, before = {}, dict(copied)
         copied.clear()

@@ -13,8 +13,6 @@ A worker's process holds no state that matters: the run keeps every group as it 
 ``produce.save_partial_every_s``, as it was when the worker pushed the last copy of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -52,7 +50,7 @@ class Workers:
         group = await workers.generate(("math", False), states, enable_partial_rollout=True)
     """
 
-    def __init__(self, workers: Sequence[PlacedWorker]) -> None:
+    def __init__(self, workers: "Sequence[PlacedWorker]") -> None:
         self.all = list(workers)
         """One that is gone for good may be replaced."""
         self._left: list[PlacedWorker] = []
@@ -70,7 +68,7 @@ class Workers:
         """A worker is up again, a group has ended, or a pause begins."""
 
     @property
-    def ever(self) -> list[PlacedWorker]:
+    def ever(self) -> "list[PlacedWorker]":
         """All, with those that are leaving: these are paused like the others; and those that have left."""
         return [*self.all, *self._left]
 
@@ -122,14 +120,14 @@ class Workers:
         """Watch no more, and free what the workers hold."""
         await asyncio.gather(*(worker.close() for worker in self.ever), return_exceptions=True)
 
-    async def leave(self, worker: PlacedWorker) -> None:
+    async def leave(self, worker: "PlacedWorker") -> None:
         """Give it no more groups; return once those that it has are done."""
         self.all.remove(worker)
         self._left.append(worker)
         while worker.num_in_flight:
             await self._changes.wait(self._changes.version)
 
-    async def _least_busy(self) -> PlacedWorker:
+    async def _least_busy(self) -> "PlacedWorker":
         while True:
             for worker in self.all:
                 worker.on_change, worker.activities = self._changes.note, self.activities

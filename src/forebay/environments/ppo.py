@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from forebay.config import errors_about
 from forebay.environments.config import PPOConfig
 from forebay.environments.policy import MIN_STD, Policy
 from forebay.fragments import SampleFragment
@@ -205,20 +206,15 @@ class PPOTrainer:
         """Go on from what `arrays` gave after `step` updates.
 
         Raises:
-            ValueError: they are of another policy.
+            ConfigError: they are of another policy.
         """
         groups: dict[str, dict[str, Any]] = {"policy": {}, "adam": {}, "observations": {}}
         for name, array in arrays.items():
             group, _, rest = name.partition("/")
             if rest:
                 groups[group][rest] = array
-        try:
+        with errors_about("the checkpoint is of another policy: keep [policy] and [environment]", RuntimeError):
             self.policy.load_state_dict({k: torch.from_numpy(v) for k, v in groups["policy"].items()})
-        except RuntimeError as error:
-            raise ValueError(
-                f"the checkpoint is of another policy or environment ({error}); keep [policy] and "
-                f"[environment] as they were"
-            ) from None
         adam: dict[int, dict[str, torch.Tensor]] = {}
         for name, array in groups["adam"].items():
             number, _, field = name.partition("/")

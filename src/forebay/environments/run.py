@@ -20,8 +20,6 @@ The event loop belongs to the buffer, the hub and the workers' connections; read
 evaluating and drawing happen in a thread, one after the other. Nothing that is loaded is unpickled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -70,9 +68,9 @@ class FragmentRun:
         config: FragmentRunConfig,
         trainer: PPOTrainer,
         mode: WorkerMode,
-        display: FragmentDisplay,
+        display: "FragmentDisplay",
         buffer_folder: Path,
-        saved: Checkpoint | None = None,
+        saved: "Checkpoint | None" = None,
     ) -> None:
         """`saved` is the checkpoint that `trainer` was loaded from; the buffer goes on from its folder."""
         counts = {} if saved is None else saved.counts
@@ -354,7 +352,7 @@ async def _run(
     config: FragmentRunConfig,
     trainer: PPOTrainer,
     mode: WorkerMode,
-    display: FragmentDisplay,
+    display: "FragmentDisplay",
     saved: Checkpoint | None,
 ) -> bool:
     # Fragments of another shape, or from elsewhere, cannot be trained together with new ones.
@@ -456,7 +454,7 @@ def _load_newest(folder: Path, trainer: PPOTrainer) -> Checkpoint:
         raise ConfigError(f"nothing to go on from in {str(folder)!r}: it has no complete checkpoint")
     path = checkpoints[-1]
     saved = load_checkpoint(path)
-    with errors_about(repr(str(path)), ValueError):
+    with errors_about(repr(str(path)), ConfigError, ValueError):
         trainer.load(saved.counts["step"], saved.arrays)
     return saved
 

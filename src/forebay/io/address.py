@@ -10,8 +10,6 @@ The token itself is never sent: the client proves that it has it by a keyed hash
 random for this connection. The messages after it are not encrypted; between machines, tunnel it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import fcntl
@@ -62,7 +60,7 @@ class Address:
     port: int = 0
 
     @classmethod
-    def parse(cls, text: str | os.PathLike[str]) -> Address:
+    def parse(cls, text: str | os.PathLike[str]) -> "Address":
         """The address that `text` names; ValueError if it names none."""
         given = os.fspath(text)
         is_tcp = given.startswith("tcp://")

@@ -17,8 +17,6 @@ The peer is not trusted with memory or time: headers and buffers have bounds, me
 come, not as they are announced, and a peer that takes nothing for `STALL_S` ends the connection.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket
@@ -87,7 +85,7 @@ class Channel:
         """Whether a message is on its way out."""
         return bool(self._queue)
 
-    def post(self, message: Message, buffers: Sequence[Buffer] = ()) -> Posted:
+    def post(self, message: Message, buffers: Sequence[Buffer] = ()) -> "Posted":
         """Queue a message, to be sent before the event loop next waits; dropped if the connection has ended.
 
         Raises:
@@ -102,7 +100,7 @@ class Channel:
                 self._flushing = self._loop.call_soon(self._flush)
         return posted
 
-    def recall(self, posted: Posted) -> bool:
+    def recall(self, posted: "Posted") -> bool:
         """Take a message back; False if some of it is sent already, and then all of it will be."""
         if posted.is_begun or posted not in self._queue:
             return False

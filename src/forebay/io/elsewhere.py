@@ -6,8 +6,6 @@
     elsewhere   missing(those) --> None, or the first that is not there with that size
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator, Mapping

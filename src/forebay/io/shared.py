@@ -8,8 +8,6 @@
 Every tensor starts at a multiple of 64 bytes, so that a view of it has the alignment of any dtype.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
@@ -52,7 +50,7 @@ class MemoryFile:
         self._finalizer()
 
 
-def map_once(path: str, inode: int, num_bytes: int) -> torch.Tensor:
+def map_once(path: str, inode: int, num_bytes: int) -> "torch.Tensor":
     """The memory of another process, as it announces it: uint8.
 
     Raises:
@@ -68,7 +66,7 @@ mapped = lru_cache(maxsize=2)(map_once)
 """The same, for memory that is announced again and again: the last two stay mapped."""
 
 
-def _map(path: str, num_bytes: int) -> torch.Tensor:
+def _map(path: str, num_bytes: int) -> "torch.Tensor":
     import torch
 
     memory = torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
@@ -79,7 +77,7 @@ def _map(path: str, num_bytes: int) -> torch.Tensor:
     return memory
 
 
-def lay_out(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Layout, int]:
+def lay_out(tensors: "Iterable[tuple[str, torch.Tensor]]") -> tuple[Layout, int]:
     """Where each of these is to lie, and how many bytes they take in all; only their sizes are asked for.
 
     >>> import torch
@@ -94,7 +92,7 @@ def lay_out(tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[Layout, int]:
     return layout, start
 
 
-def views(layout: Layout, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def views(layout: Layout, data: "torch.Tensor") -> "Iterator[tuple[str, torch.Tensor]]":
     """All tensors inside `data` (uint8), without a copy."""
     import torch
 
@@ -109,7 +107,7 @@ class LentTensors(list[tuple[str, Any]]):
     """Whether the engine that they were given to uses them where they lie."""
 
 
-def write(layout: Layout, data: torch.Tensor, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def write(layout: Layout, data: "torch.Tensor", tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
     """Copy `tensors`, from any device, to their places in `data`."""
     for (name, place), (own_name, tensor) in zip(views(layout, data), tensors, strict=True):
         assert name == own_name, f"{own_name} comes where {name} was laid out"

@@ -13,8 +13,6 @@
 A failure is never a zero reward: a rollout without a verdict must not be trained on.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -107,7 +105,7 @@ class Judge(ABC):
         """The verdicts on a group's completed rollouts if `needs_whole_group`; else on a single rollout."""
         return [await self.score(state) for state in states]
 
-    async def verdicts(self, states: Sequence[RolloutState]) -> list[dict[str, Any] | JudgeError]:
+    async def verdicts(self, states: Sequence[RolloutState]) -> "list[dict[str, Any] | JudgeError]":
         """The reward of each rollout, or why it has none; nothing is written to the rollouts."""
         # A group of one each: then a rollout's time-out, retries and failure are its own.
         parts = [states] if self.needs_whole_group else [[state] for state in states]
@@ -115,7 +113,7 @@ class Judge(ABC):
         found = await asyncio.gather(*calls) if self.waits else [await call for call in calls]
         return [verdict for part in found for verdict in part]
 
-    async def _verdicts_together(self, states: Sequence[RolloutState]) -> Sequence[dict[str, Any] | JudgeError]:
+    async def _verdicts_together(self, states: Sequence[RolloutState]) -> "Sequence[dict[str, Any] | JudgeError]":
         """The verdicts of one call of `score_group`, with one time-out and its retries for all of them."""
         late = JudgeError(f"no verdict within {self.timeout_s} s")
         try:

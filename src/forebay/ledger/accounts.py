@@ -19,8 +19,7 @@ event is also a line in an append-only file (`journal`), and a checkpoint needs 
 went: `checkpoint` costs the same after a million events as after ten.
 """
 
-from __future__ import annotations
-
+import json
 import os
 import time
 from collections import Counter, defaultdict
@@ -29,13 +28,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forebay.io.safe_files import DamagedError, check, publish, unfinished, write_json
 from forebay.ledger import histories as books
-from forebay.ledger.journal import RESTARTED, Journal, read_events
+from forebay.ledger.journal import RESTARTED, START, Journal, Place, WentBack, read_events
 
 STATE_VERSION = 3
 PLACE_VERSION = 2
 """The version of a state that is a place in the ledger's file."""
 REWOUND = "rewound"
+BOOKS, PLACE = "books", "place.json"
+"""The folder of kept books, beside the file, and what says of which of its events they are."""
 
 
 class Ledger:
@@ -57,7 +59,7 @@ class Ledger:
         self._tasks: dict[str, books.Histories] = defaultdict(books.Histories)
 
     @classmethod
-    def read(cls, path: Path, *, num_bytes: int | None = None, num_events: int | None = None) -> Ledger:
+    def read(cls, path: Path, *, num_bytes: int | None = None, num_events: int | None = None) -> "Ledger":
         """The ledger that wrote the file `path`, as it was after its last event; it writes no file.
 
         Or as it was when the file had `num_bytes` and the ledger `num_events`. Events that are missing are
@@ -68,23 +70,26 @@ class Ledger:
             ValueError: the file is no ledger's.
         """
         ledger = cls()
-        for event in read_events(path, num_bytes=num_bytes):
+        ledger._enter_lines(path, num_bytes, num_events)
+        return ledger
+
+    def _enter_lines(self, path: Path, num_bytes: int | None, num_events: int | None, after: Place = START) -> None:
+        for event in read_events(path, num_bytes=num_bytes, after=after):
             number = event["number"]
             # Numbers rise: the rest was written after the state that is asked for.
             if num_events is not None and number > num_events:
                 break
             try:
                 if event["event"] != REWOUND:
-                    ledger._tasks[event["task"]].enter(event)
+                    self._tasks[event["task"]].enter(event)
             except (ValueError, LookupError, TypeError, OverflowError) as error:
                 raise ValueError(f"event {number} of {str(path)!r} is not a ledger's: {error!r}") from None
             # A gap in the numbers: the lines between were lost.
-            ledger.lost_events += number - ledger._num_events - 1
-            ledger._num_events = number
+            self.lost_events += number - self._num_events - 1
+            self._num_events = number
         if num_events is not None:
-            ledger.lost_events += num_events - ledger._num_events
-            ledger._num_events = num_events
-        return ledger
+            self.lost_events += num_events - self._num_events
+            self._num_events = num_events
 
     def record(
         self,
@@ -135,6 +140,28 @@ class Ledger:
         self._write(line)
         self._tasks[task_name].enter(line)
 
+    def record_found(self, task_name: str, groups: Mapping[books.GroupId, Mapping[str, Any]]) -> set[books.GroupId]:
+        """Enter, in one go, what the rows of a buffer say of live groups and the books do not know.
+
+        Of each group the values of its production as in `record`; none: it was only taken up.
+
+        Returns:
+            Those that the books call trained or dropped, of which nothing is entered.
+
+        Raises:
+            OSError: as `record`.
+        """
+        said = {"time_s": self._clock(), "task": task_name, "found": True}
+        known, told = self._tasks[task_name].glance(groups), list[dict[str, Any]]()
+        for group_id, facts in groups.items():
+            place, num_tokens = known.get(group_id, (None, None))
+            if place is None or (place in books.OPEN and facts and num_tokens != facts.get("num_tokens")):
+                told.append({"event": books.PRODUCED if facts else books.ADMITTED, "group": group_id, **said, **facts})
+        self._write(*told)
+        for line in told:
+            self._tasks[task_name].enter(line, is_new=line["group"] not in known)
+        return {group_id for group_id, (place, _) in known.items() if place not in books.OPEN}
+
     def note_part(self, part: str, reason: str, event: str = RESTARTED) -> None:
         """Put into the file what became of a process of the run; no group's account changes.
 
@@ -166,7 +193,7 @@ class Ledger:
         """The groups of each task that are neither trained nor dropped, by the ledger's own account."""
         return {name: one.counts[books.LIVE] + one.counts[books.ADMITTED] for name, one in self._tasks.items()}
 
-    def balance(self, live: Mapping[str, int]) -> Balance:
+    def balance(self, live: Mapping[str, int]) -> "Balance":
         """Hold the books against `live`: the groups of each task that exist, as counted elsewhere.
 
         That is, those in the buffer, and those in flight of which there is an event.
@@ -228,8 +255,25 @@ class Ledger:
         # The line has the number of the first undone event: from here on, all undone lines are void.
         self._write({"time_s": self._clock(), "event": REWOUND, "to_event": self._num_events})
 
+    def keep(self, state: Mapping[str, Any]) -> None:
+        """Keep the books of what `checkpoint` gave, so that `restore` reads only later lines.
+
+        They are a cache beside the file, about 80 bytes a group; it may run in another thread than `record`.
+
+        Raises:
+            OSError: the disk takes no more.
+        """
+        assert self._journal is not None, "books without a file cannot be kept beside it"
+        path, place = self._journal.path, (state["num_bytes"], state["num_events"])
+        read = _read_kept(path, place) or self.read(path, num_bytes=place[0], num_events=place[1])
+        with unfinished(path.with_name(BOOKS)) as temporary:
+            tasks = [(name, read._tasks[name].save(temporary / f"{n}.db")) for n, name in enumerate(read._tasks)]
+            kept = {"place": place, "end": _end_at(path, place[0]), "lost_events": read.lost_events, "tasks": tasks}
+            write_json(temporary / PLACE, kept)
+            publish(temporary, path.with_name(BOOKS))
+
     @classmethod
-    def read_checkpoint(cls, state: Mapping[str, Any], folder: Path) -> Ledger:
+    def read_checkpoint(cls, state: Mapping[str, Any], folder: Path) -> "Ledger":
         """The ledger as it was when `checkpoint` gave `state` for `folder`; it writes no file.
 
         Raises:
@@ -246,7 +290,8 @@ class Ledger:
                     # The file is gone. The run can go on, but every event counts as lost.
                     read._num_events = read.lost_events = num_events
                     return read
-                return cls.read(path, num_bytes=state["num_bytes"], num_events=num_events)
+                kept = _read_kept(path, (state["num_bytes"], num_events), loads_open=True)
+                return kept or cls.read(path, num_bytes=state["num_bytes"], num_events=num_events)
             for task, groups in state["tasks"].items():
                 read._tasks[task] = books.Histories.from_state(groups)
             for task, number in state["repeated"].items():
@@ -272,12 +317,36 @@ class Ledger:
         if self._journal is not None:
             self._journal.close()
 
-    def _write(self, line: Mapping[str, Any]) -> None:
-        number = self._num_events + 1
+    def _write(self, *lines: Mapping[str, Any]) -> None:
         if self._journal is not None:
-            self._journal.write({"number": number, **line})
+            self._journal.write(*({"number": n, **line} for n, line in enumerate(lines, self._num_events + 1)))
         # Not before: a number that is in no line would count as an event that was lost.
-        self._num_events = number
+        self._num_events += len(lines)
+
+
+def _read_kept(path: Path, to: Place, *, loads_open: bool = False) -> Ledger | None:
+    """The ledger at a place, from the kept books on; None where these are not of what the file `path` has up to it."""
+    folder, read = path.with_name(BOOKS), Ledger()
+    try:
+        check(folder)
+        kept = json.loads((folder / PLACE).read_text("utf-8"))
+        num_bytes, read._num_events = kept["place"]
+        read.lost_events = kept["lost_events"]
+        if num_bytes > to[0] or kept["end"] != _end_at(path, num_bytes):
+            return None
+        for number, (name, sums) in enumerate(kept["tasks"]):
+            read._tasks[name] = books.Histories(folder / f"{number}.db", sums, loads_open=loads_open)
+        read._enter_lines(path, *to, (num_bytes, read._num_events))
+    except (DamagedError, WentBack):
+        return None
+    return read
+
+
+def _end_at(path: Path, num_bytes: int) -> str:
+    """The end of the last line within the first bytes, with its checksum."""
+    with path.open("rb") as file:
+        file.seek(max(0, num_bytes - 64))
+        return file.read(min(64, num_bytes)).decode("latin-1")
 
 
 @dataclass(frozen=True)
@@ -305,7 +374,7 @@ class Balance:
     """Rollouts that failed and left their group, which went on without them."""
     reused: int = 0
     """How often groups were trained on again; each counts once in `trained`, whatever its uses."""
-    by_task: dict[str, Balance] = field(default_factory=dict)
+    by_task: "dict[str, Balance]" = field(default_factory=dict)
 
     @property
     def difference(self) -> int:

@@ -7,8 +7,6 @@ wiped; the ledger is what remembers). It shows a difference and how sure it is, 
 drops groups of equal scores is meant to differ in score.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -40,7 +38,7 @@ class Summary:
     """Sample variance; NaN for fewer than two groups."""
 
     @classmethod
-    def of(cls, values: NDArray[np.floating]) -> Summary:
+    def of(cls, values: NDArray[np.floating]) -> "Summary":
         """The summary of `values` (N, no NaN)."""
         count = len(values)
         if count == 0:
@@ -49,7 +47,7 @@ class Summary:
         return cls(count, float(np.mean(values)), float(np.median(values)), variance)
 
     @classmethod
-    def of_sums(cls, count: int, total: int, squares: int) -> Summary:
+    def of_sums(cls, count: int, total: int, squares: int) -> "Summary":
         """That of `count` integers by their sum and that of their squares; it knows no median."""
         variance = (count * squares - total**2) / (count * (count - 1)) if count > 1 else math.nan
         return cls(count, total / count if count else math.nan, math.nan, variance)

@@ -8,12 +8,11 @@
 
 A rollout that leaves its group does not move the group: those that left are counted beside the place. Open
 groups, admitted and live, are kept in memory; settled ones, trained and dropped, in a temporary file of
-SQLite's, about 80 bytes each, of which two MB are kept in memory. The file ends with the process, and is told
-anew from the events. This module keeps no file of those, and no balance.
+SQLite's, about 80 bytes each, of which two MB are kept in memory. That file ends with the process; `save` keeps
+a copy, which has the open groups, too. This module keeps no file of the events, and no balance.
 """
 
-from __future__ import annotations
-
+import contextlib
 import json
 import math
 import os
@@ -21,8 +20,9 @@ import sqlite3
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,8 @@ DROPPED = "dropped"
 LEFT = "left"
 REUSED, UNUSED = "reused", "unused"
 LIVE = "live"
+OPEN = (ADMITTED, LIVE)
+"""The places of groups that are neither trained nor dropped."""
 
 EVENTS = (ADMITTED, PRODUCED, RETRIED, REQUEUED, LEFT, TRAINED, REUSED, UNUSED, DROPPED)
 
@@ -60,7 +62,13 @@ class Histories:
     Counter({'dropped:filtered': 1})
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, saved: Path | None = None, sums: Mapping[str, Any] | None = None, *, loads_open: bool = False
+    ) -> None:
+        """Without events, or as `save` left them in the file `saved`, whose `sums` it gave.
+
+        Unless it `loads_open`, open groups of the file are in memory only once an event names them.
+        """
         self._open: dict[GroupId, Row] = {}
         # Without a name it is a temporary file, and in memory as long as it is small. Nothing is committed,
         # which halves the time, and nothing rolled back: a forked process that ends would do that to the file
@@ -68,18 +76,24 @@ class Histories:
         self._settled = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         self._process_id = os.getpid()
         weakref.finalize(self, self._settled.close)
+        if saved is not None:
+            with contextlib.closing(sqlite3.connect(saved)) as source:
+                source.backup(self._settled)
         self._ask("PRAGMA journal_mode = OFF")
         self._ask("BEGIN")
         # Names as JSON: 4 is not "4", a number has any size, and a text every character that a line holds.
-        self._ask(f"CREATE TABLE settled (name PRIMARY KEY, {', '.join(_COLUMNS)}) WITHOUT ROWID")
+        self._ask(f"CREATE TABLE IF NOT EXISTS settled (name PRIMARY KEY, {', '.join(_COLUMNS)}) WITHOUT ROWID")
+        opened = self._ask(f"SELECT * FROM settled WHERE place IN {OPEN}") if loads_open else ()
+        self._open |= {json.loads(name): dict(zip(_COLUMNS, row, strict=True)) for name, *row in opened}
         self._lock = threading.Lock()
         """A thread that plans an epoch reads beside the events."""
-        self.counts: Counter[str] = Counter()
-        self.totals: Counter[str] = Counter()
+        sums = sums or {"counts": {}, "totals": {}, "powers": [], "repeated": 0}
+        self.counts: Counter[str] = Counter(sums["counts"])
+        self.totals: Counter[str] = Counter(sums["totals"])
         """Sums of the columns that count events."""
-        self._powers: Counter[tuple[str, int]] = Counter()
+        self._powers: Counter[tuple[str, int]] = Counter({(place, n): power for place, n, power in sums["powers"]})
         """By place and exponent: the sum of that power of the groups' tokens."""
-        self.num_repeated = 0
+        self.num_repeated: int = sums["repeated"]
         """Groups produced or trained again after a training that was not taken back."""
 
     def __len__(self) -> int:
@@ -90,8 +104,36 @@ class Histories:
         with self._lock:
             return sorted(self._open, key=lambda group_id: self._open[group_id]["first_s"])
 
-    def enter(self, event: Mapping[str, Any]) -> None:
-        """Enter one event, as a line of the ledger's file.
+    def save(self, path: Path) -> dict[str, Any]:
+        """Write all groups into a new file; the sums, as JSON values.
+
+        Raises:
+            OSError: the disk takes no more.
+        """
+        with self._lock, contextlib.closing(sqlite3.connect(path)) as target:
+            for group_id, row in self._open.items():
+                self._ask(_REPLACE, json.dumps(group_id), *row.values())
+            # A transaction that has begun would make the copy wait for ever.
+            self._ask("COMMIT")
+            try:
+                self._settled.backup(target)
+            except sqlite3.Error as error:
+                raise OSError(f"{str(path)!r} cannot be written: {error}") from error
+            self._ask("BEGIN")
+        powers = [[*key, power] for key, power in self._powers.items()]
+        return {"counts": self.counts, "totals": self.totals, "powers": powers, "repeated": self.num_repeated}
+
+    def glance(self, group_ids: Collection[GroupId]) -> dict[GroupId, tuple[str, int | None]]:
+        """Place and tokens of those of the groups that have events."""
+        with self._lock:
+            found = {each: (row["place"], row["num_tokens"]) for each in group_ids if (row := self._open.get(each))}
+            names = {json.dumps(each): each for each in group_ids if each not in found}
+            asked = "SELECT name, place, num_tokens FROM settled WHERE name IN (SELECT value FROM json_each(?))"
+            rows = self._ask(asked, json.dumps([*names]))
+            return found | {names[name]: (place, num_tokens) for name, place, num_tokens in rows}
+
+    def enter(self, event: Mapping[str, Any], *, is_new: bool = False) -> None:
+        """Enter one event, as a line of the ledger's file; `is_new`: its group is known to have none yet.
 
         Raises:
             ValueError, LookupError, TypeError: it is none; nothing is entered.
@@ -101,7 +143,7 @@ class Histories:
         check_event(name)
         said = {column: kind(event[column]) for column, kind in _SAID.items() if event.get(column) is not None}
         with self._lock:
-            row = self._find(group_id)
+            row = None if is_new else self._find(group_id)
             before = None if row is None else row["place"]
             if row is None:
                 row = dict.fromkeys(_COLUMNS) | {"first_s": time_s, **dict.fromkeys(_COUNTS, 0)}
@@ -121,11 +163,11 @@ class Histories:
             row |= said
             row["place"] = _place_after(name, event.get("reason"), before)
             self.num_repeated += before == TRAINED and name in (PRODUCED, TRAINED)
-            if row["place"] in _OPEN and before is not None and before not in _OPEN:
+            if row["place"] in OPEN and before is not None and before not in OPEN:
                 self._ask("DELETE FROM settled WHERE name = ?", json.dumps(group_id))
             self._keep(group_id, row)
 
-    def life(self, group_id: GroupId, task_name: str) -> GroupLife | None:
+    def life(self, group_id: GroupId, task_name: str) -> "GroupLife | None":
         """Everything about one group; None if it has no events."""
         with self._lock:
             if (row := self._find(group_id)) is None:
@@ -146,12 +188,13 @@ class Histories:
     def state(self) -> list[list[Any]]:
         """Each group's id and columns, as JSON values, in the order of first events."""
         with self._lock:
-            rows = [[json.loads(name), *row] for name, *row in self._ask("SELECT * FROM settled")]
+            lines = self._ask(f"SELECT * FROM settled WHERE place NOT IN {OPEN}")
+            rows = [[json.loads(name), *row] for name, *row in lines]
             rows += [[group_id, *row.values()] for group_id, row in self._open.items()]
         return sorted(rows, key=lambda row: (row[1 + _COLUMNS.index("first_s")], str(row[0])))
 
     @classmethod
-    def from_state(cls, state: Any) -> Histories:
+    def from_state(cls, state: Any) -> "Histories":
         """The histories that `state` described."""
         histories = cls()
         for group_id, *values in state:
@@ -160,29 +203,29 @@ class Histories:
             histories.totals.update({counted: row[counted] for counted in _COUNTS})
         return histories
 
-    def _find(self, group_id: GroupId) -> Row | None:
+    def _find(self, group_id: GroupId) -> "Row | None":
         if group_id in self._open:
             return self._open[group_id]
         found = self._ask("SELECT * FROM settled WHERE name = ?", json.dumps(group_id)).fetchone()
         return None if found is None else dict(zip(_COLUMNS, found[1:], strict=True))
 
-    def _keep(self, group_id: GroupId, row: Row) -> None:
+    def _keep(self, group_id: GroupId, row: "Row") -> None:
         """Keep a group where its place says."""
         self._count(row, 1)
-        if row["place"] in _OPEN:
+        if row["place"] in OPEN:
             self._open[group_id] = row
         else:
             self._ask(_REPLACE, json.dumps(group_id), *row.values())
             self._open.pop(group_id, None)
 
-    def _count(self, row: Row, sign: int) -> None:
+    def _count(self, row: "Row", sign: int) -> None:
         """Add the row to the sums, or take it back."""
         place, tokens = row["place"], row["num_tokens"]
         self.counts[place] += sign
         # A balance must not list a reason that no group has any more.
         if not self.counts[place]:
             del self.counts[place]
-        if tokens is not None and place not in _OPEN:
+        if tokens is not None and place not in OPEN:
             for exponent in range(3):
                 self._powers[place, exponent] += sign * tokens**exponent
 
@@ -261,7 +304,6 @@ def _place_after(event: str, reason: str | None, before: str | None) -> str:
 Row = dict[str, Any]
 """The columns of one group; None: not known."""
 
-_OPEN = (ADMITTED, LIVE)
 
 _COUNTED = {RETRIED: ("num_retries", 1), LEFT: ("num_left", 1), REUSED: ("num_reused", 1), UNUSED: ("num_reused", -1)}
 """The column that an event changes, and by how much."""

@@ -57,15 +57,16 @@ class Journal:
             # A line that was cut off must not swallow the next one.
             self._is_torn = self._file.read(1) != b"\n"
 
-    def write(self, line: Mapping[str, Any]) -> None:
-        """Append one event.
+    def write(self, *lines: Mapping[str, Any]) -> None:
+        """Append events.
 
         Raises:
             TypeError, ValueError: a value is none of JSON's; nothing is written.
             OSError: the file takes no more.
         """
-        text = json.dumps(line).encode("ascii")[:-1]
-        data = b'%b%b, "crc32": %d}\n' % (b"\n" if self._is_torn else b"", text, zlib.crc32(text))
+        texts = [json.dumps(line).encode("ascii")[:-1] for line in lines]
+        data = b"".join(b'%b, "crc32": %d}\n' % (text, zlib.crc32(text)) for text in texts)
+        data = b"\n" + data if self._is_torn else data
         # It counts as torn until all of it is written: a full disk may take only a part.
         self._is_torn = True
         while data:
@@ -84,27 +85,34 @@ class Journal:
         self._file.close()
 
 
-def read_events(path: Path, *, num_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+class WentBack(ValueError):
+    """Lines after a place say that the run went back to before it."""
+
+
+Place = tuple[int, int]
+"""How far a ledger's file went at some moment: bytes, events."""
+START: Place = (0, 0)
+
+
+def read_events(path: Path, *, num_bytes: int | None = None, after: Place = START) -> Iterator[dict[str, Any]]:
     """The events that stand, oldest first; of the first `num_bytes` of the file, if given.
 
-    Numbers that are missing are events that were lost.
+    Only those `after` a place, if given. Numbers that are missing are events that were lost.
 
     Raises:
         FileNotFoundError: there is no file.
+        WentBack: not all that stood at the place still stands.
         ValueError: there are lines, and none of them is a ledger's.
     """
-    places, problem = _lines_that_stand(path, num_bytes)
-    kept = iter(places)
-    wanted, num_read = next(kept, None), 0
+    places, problem = _lines_that_stand(path, num_bytes, after)
+    num_read = after[1]
     with path.open("rb") as file:
-        for place, line in enumerate(file):
-            if place != wanted:
-                continue
-            wanted = next(kept, None)
+        for place in places:
+            file.seek(place)
             try:
-                event = json.loads(line)
+                event = json.loads(file.readline())
             except ValueError as error:
-                problem = problem or f"{str(path)!r} line {place + 1} is damaged: {error}"
+                problem = problem or f"{str(path)!r} is damaged at byte {place}: {error}"
                 continue
             num_read += 1
             yield event
@@ -112,13 +120,14 @@ def read_events(path: Path, *, num_bytes: int | None = None) -> Iterator[dict[st
         raise ValueError(problem)
 
 
-def _lines_that_stand(path: Path, num_bytes: int | None) -> tuple[array[int], str]:
-    """The places in the file of the lines that stand, and what is wrong with the first unreadable one."""
+def _lines_that_stand(path: Path, num_bytes: int | None, after: Place) -> tuple[array[int], str]:
+    """Where the lines begin that stand, of those after a place, and what is wrong with the first unreadable one."""
     places, numbers = array("q"), array("q")
-    problem, has_checksums, end, num_damaged = "", False, 0, 0
+    problem, has_checksums, end, num_damaged = "", after[0] > 0, after[0], 0
     with path.open("rb") as file:
+        file.seek(end)
         for place, line in enumerate(file):
-            end += len(line)
+            begin, end = end, end + len(line)
             if num_bytes is not None and end > num_bytes:
                 break
             if not line.endswith(b"}\n"):
@@ -142,12 +151,14 @@ def _lines_that_stand(path: Path, num_bytes: int | None) -> tuple[array[int], st
             if _REWOUND in line:
                 # Damage before it is of lines after the place it goes back to, which were never synced.
                 num_damaged = 0
+            if number - num_damaged <= after[1]:
+                raise WentBack(f"{str(path)!r} goes back to event {number} after event {after[1]}")
             # The damaged lines just before had the numbers below: if the run had gone back, older lines with
             # those numbers stand for something that was undone.
             while numbers and numbers[-1] >= number - num_damaged:
                 numbers.pop()
                 places.pop()
             numbers.append(number)
-            places.append(place)
+            places.append(begin)
             num_damaged = 0
     return places, problem

@@ -9,8 +9,6 @@ in speed, and in what a packed row costs: those of `VARIABLE_LENGTH` take sequen
 ``sdpa`` and ``eager`` read a mask of the row's length squared.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -34,7 +32,7 @@ def attention_choices(
     wanted: AttentionKey,
     model_config: Any,
     *,
-    device: torch.device,
+    device: "torch.device",
     precision: Precision,
     packed: bool = False,
     key: str = "train.attention",
@@ -128,7 +126,7 @@ def _unsuited(kernel: Attention, model_config: Any, precision: Precision) -> str
     return None
 
 
-def _missing(kernel: Attention, device: torch.device) -> str | None:
+def _missing(kernel: Attention, device: "torch.device") -> str | None:
     """Why this machine cannot run `kernel`; None: it can."""
     import torch
 

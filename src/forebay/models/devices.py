@@ -1,7 +1,5 @@
 """Where models compute: the device that a run file names, and the precision that suits it."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import suppress
 from importlib import import_module
@@ -38,7 +36,7 @@ def empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
-def find_device(name: str) -> torch.device:
+def find_device(name: str) -> "torch.device":
     """The device of that name; ``auto`` is the first CUDA device, or the CPU.
 
     Apple's GPU has to be named: it has no float64, in which the engine in the process draws its tokens.
@@ -63,7 +61,7 @@ def find_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def gpu_use(device: torch.device | None) -> dict[str, float]:
+def gpu_use(device: "torch.device | None") -> dict[str, float]:
     """How a CUDA device is used at this moment; nothing of another device.
 
     ``gpu/reserved_gb`` is the memory that torch holds in this process. NVIDIA's own counters need the package
@@ -82,7 +80,7 @@ def gpu_use(device: torch.device | None) -> dict[str, float]:
     return use
 
 
-def precision_on(device: torch.device, wanted: PrecisionKey) -> Precision:
+def precision_on(device: "torch.device", wanted: PrecisionKey) -> Precision:
     """`wanted`, or for ``auto`` bfloat16 on a CUDA device that computes in it, else float32."""
     import torch
 

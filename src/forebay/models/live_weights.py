@@ -8,8 +8,6 @@
 Trainers and engines do not know each other, so what both must agree on is here.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from threading import Lock
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 
-def cast(weights: Weights, dtype: Precision | None) -> Iterator[tuple[str, torch.Tensor]]:
+def cast(weights: Weights, dtype: Precision | None) -> "Iterator[tuple[str, torch.Tensor]]":
     """`weights` as engines hold them: floating point in `dtype`, copied only where it is in another.
 
     None: as they are.

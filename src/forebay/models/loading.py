@@ -160,15 +160,13 @@ def resolve_model(
     if _HUB_ID.fullmatch(source):
         from huggingface_hub import snapshot_download
 
-        try:
+        asked = (
+            f"no model at {source!r}: there is no such folder, and the hub did not give it (offline, name a folder)"
+        )
+        # The client raises its own errors, those of its HTTP library and OSError; all mean the same here.
+        with errors_about(asked, Exception):
             left_out = None if weights else "*.safetensors"
             return Path(snapshot_download(source, allow_patterns=_HUB_FILES, ignore_patterns=left_out))
-        # The client raises its own errors, those of its HTTP library and OSError; all mean the same here.
-        except Exception as error:
-            raise ConfigError(
-                f"no model at {source!r}: there is no such folder, and the hub did not give it "
-                f"({type(error).__name__}: {error}); offline, name a folder"
-            ) from error
     raise ConfigError(
         f"no model at {source!r}: it is not a folder, and neither 'tiny', 'pypi:PACKAGE' nor a hub id 'owner/name'"
     )

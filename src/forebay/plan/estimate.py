@@ -63,6 +63,8 @@ class Plan:
     """Between machines, to hand the weights to the engines."""
     sync_s: float = 0.0
     """Seconds for that, as in `times`."""
+    waits_for_launches: bool = False
+    """Whether the launching of kernels bounds training, and not the GPU."""
     tokens_per_step: int = 0
     layout: Sequence[str] = ()
     """Sentences: the GPUs of ranks and engines, and those that are left idle."""
@@ -88,12 +90,15 @@ class Plan:
         return self.share <= REFUSE_SHARE
 
 
-TRAIN_SHARE, DECODE_SHARE = 0.4, 0.5
-"""Attainable shares: of the arithmetic in a train step (packed, bfloat16), and of the bandwidth in decoding.
-The first is usual for transformers' models on one GPU, not the best."""
-LAUNCH_S, GRAPH_LAUNCH_S = 0.7e-3, 0.1e-3
-"""A layer of the in-process engine takes at least so long to decode a token: PyTorch launches its kernels
-one by one, or, by an estimate that no GPU has confirmed yet, a CUDA graph all of them."""
+ARITHMETIC_SHARE, COPY_SHARE, DECODE_SHARE = 0.7, 0.88, 0.5
+"""Attainable shares of the data sheet's: arithmetic of large products; bandwidth in a train step, and in decoding.
+These and the times below are from an H200 (benchmarks/results/gpu.md)."""
+PASS_LAUNCH_S, COMPILED_SHARE = 28e-6, 1 / 3
+"""A process gives the GPU an operation of a train step in this time; and what compiling leaves of these times and
+of the bytes that operations move."""
+LAUNCH_S, GRAPH_LAUNCH_S = 0.7e-3, 0.18e-3
+"""A layer of the in-process engine takes so long to decode a token beside its reading of weights: PyTorch launches
+its kernels one by one, or a CUDA graph all of them. The first is an assumption."""
 SIMULATED_STEPS = 6
 """All responses have one length, so a step is as the one before; twice as many where some steps have no sync, or
 no generation, because servers slept over enough for two."""
@@ -216,7 +221,7 @@ def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: i
         slices_bytes=sum(step.parts.get(kind, 0) for kind in SLICED),
         tokens_per_step=config.batch_size * config.group_sizes[1] * longest,
         layout=[*filter(None, (said(here, count) for said in (layout, idle_gpus) if device.is_gpu))],
-        **_times(config, device, hugging_face, step, longest),
+        **_times(config, device, hugging_face, step, longest, prompt_tokens),
     )
     if plan.share <= WARN_SHARE:
         return plan
@@ -298,17 +303,15 @@ def _memory(
 
 
 def _largest_batch(config: RunConfig, prompt_tokens: int, longest: int) -> TrainBatch:
-    """Groups of the longest sequences, as many as fill two micro-batches at most."""
+    """The longest sequences, group by group, as many as fill two micro-batches at most."""
     group_size = config.group_sizes[1]
-    enough = 2 * max(1, config.train.token_budget // longest)
     # Of one mini-batch and rank: the others come after it, or have memory of their own.
     ranks = config.train.ranks // config.train.parallel.same_sequences
     num_groups = -(-config.batch_size // (config.train.mini_batches * ranks))
-    num_groups = max(1, min(num_groups, -(-enough // group_size)))
+    # Whole groups would be packed into smaller micro-batches of equal size.
+    enough = min(num_groups * group_size, 2 * max(1, config.train.token_budget // longest))
     response = [0] * (longest - prompt_tokens)
-    return TrainBatch.from_examples(
-        ([group % 2] * prompt_tokens, response) for group in range(num_groups) for _ in range(group_size)
-    )
+    return TrainBatch.from_examples(([number // group_size % 2] * prompt_tokens, response) for number in range(enough))
 
 
 def _with_server_share(config: RunConfig, plan: Plan) -> RunConfig:
@@ -319,14 +322,35 @@ def _with_server_share(config: RunConfig, plan: Plan) -> RunConfig:
     return config.model_copy(update={"engine": config.engine.model_copy(update={"arguments": arguments})})
 
 
-def _times(config: RunConfig, device: Device, hugging_face: Any, step: StepMemory, longest: int) -> Mapping[str, Any]:
+def micro_batch_s(config: TrainConfig, step: StepMemory, device: Device) -> tuple[float, float]:
+    """Seconds of a rank's passes over a micro-batch: of the GPU, and of the process that launches its operations.
+
+    The first follows the roofline of each operation, of Williams et al. 2009, with all of them one after another.
+    The process launches while the GPU works, so the longer of both is the time. `device` has rates.
+    """
+    assert device.flop_per_s is not None
+    assert device.bytes_per_s is not None
+    work, fused = step.work, COMPILED_SHARE if config.compile else 1.0
+    computing_s = work.flop / (ARITHMETIC_SHARE * device.flop_per_s)
+    copying_s = fused * work.moved_bytes / (COPY_SHARE * device.bytes_per_s)
+    if config.offload_activations:
+        moments = 2 * step.gradient_bytes * (config.moments == "cpu")
+        copying_s += 2 * (step.host_bytes - moments) / HOST_BYTES_PER_S
+    # Ranks that share sequences share what is computed, and each launches all of it.
+    return computing_s + copying_s, fused * work.num_launches * PASS_LAUNCH_S * config.parallel.same_sequences
+
+
+def _times(
+    config: RunConfig, device: Device, hugging_face: Any, step: StepMemory, longest: int, prompt_tokens: int
+) -> Mapping[str, Any]:
     """A plan's fields about times, if every response is as long as it may be; none for an unknown device."""
     # The data sheets' arithmetic is that of bfloat16; float32 is several times slower.
     if device.flop_per_s is None or device.bytes_per_s is None or config.train.dtype != "bfloat16":
         return {}
     # Passes without gradient are a third of the work of one with.
-    flop_per_token = step.flop / step.tokens * (config.train.epochs + num_forward(config.train) / 3)
-    train_rate = device.flop_per_s * TRAIN_SHARE / flop_per_token * config.train.ranks
+    passes = config.train.epochs + num_forward(config.train) / 3
+    micro_s, launching_s = micro_batch_s(config.train, step, device)
+    train_rate = step.tokens / max(micro_s, launching_s) / passes * config.train.ranks
     gradients = step.gradient_bytes / (config.train.ranks // config.train.parallel.replicas)
     kept = gradients + sum(step.parts.get(name, 0) for name in ("weights", "moments"))
     # All of it is read once and written once.
@@ -338,12 +362,13 @@ def _times(config: RunConfig, device: Device, hugging_face: Any, step: StepMemor
     gpus = device_turns.gpus_per_engine(config, device)
     read = device_turns.decode_bytes(config, hugging_face, step.num_parameters, longest)
     launch_s = GRAPH_LAUNCH_S if config.engine.arguments.get("cuda_graphs", True) else LAUNCH_S
-    # Bound by the memory's bandwidth, by arithmetic, or by the launching of kernels.
+    # Bound by the memory's bandwidth or by arithmetic; small kernels read little and take their time all the same.
     token_s = max(
         read / (DECODE_SHARE * device.bytes_per_s * gpus),
-        2 * step.num_parameters * running / (TRAIN_SHARE * device.flop_per_s * gpus),
-        sizes.num_hidden_layers * launch_s if config.engine.name in ("transformers", "process") else 0.0,
+        2 * step.num_parameters * running / (ARITHMETIC_SHARE * device.flop_per_s * gpus),
     )
+    if config.engine.name in ("transformers", "process"):
+        token_s += sizes.num_hidden_layers * launch_s
     computing_s = config.batch_size * config.group_sizes[1] * longest / train_rate
     traffic = step_traffic(config, device, sizes, step, longest, computing_s)
     if config.cluster is None and device.machines > 1:
@@ -357,10 +382,12 @@ def _times(config: RunConfig, device: Device, hugging_face: Any, step: StepMemor
         tokens_per_s=running / token_s,
         lengths=LengthConfig(constant=max(1, longest)),
         train_s=config.train.optimizer_steps * optimizer_s + sum(waits_s[:1]),
-        train_tokens_per_s=train_rate,
+        # Of responses, which are what a simulation knows.
+        train_tokens_per_s=train_rate * max(1, longest - prompt_tokens) / longest,
         sync_s=sync_s,
         **device_turns.turn_cost(config, device, step),
     )
     differ = config.produce.sync_weights_interval > 1 or described.sleeping > 0
     times = simulate(config, described, steps=SIMULATED_STEPS * (1 + differ))
-    return {"times": times, "traffic": traffic, "sync_bytes": sync_bytes, "sync_s": sync_s}
+    syncs = {"traffic": traffic, "sync_bytes": sync_bytes, "sync_s": sync_s}
+    return {"times": times, "waits_for_launches": launching_s > micro_s, **syncs}

@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -39,6 +39,18 @@ from forebay.train.model.layers import decoder_layers
 from forebay.train.packing import Packer, num_cells
 
 
+@dataclass
+class Work:
+    """The sums of what operations do."""
+
+    flop: int = 0
+    """Floating-point operations."""
+    moved_bytes: int = 0
+    """Bytes that each of them reads and writes."""
+    num_launches: int = 0
+    """Operations that a GPU is given one by one."""
+
+
 class MemoryPeak(TorchDispatchMode):
     """Counts the storages that operations make while it is open, by kind, and remembers the largest sum.
 
@@ -51,8 +63,8 @@ class MemoryPeak(TorchDispatchMode):
         self._vocabulary = vocabulary
         self._counted: dict[int, tuple[str, int]] = {}
         self._now: Counter[str] = Counter()
-        self.flop = 0
-        """Floating-point operations so far."""
+        self.work = Work()
+        """Of all operations so far."""
         self.host_peak = 0
         """The most bytes of kind `HOST`."""
         self.reset()
@@ -89,7 +101,11 @@ class MemoryPeak(TorchDispatchMode):
     ) -> Any:
         result = function(*args, **(kwargs or {}))
         if count := flop_registry.get(function.overloadpacket):
-            self.flop += count(*args, **(kwargs or {}), out_val=result)
+            self.work.flop += count(*args, **(kwargs or {}), out_val=result)
+        if not (function.is_view or function.namespace == "prim" or function.name() in _NO_WORK):
+            leaves = tree_leaves((args, kwargs, result))
+            self.work.moved_bytes += sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
+            self.work.num_launches += 1
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self._counted:
                 is_logits = tensor.ndim > 1 and tensor.shape[-1] == self._vocabulary
@@ -99,14 +115,18 @@ class MemoryPeak(TorchDispatchMode):
         return result
 
 
+_NO_WORK = {"aten::_unsafe_view", "aten::new_empty", "aten::empty"}
+"""Operations that move nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
     """The most memory that a train step holds, in bytes, by what it is for, and the work it does."""
 
     parts: Mapping[str, int]
     """``weights``, ``gradients``, ``moments``, ``reference``, ``logits``, ``activations``: at the peak."""
-    flop: int
-    """Floating-point operations of the passes over one micro-batch, recomputation included."""
+    work: Work
+    """Of the passes over one micro-batch, recomputation included."""
     tokens: int
     """Tokens of that micro-batch."""
     gradient_bytes: int
@@ -183,15 +203,17 @@ def step_memory(
         _give_state(memory, learner, batch, [p for p in parameters if p.requires_grad and p not in reached], times)
         memory.assign(learner.moments(), HOST if config.moments == "cpu" else "moments", times=times)
         memory.reset()
-        before = memory.flop
-        learner.rehearse(batch, packs[:1])
+        memory.work = Work()
+        # The optimizer's part comes once in a step.
+        work: list[Work] = []
+        learner.rehearse(batch, packs[:1], lambda: work.append(replace(memory.work)))
     parts = {kind: memory.peak[kind] for kind in KINDS if memory.peak[kind]}
     if config.ranks > 1:
         parts = _of_one_rank(parts, trained, config, times)
     host_bytes = memory.host_peak // config.parallel.context + parts.pop(HOST, 0)
     return StepMemory(
         parts=parts,
-        flop=memory.flop - before,
+        work=work[0],
         tokens=int(batch.lengths[packs[0]].sum()),
         gradient_bytes=4 * sum(p.numel() for p in parameters if p.requires_grad),
         num_parameters=sum(parameter.numel() for parameter in learner.model.parameters()),

@@ -51,5 +51,7 @@ def sentences(plan: Plan) -> Iterator[str]:
             f"{plan.sync_bytes / 1e9:,.0f} GB between machines), "
             f"{plan.tokens_per_step / times.step_s:,.0f} tokens/s"
         )
+        if plan.waits_for_launches:
+            yield "Training waits for kernels launched one by one: larger micro-batches or compiled layers need fewer."
     elif plan.traffic:
         yield "The time of a step is not predicted: blocks of weights come by plain connections, of no known rate."

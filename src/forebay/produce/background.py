@@ -7,8 +7,6 @@ old for the next step, groups that were lost (expired, evicted) for steps that t
 The producer neither takes batches nor ages groups: `forebay.produce.batches` does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import enum
 import math
@@ -69,13 +67,13 @@ class BackgroundProducer:
     `resume`, `pause`, `reconsider`, `shutdown`; produces: stored groups, and `changes`.
     """
 
-    runners: Mapping[str, TaskRunner]
+    runners: "Mapping[str, TaskRunner]"
     """The tasks, by name."""
     progress: ProduceProgress
     """Shared with the consumer."""
     allocate: Callable[[int, int], dict[str, int]]
     """Splits a batch of this size for this train step."""
-    make_context: Callable[[TaskRunner, int, int], ProduceContext]
+    make_context: "Callable[[TaskRunner, int, int], ProduceContext]"
     """Takes a task, its share and the train step."""
     controller: Generation | None
     """Told to pause and to go on."""

@@ -18,8 +18,6 @@
 It starts no production; `forebay.produce.background` does.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging
@@ -203,7 +201,7 @@ class Batches:
         )
 
     async def take(
-        self, sizes: dict[str, int], train_step: int, done: ColocatedRound | None = None
+        self, sizes: dict[str, int], train_step: int, done: "ColocatedRound | None" = None
     ) -> ProduceBatchResult | None:
         """The batch of `train_step`, entered as trained; None, and nothing is taken, if it is not whole.
 
@@ -219,7 +217,7 @@ class Batches:
             raise
 
     async def _take(
-        self, sizes: dict[str, int], train_step: int, done: ColocatedRound | None
+        self, sizes: dict[str, int], train_step: int, done: "ColocatedRound | None"
     ) -> ProduceBatchResult | None:
         groups_by_task = await self._take_whole(await self.fresh_sizes(sizes, train_step), train_step)
         if groups_by_task is None:

@@ -34,9 +34,9 @@ from forebay.io.safe_files import seal, write_json, write_text
 from forebay.ledger import GroupId, Ledger
 from forebay.produce.sampler import Sampler
 from forebay.produce.strategies.rules import GROUP_TAG, name_group
-from forebay.produce.unfinished import COPIES, is_settled
+from forebay.produce.unfinished import COPIES
 from forebay.replay import ReplayBuffer, StorageItem
-from forebay.replay.stores.slices import revive
+from forebay.replay.stores.slices import revive, slices_of
 from forebay.types import Status
 
 logger = logging.getLogger(__name__)
@@ -94,15 +94,19 @@ async def settle(buffer: ReplayBuffer, ledger: Ledger, samplers: Mapping[str, Sa
     held: dict[str, set[Any]] = {name: set() for name in samplers}
     settled: list[int] = []
     # Copies come last, the latest first: a group that has a row of its own is further on.
-    for place, row in enumerate([*rows, *copies]):
-        group_id = names[row.uid]
-        of_task = held.setdefault(row.task_name, set())
-        if row.status is not Status.FAILED and group_id not in of_task and _enter(ledger, group_id, row):
-            of_task.add(group_id)
-        else:
-            settled.append(row.uid)
-        if place % ROWS_AT_ONCE == 0:
-            await asyncio.sleep(0)
+    for some in slices_of([*rows, *copies], ROWS_AT_ONCE):
+        found: dict[str, dict[Any, StorageItem]] = {}
+        for row in some:
+            group_id, of_task = names[row.uid], found.setdefault(row.task_name, {})
+            if row.status is Status.FAILED or group_id in held.setdefault(row.task_name, set()) or group_id in of_task:
+                settled.append(row.uid)
+            else:
+                of_task[group_id] = row
+        for name, of_task in found.items():
+            over = ledger.record_found(name, {group_id: _facts(row) for group_id, row in of_task.items()})
+            settled += [of_task[group_id].uid for group_id in over]
+            held[name] |= of_task.keys() - over
+        await asyncio.sleep(0)
     await buffer.storage.delete(settled)
     # After the deletion: of a group's copies only the one that is needed becomes live.
     await revive(buffer.storage, COPIES)
@@ -126,14 +130,5 @@ ROWS_AT_ONCE = 1000
 """Rows that are looked at between two turns of the event loop; it takes about 10 ms."""
 
 
-def _enter(ledger: Ledger, group_id: GroupId, row: StorageItem) -> bool:
-    """Enter in the books what the row says and they do not know; False if they say that it is settled."""
-    life = ledger.life(group_id, row.task_name)
-    if is_settled(ledger, group_id, row.task_name):
-        return False
-    if life is None:
-        ledger.record(group_id, row.task_name, "admitted", found=True)
-    facts: dict[str, Any] = {name: row.tags[name] for name in ("num_tokens", "latency_s", "score") if name in row.tags}
-    if facts and (life is None or life.num_tokens != facts.get("num_tokens")):
-        ledger.record(group_id, row.task_name, "produced", found=True, **facts)
-    return True
+def _facts(row: StorageItem) -> dict[str, Any]:
+    return {name: row.tags[name] for name in ("num_tokens", "latency_s", "score") if name in row.tags}

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from forebay.aio.tasks import beside
-from forebay.ledger import GroupId, Ledger
+from forebay.ledger import Ledger
 from forebay.produce.background import TaskRunner
 from forebay.produce.strategies.context import Group
 from forebay.produce.strategies.rules import GROUP_TAG, book_tags, name_group
@@ -70,19 +70,14 @@ async def save_copies(buffer: ReplayBuffer, ledger: Ledger, copies: Mapping[str,
     names = [name for _, name in kept]
     ended = {f"tags.{GROUP_TAG}": {"$in": names}, "status": {"$ne": Status.ABORTED}}
     over = {_name(row) for row in await storage.get(ended, rows_only=True)}
-    over |= {(task, name) for task, name in kept if is_settled(ledger, name, task)}
+    lives = {name: ledger.life(name[1], name[0]) for name in kept}
+    over |= {name for name, life in lives.items() if life is not None and life.place in ("trained", "dropped")}
     uids = {uid for name, uid in kept.items() if name not in over}
     await storage.delete([row.uid for row in rows if row.uid not in uids])
 
 
 def _name(row: StorageItem) -> tuple[str, Any]:
     return row.task_name, row.tags[GROUP_TAG]
-
-
-def is_settled(ledger: Ledger, group_id: GroupId, task_name: str) -> bool:
-    """Whether the books say that the group was trained or dropped."""
-    life = ledger.life(group_id, task_name)
-    return life is not None and life.place in ("trained", "dropped")
 
 
 @contextlib.asynccontextmanager

@@ -7,8 +7,6 @@
 Checking and labeling are done where the rollouts were made; ageing where the train step is known.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +46,7 @@ class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Weight of a proportional draw."""
 
     @classmethod
-    def of(cls, task_name: str, keywords: PutKeywords) -> Arrival:
+    def of(cls, task_name: str, keywords: "PutKeywords") -> "Arrival":
         """The arrival that these keywords of a put describe.
 
         Raises:

@@ -13,8 +13,6 @@ It composes a store (rows and payloads), a policy (which are next) and the snaps
 generate, judge or train, and it starts no task: everything happens inside the calls.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
@@ -181,7 +179,7 @@ class ReplayBuffer:
 
     async def get(
         self, batch_size: int, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
-    ) -> list[Group]:
+    ) -> "list[Group]":
         """Remove and return up to `batch_size` groups in policy order."""
         if batch_size <= 0:
             return []
@@ -230,7 +228,7 @@ class ReplayBuffer:
         *,
         group_status: Status = Status.COMPLETED,
         train_step: int | None = None,
-    ) -> tuple[dict[str, list[Group]], dict[str, int]]:
+    ) -> "tuple[dict[str, list[Group]], dict[str, int]]":
         """Take up to so many groups of each task: ``(groups by task, numbers taken by task)``.
 
         Without `train_step` they are deleted. With it they become ARCHIVED with that step, until `commit`
@@ -267,7 +265,7 @@ class ReplayBuffer:
             numbers = await self.storage.count_many(list(queries.values()))
         return dict(zip(queries, numbers, strict=True))
 
-    async def use_again(self, task_sizes: Mapping[str, int], train_step: int) -> dict[str, list[Group]]:
+    async def use_again(self, task_sizes: Mapping[str, int], train_step: int) -> "dict[str, list[Group]]":
         """Copies of up to so many groups of each task that earlier steps consumed, to be trained on again.
 
         The groups stay ARCHIVED. By the rules of `reuse` none is used by more steps than it says, by one step
@@ -342,7 +340,7 @@ class ReplayBuffer:
         async with self._lock.alone():
             return await reweigh(self.storage, wanted, by, of_task)
 
-    async def to_pandas(self, query: QueryLike | None = None, *, payloads: bool = False) -> DataFrame:
+    async def to_pandas(self, query: QueryLike | None = None, *, payloads: bool = False) -> "DataFrame":
         """The rows that match (all live ones), one line each; with `payloads` one line per rollout.
 
         A copy, with the ages of now: fields and tags of the rows, or the columns of
@@ -456,8 +454,8 @@ class ReplayBuffer:
         *,
         tags: Mapping[str, TagValue] | None = None,
         still_held: bool = False,
-        present: Present[Presented] | None = None,
-    ) -> list[Presented]:
+        present: "Present[Presented] | None" = None,
+    ) -> "list[Presented]":
         if count <= 0:
             return []
         query = StorageIndices(task_name, group_status, tags).get_key()

@@ -1,7 +1,5 @@
 """A buffer as settings: the ``[replay]`` table of a run file, and the two usual buffers."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import ClassVar
@@ -92,7 +90,7 @@ class ReplayConfig(BufferConfig):
         return (found and found[2]) or "normal"
 
     @model_validator(mode="after")
-    def _check(self) -> ReplayConfig:
+    def _check(self) -> "ReplayConfig":
         if self.store is not None and not _STORE.fullmatch(self.store):
             raise ConfigError(
                 f"replay.store = {self.store!r} is no store: memory, sqlite, sqlite:///PATH, one of the last two "

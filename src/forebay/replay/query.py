@@ -14,8 +14,6 @@ parsed with the condition ``status != archived`` in front, so no store has to kn
 This module holds no rows and knows no store. A store that does not evaluate in Python compiles the tree.
 """
 
-from __future__ import annotations
-
 import math
 import numbers
 import operator
@@ -80,14 +78,14 @@ class Condition:
 class All:
     """Matches where every part matches; without parts it matches everything."""
 
-    parts: tuple[Query, ...]
+    parts: "tuple[Query, ...]"
 
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
     """Matches where some part matches; without parts it matches nothing."""
 
-    parts: tuple[Query, ...]
+    parts: "tuple[Query, ...]"
 
 
 Query = Condition | All | AnyOf

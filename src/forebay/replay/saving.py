@@ -9,8 +9,6 @@ Arrow is loaded in the threads that write and read: its first import takes longe
 still.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -48,14 +46,14 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     write_snapshot(path, Snapshot(**content))
 
 
-def read(path: Path, policy: ReplayPolicy) -> Snapshot:
+def read(path: Path, policy: ReplayPolicy) -> "Snapshot":
     """The snapshot at `path`; ValueError if it is damaged, or of another policy."""
     from forebay.replay.format.snapshot import read_snapshot
 
     return read_snapshot(path, policy=type(policy).__name__)
 
 
-def load(storage: StorageBackend, snapshot: Snapshot) -> None:
+def load(storage: StorageBackend, snapshot: "Snapshot") -> None:
     """Give the store the content of the snapshot."""
     storage.load_state_dict(snapshot.storage)
     storage.num_evicted = dict(snapshot.num_evicted)

@@ -10,8 +10,6 @@
 Every function takes a `Run`; `forebay.runs.steps` has the other verbs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -82,6 +80,8 @@ async def _write_checkpoint(run: Run, final: Path, cut: Cut, state: dict[str, An
             await cut.write(temporary / "manager")
             await asyncio.to_thread(write_json, temporary / "run.json", state)
             await asyncio.to_thread(publish, temporary, final)
+        # Once it counts: a resume from an earlier one would have no use for them.
+        await asyncio.to_thread(cut.ledger.keep, cut.state["ledger"])
     finally:
         await cut.release()
     # One that is being evaluated may turn out to be the best, and a resume may need its weights.

@@ -15,8 +15,6 @@ checkpoint, or of the older one that is kept for it. One whose evaluation failed
 resumed run tries the held-out prompts when they are due next.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Sequence

@@ -9,6 +9,7 @@
                 notes.jsonl         its warnings and messages
                 run_id              whose groups a durable store holds
                 ledger.jsonl        what became of every group
+                books/              the same as of the last checkpoint, made anew where it is not
                 warmup/             the model after the warm-up, if there was one; losses.json of its steps
                 checkpoints/step_N  trainer, manager, history; complete or absent, with checksums of all
                 model/              the trained model, Hugging Face format

@@ -202,13 +202,9 @@ def _checked(
         prompts = check_prompt_lengths(prompts, tokenizer, limit, task.overlong_prompts, tools=tools)
     if budget < context:
         # Rendering all prompts again is the price of finding out before the first rollout.
-        try:
+        least = f"a prompt with sample.max_tokens = {room}"
+        with errors_about(f"task {task.name!r}: train.token_budget = {budget} is less than {least} has; raise it"):
             check_prompt_lengths(prompts, tokenizer, budget - room, tools=tools)
-        except ConfigError as error:
-            raise ConfigError(
-                f"task {task.name!r}: train.token_budget = {budget} is less than a prompt with "
-                f"sample.max_tokens = {room} may have; raise it ({error})"
-            ) from None
     return prompts
 
 

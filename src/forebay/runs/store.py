@@ -10,8 +10,6 @@ A durable store belongs to one run at a time: it has the id that is in the run's
 earlier owner, and is emptied for a new run in the same folder.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -119,7 +117,7 @@ def holder_name(folder: Path) -> str:
     return f"{file.read_text('ascii')}:{folder.resolve()}"
 
 
-def _take_over(storage: SQLStorage, folder: Path, *, is_new: bool, is_in_folder: bool) -> None:
+def _take_over(storage: "SQLStorage", folder: Path, *, is_new: bool, is_in_folder: bool) -> None:
     name = holder_name(folder)
     run_id, _, path = (storage.holder or name).partition(":")
     here, there = folder / ID_FILE, Path(path) / ID_FILE
@@ -150,7 +148,7 @@ def _url() -> str:
     return url
 
 
-def _local_file(config: RunConfig, folder: Path) -> URL:
+def _local_file(config: RunConfig, folder: Path) -> "URL":
     path = config.replay.path or folder / STORE_FILE
     if mount := network_mount(path):
         raise ConfigError(

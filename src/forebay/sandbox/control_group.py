@@ -16,8 +16,6 @@ last process has ended. They go with the `ControlGroups`; those of a killed proc
 looks for its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging
@@ -51,7 +49,7 @@ class ControlGroups:
         weakref.finalize(self, _remove, self._made, os.getpid())
 
     @contextlib.contextmanager
-    def lend(self) -> Iterator[ControlGroup]:
+    def lend(self) -> "Iterator[ControlGroup]":
         """A group whose processes end before the block does.
 
         Raises:
@@ -63,7 +61,7 @@ class ControlGroups:
         finally:
             self._free.append(group)
 
-    def _make(self) -> ControlGroup:
+    def _make(self) -> "ControlGroup":
         folder = self.parent / f"{_PREFIX}{os.getpid()}-{next(_NUMBERS)}"
         folder.mkdir()
         self._made.append(folder)

@@ -16,8 +16,6 @@ Inputs and outputs are files in memory, so that nothing has to be read while the
 waits for a pipe that a child holds open. The wait is for the process's descriptor (woken by the kernel).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import fcntl
@@ -101,7 +99,7 @@ class Sandbox:
 
     async def run_python(
         self, source: str, *, stdin: Text = "", files: Mapping[str, Text] | None = None
-    ) -> SandboxResult:
+    ) -> "SandboxResult":
         """Run the Python program `source`; see `run`."""
         # No user packages, no PYTHON* variables, no bytecode; modules among `files` can be imported.
         command = [self.python, "-s", "-E", "-B", "program.py"]
@@ -109,7 +107,7 @@ class Sandbox:
 
     async def run(
         self, command: Sequence[str], *, stdin: Text = "", files: Mapping[str, Text] | None = None
-    ) -> SandboxResult:
+    ) -> "SandboxResult":
         """Run `command` with `files` (by plain name) in its folder, to its end.
 
         Raises:
@@ -167,7 +165,7 @@ class Sandbox:
 
     async def _run_in(
         self, level: isolations.Isolation, command: Sequence[str], stdin: Text, files: Mapping[str, Text]
-    ) -> SandboxResult:
+    ) -> "SandboxResult":
         with not_counted():
             await self._slots.acquire()
         try:
@@ -227,7 +225,7 @@ class Sandbox:
 
     def _result(
         self, level: isolations.Isolation, code: int, overran: bool, wall_s: float, out: int, control: int, err: int
-    ) -> SandboxResult:
+    ) -> "SandboxResult":
         problem, started, _ = os.pread(control, 64 << 10, 0).decode(errors="replace").partition(isolations.STARTED)
         if not started:
             cause = f"not started within {wall_s:.1f} s" if overran else f"could not start (code {code})"

@@ -10,8 +10,6 @@
 Batch, group size, staleness, over-sampling and tasks are not repeated here: the run file says them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -19,7 +17,7 @@ from statistics import NormalDist
 from typing import Annotated
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, PositiveInt, model_validator
 
 from forebay.config import apply_overrides, parse_config
 
@@ -46,8 +44,8 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
     """Input tokens that a request gets through before its first token. None: prefill takes no time."""
     start_s: float = Field(default=0.0, ge=0)
     """Seconds of a request before its first token that do not depend on its input."""
-    lengths: LengthConfig
-    task_lengths: dict[str, LengthConfig] = Field(default_factory=dict)
+    lengths: "LengthConfig"
+    task_lengths: "dict[str, LengthConfig]" = Field(default_factory=dict)
     """The lengths of tasks, by name, whose responses have others."""
     judge_s: float = Field(default=0.0, ge=0)
     """Seconds from the end of a group's last response to its reward."""
@@ -80,7 +78,7 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
     """Held-out prompts of each task with `eval_data`, tried as the run file says."""
 
     @model_validator(mode="after")
-    def _check(self) -> ClusterConfig:
+    def _check(self) -> "ClusterConfig":
         # A single rate is checked as if it were a pair.
         pairs = self.tokens_per_s if isinstance(self.tokens_per_s, tuple) else ((1, self.tokens_per_s),)
         if not pairs or any(number < 1 or rate <= 0 for number, rate in pairs):
@@ -112,7 +110,7 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
         rate = self.train_tokens_per_s
         return self.train_s + (0.0 if rate is None else num_tokens / rate)
 
-    def split(self, engines: int, trainers: int) -> ClusterConfig:
+    def split(self, engines: int, trainers: int) -> "ClusterConfig":
         """The same devices shared out otherwise; training time falls in proportion to its devices."""
         share, rate = self.trainers / trainers, self.train_tokens_per_s
         return self.model_copy(
@@ -139,16 +137,14 @@ class LengthConfig(BaseModel, extra="forbid", frozen=True):
     p99: float | None = Field(default=None, ge=1)
     """Log-normal: one in a hundred is longer."""
     constant: int | None = Field(default=None, ge=1)
-    values: Annotated[tuple[int, ...], Field(min_length=1), _RISING] | None = None
+    values: Annotated[tuple[PositiveInt, ...], Field(min_length=1), _RISING] | None = None
     """Measured lengths, each as likely as the others."""
 
     @model_validator(mode="after")
-    def _check(self) -> LengthConfig:
+    def _check(self) -> "LengthConfig":
         is_log_normal = self.p50 is not None or self.p99 is not None
         if is_log_normal + (self.constant is not None) + (self.values is not None) != 1:
             raise ValueError("say the lengths in one way: p50 and p99, or constant, or values")
-        if self.values is not None and self.values[0] < 1:
-            raise ValueError(f"a response has at least one token, got a length of {self.values[0]}")
         if is_log_normal and (self.p50 is None or self.p99 is None or self.p99 < self.p50):
             raise ValueError(f"a log-normal needs p50 <= p99, got p50 = {self.p50}, p99 = {self.p99}")
         return self

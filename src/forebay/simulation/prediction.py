@@ -11,8 +11,6 @@ the controller are those that train; only devices are described (`forebay.simula
 left out, and evaluations and checkpoints that the cluster says nothing of.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import tempfile
@@ -55,8 +53,8 @@ class SimulationResult:
     """Share of the time in which weights were handed over."""
     mean_tokens: float
     """Mean length of a trained response, in tokens."""
-    token_staleness: Staleness
-    group_staleness: Staleness
+    token_staleness: "Staleness"
+    group_staleness: "Staleness"
     stalest_mean: float
     """Mean over train steps of the stalest group."""
     groups: int
@@ -156,7 +154,7 @@ class Staleness:
     """How many tokens, or groups, by staleness."""
 
     @staticmethod
-    def of(counters: Sequence[Counter[int]]) -> Staleness:
+    def of(counters: Sequence[Counter[int]]) -> "Staleness":
         """The distribution of several counts together."""
         counts = dict(sorted(sum(counters, Counter()).items()))
         return Staleness(

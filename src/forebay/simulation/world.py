@@ -13,8 +13,6 @@
     display     silent; tells how far the run is
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -65,9 +63,9 @@ class World:
     run: Run
     engines: list[ModeledEngine]
     """All that ever took part in production."""
-    trainer: TimedTrainer
-    display: SilentDisplay
-    held_out_judge: TimedJudge
+    trainer: "TimedTrainer"
+    display: "SilentDisplay"
+    held_out_judge: "TimedJudge"
 
 
 def build_world(config: RunConfig, cluster: ClusterConfig, folder: Path) -> World:

@@ -93,7 +93,7 @@ class TrainConfig(StrictModel):
     offload_activations: bool = False
     """Layers with gradient_checkpointing keep their inputs in the host's memory."""
     compile: bool = False
-    """The layers become one program by torch.compile: faster steps after some minutes of compiling."""
+    """The layers become one program by torch.compile: faster steps; the first compiles for some ten seconds."""
     # Advantage and loss
     preset: Literal["dapo", "dr_grpo", "gspo", "cispo", "reinforce_pp", "rloo", "ppo"] | None = None
     """A method with all settings of its paper; keys that are given win over it."""

@@ -13,7 +13,7 @@ Shapes: R response tokens of the batch, N trained tokens of one micro-batch.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -250,14 +250,15 @@ class Learner:
             empty_cache()
         return Update(columns, norms, critic_norms, lr)
 
-    def rehearse(self, batch: TrainBatch, packs: Iterable[Pack]) -> None:
+    def rehearse(self, batch: TrainBatch, packs: Iterable[Pack], passed: Callable[[], None] = lambda: None) -> None:
         """The work of an optimizer step over these micro-batches, without reading any number.
 
-        For plans (`forebay.plan`): gradients are clipped, the learning rate is 0.
+        For plans (`forebay.plan`): gradients are clipped, the learning rate is 0. `passed` is called before that.
         """
         self._set_modes()
         for pack in packs:
             self._backward(batch, pack, TokenRecords())
+        passed()
         for optimizer in self._optimizers.values():
             optimizer.clip()
             optimizer.apply(lr=0.0)
@@ -376,11 +377,15 @@ class Learner:
 
         Adapters are `merged`, or left out: below them are the weights that training began with.
         """
-        return lora.model_weights(self.model, merged=merged)
+        return lora.model_weights(self.model, merged=merged, parts=self._named_parts)
 
     def sizes(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of the names, dtypes and shapes of `weights`, without content."""
-        return ((name, value.to("meta")) for name, value, _ in lora.named_parts(self.model))
+        return ((name, parameter.detach().to("meta")) for name, parameter, _ in self._named_parts)
+
+    @cached_property
+    def _named_parts(self) -> list[lora.Part]:
+        return list(lora.named_parts(self.model))
 
     def copy_weights(self, layout: Layout, memory: Any, *, merged: bool = True) -> None:
         """Put this rank's blocks of the weights that are laid out into `memory`, as `Source` has it."""

@@ -15,8 +15,6 @@ nothing reads. Times are those of the event loop's clock, so the register works 
 begin and end in the event loop's thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -70,11 +68,11 @@ class Activities:
         self._in_flight: dict[Activity, None] = {}
         self._listeners: list[tuple[Listener, Listener]] = []
 
-    def span(self, stage: str, name: Name, *, task: Name = None, group: Name = None) -> Activity:
+    def span(self, stage: str, name: "Name", *, task: "Name" = None, group: "Name" = None) -> "Activity":
         """A context manager: what happens inside is `stage` of `name`. Any text may be a stage."""
         return Activity(self, stage, name, task, group)
 
-    def listen(self, began: Listener, ended: Listener) -> None:
+    def listen(self, began: "Listener", ended: "Listener") -> None:
         """Call these as an activity begins (``start_s`` is set) and ends (``end_s`` and ``note`` are set).
 
         Activities that are in flight already count as beginning now.
@@ -83,11 +81,11 @@ class Activities:
         for activity in self._in_flight:
             began(activity)
 
-    def in_flight(self) -> list[Activity]:
+    def in_flight(self) -> "list[Activity]":
         """All that is being done, the oldest first."""
         return list(self._in_flight)
 
-    def age_s(self, activity: Activity) -> float:
+    def age_s(self, activity: "Activity") -> float:
         """Seconds since `activity` began."""
         return self.clock() - activity.start_s
 
@@ -160,7 +158,7 @@ class Activity:
         name, task, group = ("" if text is None else str(text) for text in (self.name, self.task, self.group))
         return Span(self.start_s, self.end_s, self.stage, name, task, group, self.note)
 
-    def __enter__(self) -> Activity:
+    def __enter__(self) -> "Activity":
         register = self._register
         self.start_s = register.clock()
         register._in_flight[self] = None

@@ -9,8 +9,6 @@ request reaches a rollout. The API key that a client sends is not looked at. Any
 tool calls) out is refused with an error that the official clients raise.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -18,20 +16,16 @@ import secrets
 import socket
 import time
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
+from aiohttp import web
+
 from forebay.agents.chat.conversation import RequestError, with_text_arguments
-from forebay.agents.chat.session import BudgetExhaustedError, ChatSession, SessionEndedError, Turn
+from forebay.agents.chat.session import MODEL, BudgetExhaustedError, ChatSession, SessionEndedError, Turn
 from forebay.config import ConfigError, errors_about
-from forebay.extras import require_library
 from forebay.io.address import is_loopback
 
-if TYPE_CHECKING:
-    from aiohttp import web
-
-MODEL = "policy"
-"""The model's name for clients; any other is accepted too."""
 MAX_BODY_BYTES = 32 << 20
 """Far longer than any context."""
 BACKLOG = 2048
@@ -50,8 +44,7 @@ class ChatEndpoint:
     not be loopback: whatever reaches it can load the engines.
 
     Raises:
-        ConfigError: the host cannot be read, or is not loopback and that was not allowed, or aiohttp is
-            missing.
+        ConfigError: the host cannot be read, or is not loopback and that was not allowed.
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
@@ -65,7 +58,6 @@ class ChatEndpoint:
                 f"the chat endpoint would listen on {host!r}, which others can reach; use '127.0.0.1', or "
                 f"host = 'remote:{place}' where the network is trusted"
             )
-        require_library("aiohttp", "the chat endpoint")
         self._bound_port = self._port
         self._sessions: dict[str, ChatSession] = {}
         self._runner: web.AppRunner | None = None
@@ -92,8 +84,6 @@ class ChatEndpoint:
             self._runner = None
 
     async def _start(self) -> None:
-        from aiohttp import web
-
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listening = socket.create_server((self._host, self._port), family=family)
         self._bound_port = listening.getsockname()[1]
@@ -108,8 +98,6 @@ class ChatEndpoint:
         self._runner = runner
 
     async def _chat(self, request: web.Request) -> web.Response:
-        from aiohttp import web
-
         session = self._sessions.get(request.match_info["secret"])
         if session is None:
             return await _unknown(request)
@@ -152,8 +140,6 @@ async def _unknown(request: web.Request) -> web.Response:
 
 
 async def _body(request: web.Request) -> dict[str, Any]:
-    from aiohttp import web
-
     try:
         body = json.loads(await request.read())
     except web.HTTPRequestEntityTooLarge:
@@ -184,8 +170,6 @@ def _error(status: int, message: str, code: str) -> web.Response:
 
 
 def _json(content: dict[str, Any], status: int = 200) -> web.Response:
-    from aiohttp import web
-
     # Clients retry errors that they take for passing faults; none of these passes.
     return web.json_response(content, status=status, headers={"x-should-retry": "false"})
 

@@ -22,8 +22,6 @@ second time starts over.
                 woken by: the end of another request, the end of the session
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +35,9 @@ from forebay.agents.extra_fields import RECORD_KEY
 from forebay.aio.changed import Changes
 from forebay.aio.tasks import is_cancelled
 from forebay.types import TOKEN_FIELDS, Message, RolloutState, SampleParams, Status, reset_rollout_response
+
+MODEL = "policy"
+"""The model's name for clients of a session; any other is accepted too."""
 
 
 class ChatSession:
@@ -101,7 +102,7 @@ class ChatSession:
         """Whether the budget or the context cut or refused what was asked last, in any trajectory."""
         return self._refused_prompt or any(trajectory.is_exhausted for trajectory in self._trajectories)
 
-    def _replayed(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Turn | None:
+    def _replayed(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> "Turn | None":
         """The recorded answer to `messages`, if the program repeats itself; None: the turn is to be made.
 
         A program that does something else than before starts over: the record is wiped.
@@ -135,7 +136,7 @@ class ChatSession:
         may_call: bool = True,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
-    ) -> Turn:
+    ) -> "Turn":
         """The model's next turn after `messages`. Without `may_call` a call of `tools` is text.
 
         Raises:
@@ -283,7 +284,7 @@ class ChatSession:
             raise self._exhausted(trajectory, f"the context of {len(state.tokens)} tokens is used up")
         self._refused_prompt = False
 
-    def _answer(self, trajectory: Trajectory, tools: list[dict[str, Any]] | None, stop: tuple[str, ...]) -> Turn:
+    def _answer(self, trajectory: Trajectory, tools: list[dict[str, Any]] | None, stop: tuple[str, ...]) -> "Turn":
         state, turn_ids = trajectory.state, trajectory.turn_ids
         is_cut = state.finish_reason == "length"
         num_calls = sum(len(message.get("tool_calls", ())) for message in trajectory.messages)
@@ -300,7 +301,7 @@ class ChatSession:
         state.response = message["content"]
         return self._turn(trajectory, message, len(trajectory.finish_reasons) - 1)
 
-    def _turn(self, trajectory: Trajectory, message: Message, place: int) -> Turn:
+    def _turn(self, trajectory: Trajectory, message: Message, place: int) -> "Turn":
         """The turn at `place`, whose message is `message`."""
         state, starts = trajectory.state, trajectory.turn_starts
         end = starts[place + 1] if place + 1 < len(starts) else len(state.response_ids)
@@ -314,7 +315,7 @@ class ChatSession:
             logprobs=[(self._tokenizer.decode([token]), value) for token, value in zip(ids, logprobs, strict=True)],
         )
 
-    def _exhausted(self, trajectory: Trajectory, reason: str) -> BudgetExhaustedError:
+    def _exhausted(self, trajectory: Trajectory, reason: str) -> "BudgetExhaustedError":
         trajectory.is_exhausted = True
         return BudgetExhaustedError(reason)
 

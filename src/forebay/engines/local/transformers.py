@@ -18,8 +18,6 @@ nothing back from a cancelled one, no weight version, and slower than `generate`
 (benchmarks/engine_batching.py).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading
@@ -276,7 +274,7 @@ class TransformersEngine:
         if running := [call.ended for call in calls if not call.ended.done()]:
             await asyncio.wait(running)
 
-    async def _update(self, weights: Weights, model_step: int, adapters: AdapterConfig | None = None) -> None:
+    async def _update(self, weights: Weights, model_step: int, adapters: "AdapterConfig | None" = None) -> None:
         """Whole weights, or with their config adapters, between two forward passes."""
         if self._closed:
             raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
@@ -389,7 +387,7 @@ class TransformersEngine:
         logger.error("a forward pass failed", exc_info=error)
         return f"forward pass failed: {_describe(error)}"
 
-    def _load(self, weights: Weights, model_step: int, adapters: AdapterConfig | None) -> None:
+    def _load(self, weights: Weights, model_step: int, adapters: "AdapterConfig | None") -> None:
         if self._stream:
             # There a trainer of this process has made them, perhaps not yet.
             self._stream.wait_stream(torch.cuda.default_stream(self._stream.device))

@@ -12,8 +12,6 @@ Both servers are asked for the tokens as they are made: so an aborted request co
 delivered, and a server that dies costs the few since the last piece.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Mapping, Sequence
@@ -256,7 +254,7 @@ class Dialect:
         init = {"init_info": {"packed": True, **place}}
         return Call("POST", "/init_weight_transfer_engine", init), Call("POST", "/start_weight_update")
 
-    def bucket(self, bucket: Bucket) -> Call:
+    def bucket(self, bucket: "Bucket") -> Call:
         """Take over these weights between `begin` and `end`; they may change once it is answered.
 
         By a handle of the memory that they lie in, one after another, which is not used where there is a sender.
@@ -443,7 +441,7 @@ class SGLang(Dialect):
         """It needs no word before."""
         return ()
 
-    def bucket(self, bucket: Bucket) -> Call:
+    def bucket(self, bucket: "Bucket") -> Call:
         """As tensors that torch shares between processes, for a server on one GPU."""
         body = {"serialized_named_tensors": [bucket.shared_tensors()], "flush_cache": False}
         return Call("POST", "/update_weights_from_tensor", body)

@@ -16,8 +16,6 @@
 The server must be paused for all but `has`: the engine does that, and sees to the requests.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -131,7 +129,7 @@ class ServerWeights:
         self.label, self.model_step = version, model_step
         self.steps[version] = model_step
 
-    async def _receive(self, written: WrittenWeights, live: Buckets) -> None:
+    async def _receive(self, written: WrittenWeights, live: "Buckets") -> None:
         """Give it weights in buckets, as they are now: a step later than they were offered, perhaps.
 
         Raises:
@@ -155,7 +153,7 @@ class ServerWeights:
         self._note(version, step)
         await live.release()
 
-    async def _send_buckets(self, live: Buckets) -> int | None:
+    async def _send_buckets(self, live: "Buckets") -> int | None:
         """The step of the weights that all went; None if a train step changed them on the way."""
         if self._is_updating:
             with contextlib.suppress(Refused):

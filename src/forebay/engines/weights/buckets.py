@@ -10,8 +10,6 @@ The disk is never touched, and there are a few buckets, whatever the number of s
 vLLM's packed transfer (0.32). Nothing is unpickled here; handles of GPU memory are pickled, as servers ask for them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib
@@ -41,7 +39,7 @@ class Bucket:
     """Tensors of one dtype that lie in one buffer, one after another and without gaps."""
 
     layout: Layout
-    memory: MemoryFile | GPUMemory
+    memory: "MemoryFile | GPUMemory"
     step: int
     """The model step of the weights."""
 
@@ -127,7 +125,7 @@ class Buckets:
             await asyncio.to_thread(torch.cuda.ipc_collect)
             await asyncio.to_thread(empty_cache)
 
-    def fill(self, number: int, memory: MemoryFile | GPUMemory | None = None) -> Bucket:
+    def fill(self, number: int, memory: "MemoryFile | GPUMemory | None" = None) -> Bucket:
         """One bucket, in `memory` if that has room; for a thread, since it waits for a train step."""
         layout = self._parts[number]
         if memory is None or layout[-1][-1] > len(memory.data):
@@ -140,7 +138,7 @@ class Buckets:
             torch.cuda.current_stream(memory.data.device).synchronize()
         return Bucket(layout=layout, memory=memory, step=step)
 
-    def _begin(self, number: int) -> _Filling:
+    def _begin(self, number: int) -> "_Filling":
         """Fill the bucket, unless it is there, of the weights of now, or on the way."""
         task = self._filled[number].task if number in self._filled else None
         if task and task.done() and (task.exception() or task.result().step != self.weights.step()):

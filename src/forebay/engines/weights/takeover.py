@@ -14,8 +14,6 @@ alone give the weights that a full hand-over would have given. Adapters are comp
 each time: subtracting the last ones would leave rounding errors behind.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -105,7 +103,7 @@ class AdaptedWeights:
                 f"{self._fingerprint[:12]}; give it those first, in the dtype that it holds, or all weights"
             )
 
-    def _checked(self, adapters: dict[str, torch.Tensor], config: AdapterConfig) -> dict[str, _Adapter]:
+    def _checked(self, adapters: dict[str, torch.Tensor], config: AdapterConfig) -> "dict[str, _Adapter]":
         """The adapters, by the name of the weight that they change."""
         scale = scale_of(config)
         factors: dict[str, dict[str, torch.Tensor]] = {}
@@ -235,16 +233,15 @@ def take_weights(own: Mapping[str, torch.Tensor], weights: Weights, *, are_lent:
     given = dict(weights)
     if unknown := [name for name in given if name not in own]:
         raise ValueError(f"the model has no {_some(unknown)}; its names look like {_some(list(own))}")
-    covered = {id(own[name]) for name in given}
-    parameters = (name for name, tensor in own.items() if isinstance(tensor, nn.Parameter))
-    if missing := [name for name in parameters if id(own[name]) not in covered]:
+    taken = [own[name] for name in given]
+    covered = set(map(id, taken))
+    # A parameter's class is asked for last: that takes torch longer than all the rest.
+    if missing := [name for name, t in own.items() if id(t) not in covered and isinstance(t, nn.Parameter)]:
         raise ValueError(f"no weights were given for {_some(missing)}")
-    for name, tensor in given.items():
-        if tensor.shape != own[name].shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but the model's is {tuple(own[name].shape)}")
-    lent = weights if isinstance(weights, LentTensors) else None
-    if any((tensor.dtype, tensor.device) != (own[name].dtype, own[name].device) for name, tensor in given.items()):
-        lent = None
+    for place, (name, tensor) in zip(taken, given.items(), strict=True):
+        if tensor.shape != place.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but the model's is {tuple(place.shape)}")
+    lent = weights if isinstance(weights, LentTensors) and all(map(_are_alike, given.values(), taken)) else None
     with torch.no_grad():
         if are_lent:
             # The memory that was lent before may change from now on, and is not to be written to here.
@@ -253,12 +250,16 @@ def take_weights(own: Mapping[str, torch.Tensor], weights: Weights, *, are_lent:
                     kept.data = kept.clone()
         if lent is None:
             # On a GPU a few launches for all of them.
-            torch._foreach_copy_([own[name] for name in given], list(given.values()))
+            torch._foreach_copy_(taken, list(given.values()))
         else:
             lent.are_in_use = True
-            for name, tensor in given.items():
-                own[name].data = tensor
+            for place, tensor in zip(taken, given.values(), strict=True):
+                place.data = tensor
     return lent is not None
+
+
+def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return (tensor.dtype, tensor.device) == (other.dtype, other.device)
 
 
 def _some(names: list[str]) -> str:

@@ -13,8 +13,6 @@ Entries are committed before a caller is answered, and before a payload that not
 any moment of a crash the payloads of all chunks and leases are there, and all others are garbage.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Sequence
 from operator import index
@@ -63,7 +61,7 @@ class Journal:
         # The first commit writes a snapshot: entries are replayed under the rules that it names.
         self._room_bytes = 0
 
-    def load(self) -> Saved:
+    def load(self) -> "Saved":
         """The snapshot, and all changes since.
 
         Raises:
@@ -77,7 +75,7 @@ class Journal:
             changes = [change for _, entry in view.cursor(self._entries) for change in decode(entry)]
         return Saved(snapshot, changes)
 
-    def commit(self, changes: Sequence[Change], take_snapshot: Callable[[], Snapshot]) -> None:
+    def commit(self, changes: "Sequence[Change]", take_snapshot: "Callable[[], Snapshot]") -> None:
         """Add `changes`, or the snapshot that is due, which holds them: all of it or nothing.
 
         Raises:

@@ -8,8 +8,6 @@ Not a stream and not a cache: the rows stay where they are and a `Prompt` is mad
     prompts --hold_out(evaluation prompts)--> --check_prompt_lengths(tokenizer)--> Sampler
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections import defaultdict
@@ -67,7 +65,7 @@ class DataConfig(StrictModel):
     >>> held_out = DataConfig(source="addition", arguments={"digits": 2}, start=4000, size=200)
     """
 
-    source: Annotated[str | list[str], AfterValidator(lambda source, info: locate_source(source, info.context))]
+    source: "Annotated[str | list[str], AfterValidator(lambda source, info: locate_source(source, info.context))]"
     """A ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.arrow`` file, pattern or list; a folder of
     `datasets.save_to_disk`; a dataset of the hub as ``owner/name``; ``addition``, ``sorting``,
     ``reasoning_gym:NAME``, or ``package.module:function`` returning rows."""
@@ -278,7 +276,7 @@ def _message_key(prompt: Prompt) -> str:
     return json.dumps(prompt.message, sort_keys=True, default=str)
 
 
-def _make_prompt(row: Any, config: DataConfig, made: Templates, place: str) -> Prompt:
+def _make_prompt(row: Any, config: DataConfig, made: "Templates", place: str) -> Prompt:
     if isinstance(row, Prompt):
         return row
     if not isinstance(row, Mapping):

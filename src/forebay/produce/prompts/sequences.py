@@ -8,8 +8,6 @@ A shuffled dataset of ten million rows costs no more memory than the rows. Nothi
 are, and nothing is cached: an item is made anew each time it is asked for.
 """
 
-from __future__ import annotations
-
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
@@ -44,9 +42,9 @@ class LazySequence(Sequence[ItemT], Generic[ItemT]):
     def __getitem__(self, index: int) -> ItemT: ...
 
     @overload
-    def __getitem__(self, index: slice) -> LazySequence[ItemT]: ...
+    def __getitem__(self, index: slice) -> "LazySequence[ItemT]": ...
 
-    def __getitem__(self, index: int | slice) -> ItemT | LazySequence[ItemT]:
+    def __getitem__(self, index: int | slice) -> "ItemT | LazySequence[ItemT]":
         if isinstance(index, slice):
             return LazySequence(self._make, self._indices[index])
         return self._make(self._indices[index])

@@ -234,11 +234,9 @@ def _parse_json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _parse_csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every value is text, as it stands: a number read as a number would lose its zeros."""
-    try:
+    with errors_about(f"{path} is not UTF-8 text; save it as CSV UTF-8", UnicodeDecodeError):
         # "utf-8-sig": spreadsheets put a mark before the first column's name.
         text = _read_bytes(path).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text ({error.reason}): save it as CSV UTF-8") from None
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         columns = next(reader, [])

@@ -27,8 +27,6 @@ Whatever the rule, nothing is produced for a train step for which the weights th
 producer's lead is bounded. This module has the producer's and the buffer's part.
 """
 
-from __future__ import annotations
-
 import enum
 import itertools
 from abc import ABC, abstractmethod
@@ -72,7 +70,7 @@ class ProduceStrategy(ABC):
         self._budget = ProductionBudget()
 
     @abstractmethod
-    async def produce_batch(self, ctx: context.ProduceContext) -> ProduceBatchStatus:
+    async def produce_batch(self, ctx: context.ProduceContext) -> "ProduceBatchStatus":
         """Bring the buffer to this task's target."""
 
     async def pause_produce(self, ctx: context.ProduceContext) -> float:
@@ -98,7 +96,7 @@ class ProduceStrategy(ABC):
         """The groups in flight that have their prompt already."""
         return self._pending.groups
 
-    def _must_stop(self, ctx: context.ProduceContext) -> ProduceBatchStatus | None:
+    def _must_stop(self, ctx: context.ProduceContext) -> "ProduceBatchStatus | None":
         """Why a call must start nothing more; None if it may."""
         return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT if ctx.should_abort() else None
 
@@ -106,7 +104,7 @@ class ProduceStrategy(ABC):
         """The groups that are available, and the target of the call, for `should_continue_fn`."""
         return await ctx.available_count(), ctx.target_abs
 
-    async def _fill(self, ctx: context.ProduceContext, start_missing: Callable[[int], None]) -> ProduceBatchStatus:
+    async def _fill(self, ctx: context.ProduceContext, start_missing: Callable[[int], None]) -> "ProduceBatchStatus":
         """Start groups, and wait for them, until `should_continue_fn` finds enough of them available.
 
         `start_missing` starts what the call still needs, given the number of groups that are available.
@@ -170,7 +168,7 @@ class SyncProduceStrategyConfig(ProduceStrategyConfig):
 
     def build(
         self, *, sync_weights_interval: int = 1, rollout_controller: context.Generation | None = None
-    ) -> SyncProduceStrategy:
+    ) -> "SyncProduceStrategy":
         """The strategy for weights that are synchronized every `sync_weights_interval` train steps."""
         return SyncProduceStrategy(self, sync_weights_interval)
 

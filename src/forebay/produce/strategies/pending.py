@@ -13,8 +13,6 @@ finished group costs the same however many others are in flight. When a group is
 copy of it; the old task may go on changing the original, which nothing refers to any more.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import enum
@@ -94,7 +92,7 @@ class PendingGroups:
         if error is not None:
             raise error
 
-    def start(self, work: Work) -> None:
+    def start(self, work: "Work") -> None:
         """Take, generate and store one group in the background."""
         self._works[work] = None
         work.task = asyncio.create_task(self._run(work))
@@ -126,7 +124,7 @@ class PendingGroups:
             elif waited_s >= STORE_LIMIT_S:
                 raise ProductionError(f"not ended {waited_s:.0f} s after it was cancelled: {names}")
 
-    def _give_up(self, deaf: Sequence[Work]) -> None:
+    def _give_up(self, deaf: "Sequence[Work]") -> None:
         """Store the prompts of these groups, and leave their tasks to themselves."""
         error = ProductionError(
             f"agents or judges swallow every cancellation and were given up after {GIVE_UP_AFTER_S:g} s; "
@@ -146,7 +144,7 @@ class PendingGroups:
             group = list(copy_group(StoredGroup(work.group)))
             self.start(replace(work, group=group, is_generating=False, ended=Ended.INTERRUPTED, is_given_up=False))
 
-    async def _run(self, work: Work) -> None:
+    async def _run(self, work: "Work") -> None:
         try:
             if work.group is None and not work.must_stop():
                 work.group = await work.take()
@@ -170,7 +168,7 @@ class PendingGroups:
             self._works.pop(work, None)
             self.changes.note()
 
-    async def _generate(self, work: Work, group: Group) -> Group:
+    async def _generate(self, work: "Work", group: Group) -> Group:
         work.is_generating = True
         try:
             return await work.generate(group)

@@ -10,8 +10,6 @@ Everything that outlives one connection is here: the buffer, the admission of pu
 and takes whose answer may have been lost.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections import OrderedDict
@@ -51,7 +49,7 @@ MAX_REMEMBERED = 16_384
 class Served:
     """One buffer, as all connections share it."""
 
-    def __init__(self, buffer: ReplayBuffer, *, instance: bytes, limits: Limits) -> None:
+    def __init__(self, buffer: ReplayBuffer, *, instance: bytes, limits: "Limits") -> None:
         self.buffer = buffer
         self.instance = instance
         """Another one for each start: clients find out that their calls under way are forgotten."""

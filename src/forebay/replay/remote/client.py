@@ -15,8 +15,6 @@ Only `resume`, and a put into a server in memory that was started anew, raise `C
 may have happened. So does every call while no process answers at the address.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets
@@ -73,7 +71,7 @@ class RemoteReplayBuffer:
     @classmethod
     async def connect(
         cls, address: str | os.PathLike[str], token: str | None = None, *, limit_s: float = SILENCE_LIMIT_S
-    ) -> RemoteReplayBuffer:
+    ) -> "RemoteReplayBuffer":
         """Connect to the server at `address`.
 
         A server that refuses connections or gives no sign of life for `limit_s` seconds is given up.
@@ -90,7 +88,7 @@ class RemoteReplayBuffer:
         return await cls.connect_through(locate, limit_s=limit_s)
 
     @classmethod
-    async def connect_through(cls, locate: Locate, *, limit_s: float = SILENCE_LIMIT_S) -> RemoteReplayBuffer:
+    async def connect_through(cls, locate: Locate, *, limit_s: float = SILENCE_LIMIT_S) -> "RemoteReplayBuffer":
         """Connect to wherever `locate` says the server is now; it is asked again when the connection is lost.
 
         Raises:
@@ -99,7 +97,7 @@ class RemoteReplayBuffer:
         check_limit("limit_s", limit_s)
         return cls(locate, await BufferLink.open(*await locate(), limit_s=limit_s), limit_s)
 
-    async def __aenter__(self) -> RemoteReplayBuffer:
+    async def __aenter__(self) -> "RemoteReplayBuffer":
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -8,6 +8,7 @@ that is cancelled or fails half way is given back, and groups of which only some
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from forebay.aio.tasks import outlast
@@ -68,19 +69,15 @@ class ArchivingStorage:
         self, count: int, query: QueryLike, *, order: str | None = None, train_step: int | None = None
     ) -> list[StorageItem]:
         """Archive or remove the first rows and return them as they were."""
-        step = self._train_step
-        return await self._take_slices(
-            count, lambda number: self._storage.take_first(number, query, order=order, train_step=step)
-        )
+        take = partial(self._storage.take_first, query=query, order=order, train_step=self._train_step)
+        return await self._take_slices(count, take)
 
     async def take_drawn(
         self, count: int, query: QueryLike, random: Callable[[], float], *, train_step: int | None = None
     ) -> list[StorageItem]:
         """Archive or remove drawn rows and return them as they were."""
-        step = self._train_step
-        return await self._take_slices(
-            count, lambda number: self._storage.take_drawn(number, query, random, train_step=step)
-        )
+        take = partial(self._storage.take_drawn, query=query, random=random, train_step=self._train_step)
+        return await self._take_slices(count, take)
 
     async def _take_slices(self, count: int, take: Callable[[int], Awaitable[list[StorageItem]]]) -> list[StorageItem]:
         """Up to `count` rows, a few at a time: the buffer holds its lock, but other work may go on."""

@@ -17,8 +17,6 @@ Priority draws from one task and status keep a sum tree of that cell, built on t
 never draw pay nothing; draws, puts and takes then cost O(log n). Other queries read the rows they match.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -76,7 +74,7 @@ class IndexedStorage(RowBook, StorageBackend):
         return len(self._rows) - self._num_archived
 
     @property
-    def frame(self) -> DataFrame:
+    def frame(self) -> "DataFrame":
         """A copy of all rows in order of arrival, ARCHIVED ones too, with their staleness of now.
 
         One column per field of a row (no payload) and one per tag, ``tags.<name>``; it needs pandas.
@@ -121,7 +119,7 @@ class IndexedStorage(RowBook, StorageBackend):
             cell.priorities = tree
         return tree
 
-    def _cells_for(self, query: Query) -> Iterator[tuple[_Cell, int | None, Query | bool]]:
+    def _cells_for(self, query: Query) -> "Iterator[tuple[_Cell, int | None, Query | bool]]":
         """The cells that may hold matching rows: ``(cell, its task's train step, rest of the query)``."""
         tasks = allowed_values(query, "task_name")
         statuses = allowed_values(query, "status")
@@ -135,7 +133,7 @@ class IndexedStorage(RowBook, StorageBackend):
                 if rest is not False:
                     yield cell, self._train_steps.get(task), rest  # type: ignore[arg-type]
 
-    def _matching_buckets(self, cell: _Cell, train_step: int | None, query: Query | bool) -> Iterator[_Part]:
+    def _matching_buckets(self, cell: "_Cell", train_step: int | None, query: Query | bool) -> "Iterator[_Part]":
         for known, bucket in cell.buckets(train_step):
             rest = query if isinstance(query, bool) else simplify(query, known)
             if rest is not False:
@@ -161,12 +159,12 @@ class IndexedStorage(RowBook, StorageBackend):
         rows = (self._rows[uid] for uid in uids if uid in self._rows)
         return (row for row in rows if matches(query, self._present(row, rows_only=True)))
 
-    def _merge_parts(self, parts: Iterable[_Part], descending: bool = False) -> Iterator[StorageItem]:
+    def _merge_parts(self, parts: "Iterable[_Part]", descending: bool = False) -> Iterator[StorageItem]:
         streams = [self._iter_bucket(bucket, rest, descending) for _, bucket, rest in parts]
         merged = streams[0] if len(streams) == 1 else heapq.merge(*streams, reverse=descending)
         return (self._rows[uid] for _, uid in merged)
 
-    def _iter_bucket(self, bucket: _Bucket, rest: Query | bool, descending: bool) -> Iterator[tuple[int, int]]:
+    def _iter_bucket(self, bucket: "_Bucket", rest: Query | bool, descending: bool) -> Iterator[tuple[int, int]]:
         """``(timestamp_id, uid)`` of the rows of a bucket that fulfill the rest of the query."""
         entries = iter(reversed(bucket.rows.items()) if descending else bucket.rows.items())
         if isinstance(rest, bool):

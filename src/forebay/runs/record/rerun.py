@@ -11,8 +11,6 @@ the ones before it save, as the run did. One CPU thread and the same versions of
 numbers, bit by bit.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections import deque
@@ -83,7 +81,7 @@ class Rerun:
         """The replay buffer as it is after the last step that was run again."""
         return self._buffer.buffer
 
-    async def steps(self, *, until: int | None = None) -> AsyncIterator[RerunStep]:
+    async def steps(self, *, until: int | None = None) -> "AsyncIterator[RerunStep]":
         """Every train step up to `until`, or all.
 
         Raises:
@@ -125,7 +123,7 @@ class Rerun:
             # One for all segments, as a resumed run brings its own up to date.
             self._alarms = RunAlarms(config)
 
-    def _train(self, facts: Facts) -> RerunStep:
+    def _train(self, facts: Facts) -> "RerunStep":
         train_step = facts["train_step"]
         groups = self._buffer.batch(train_step, facts["groups"])
         numbers = batch_numbers(groups)

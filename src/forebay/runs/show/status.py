@@ -11,8 +11,6 @@ changes is good enough, and no put should wait for it. No payload is looked at, 
 however many groups there are.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter
@@ -70,7 +68,7 @@ class RunStatus:
         controller: EnginePool,
         *,
         batch_size: int,
-        device: torch.device | None = None,
+        device: "torch.device | None" = None,
     ) -> None:
         """Listen to `activities` from now on; `device` is the trainer's, if it is of this machine."""
         self._manager = manager
@@ -107,7 +105,7 @@ class RunStatus:
         watch = self._manager.stall_watch
         return 0 if watch is None else watch.num_warnings
 
-    def now(self) -> Now:
+    def now(self) -> "Now":
         """The numbers of this moment; those of the buffer are as of the last `count_buffer`."""
         watch = self._manager.stall_watch
         producing, tasks = self._producing(), self._tasks()
@@ -170,7 +168,7 @@ class RunStatus:
             "stalls": f"{self.num_stalls or 'none'} warned of",
         }
 
-    def _tasks(self) -> dict[str, TaskNow]:
+    def _tasks(self) -> "dict[str, TaskNow]":
         manager = self._manager
         pending = manager.pending_task_count()
         sizes = manager.get_task_batch_sizes(self._batch_size, manager.progress.next_consumer_step)
@@ -183,7 +181,7 @@ class RunStatus:
         """The producer's work in flight, the oldest first."""
         return [activity for activity in self._activities.in_flight() if activity.stage in PRODUCER_STAGES]
 
-    def _told(self, activity: Activity) -> Doing:
+    def _told(self, activity: Activity) -> "Doing":
         group = None if activity.group is None else str(activity.group)
         age_s, note = self._activities.age_s(activity), self._controller.describe(activity)
         return Doing(activity.stage, str(activity.name), age_s, note, group, activity.task)

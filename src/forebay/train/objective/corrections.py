@@ -37,8 +37,6 @@ Weights outside the band [low, high]:
 Shapes: R response tokens of the batch, N generated tokens of whole sequences, S sequences.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -64,7 +62,7 @@ class Corrector:
     [1.0, 1.0]
     """
 
-    def __init__(self, name: str, band: Band) -> None:
+    def __init__(self, name: str, band: "Band") -> None:
         self._function: CorrectionFunction | None = look_up("correction", name, CORRECTIONS)
         self._band = band
 
@@ -82,12 +80,12 @@ class Corrector:
         weights_R[tokens] = self.correct(batch, batch.old_logprobs[tokens], tokens).weights
         return weights_R
 
-    def correct(self, batch: TrainBatch, proximal_N: FloatArray, tokens: Ints) -> Correction:
+    def correct(self, batch: TrainBatch, proximal_N: FloatArray, tokens: "Ints") -> "Correction":
         """The correction of the response tokens with these numbers: all of a sequence's, or none."""
         behavior_N, index_N = batch.rollout_logprobs[tokens], batch.response_rows[tokens]
         return self.weigh(proximal_N, behavior_N, index_N, batch.num_sequences)
 
-    def weigh(self, proximal_N: Any, behavior_N: Any, index_N: Any, num_sequences: int) -> Correction:
+    def weigh(self, proximal_N: Any, behavior_N: Any, index_N: Any, num_sequences: int) -> "Correction":
         """The correction of whole sequences: of arrays, or of tensors where they are (`CORRECTIONS` only)."""
         assert self._function is not None
         return self._function(log_weights(proximal_N, behavior_N), index_N, num_sequences, self._band)

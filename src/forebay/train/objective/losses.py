@@ -11,8 +11,6 @@ Shapes: N trained tokens, S sequences of the mini-batch, R response tokens of th
 Notation: ratio ``r = exp(logprob - old logprob)``, advantage ``A``, clip range ``[1 - low, 1 + high]``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -56,7 +54,7 @@ class PolicyLoss(NamedTuple):
     """bool: the ratio is over the range (or the dual clip), and the clipped bound holds."""
 
 
-def clipped_loss(inputs: PolicyInputs, config: TrainConfig) -> PolicyLoss:
+def clipped_loss(inputs: PolicyInputs, config: "TrainConfig") -> PolicyLoss:
     """``-min(r A, clip(r) A)``; with a dual clip c, at most ``-c A`` where A < 0.
 
     Schulman et al. 2017, "Proximal Policy Optimization Algorithms". Separate bounds: Yu et al. 2025, "DAPO:
@@ -66,7 +64,7 @@ def clipped_loss(inputs: PolicyInputs, config: TrainConfig) -> PolicyLoss:
     return _clip(_log_ratio(inputs).exp(), inputs.advantages, config)
 
 
-def gspo_loss(inputs: PolicyInputs, config: TrainConfig) -> PolicyLoss:
+def gspo_loss(inputs: PolicyInputs, config: "TrainConfig") -> PolicyLoss:
     """The clipped loss with one ratio per sequence: the geometric mean of its tokens' ratios.
 
     Every token of a sequence carries the sequence's loss, so a mean over tokens and then over sequences
@@ -81,7 +79,7 @@ def gspo_loss(inputs: PolicyInputs, config: TrainConfig) -> PolicyLoss:
     return _clip(ratio_N, inputs.advantages, config)
 
 
-def cispo_loss(inputs: PolicyInputs, config: TrainConfig) -> PolicyLoss:
+def cispo_loss(inputs: PolicyInputs, config: "TrainConfig") -> PolicyLoss:
     """``-stop_gradient(clip(r)) A logprob``: clipped tokens keep a gradient, with a bounded weight.
 
     Chen et al. 2025, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention".
@@ -96,7 +94,7 @@ def _log_ratio(inputs: PolicyInputs) -> torch.Tensor:
     return (inputs.logprobs - inputs.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _clip(ratio_N: torch.Tensor, advantages_N: torch.Tensor, config: TrainConfig) -> PolicyLoss:
+def _clip(ratio_N: torch.Tensor, advantages_N: torch.Tensor, config: "TrainConfig") -> PolicyLoss:
     low, high, dual_clip = 1 - config.clip_low, 1 + config.clip_high, config.dual_clip
     loss_N = torch.maximum(-ratio_N * advantages_N, -ratio_N.clamp(low, high) * advantages_N)
     clipped_low_N = (ratio_N < low) & (advantages_N < 0)

@@ -271,7 +271,8 @@ def test_a_run_file_gives_one_number_or_a_pair():
     assert run().group_sizes == (4, 12)
     assert run(rollouts_per_prompt=4).group_sizes == (4, 4)
     # Memory is planned for the most.
-    assert _largest_batch(run(), 5, 20000).num_sequences == 12
+    assert _largest_batch(run(train={"token_budget": 80}), 5, 10).num_sequences == 16
+    assert _largest_batch(run(batch_size=1, train={"token_budget": 80}), 5, 10).num_sequences == 12
     assert num_running(run(engine={"name": "transformers", "arguments": {"max_batch": 99}})) == 24
     assert run(rollouts_per_prompt=[12, 4]).group_sizes == (4, 12)
     with pytest.raises(ConfigError, match="nothing to compare"):

@@ -258,12 +258,14 @@ class Ledger:
     def keep(self, state: Mapping[str, Any]) -> None:
         """Keep the books of what `checkpoint` gave, so that `restore` reads only later lines.
 
-        They are a cache beside the file, about 80 bytes a group; it may run in another thread than `record`.
+        They are a cache beside the file, about 80 bytes a group; it may run in another thread than `record`. Without
+        a file nothing is kept.
 
         Raises:
             OSError: the disk takes no more.
         """
-        assert self._journal is not None, "books without a file cannot be kept beside it"
+        if self._journal is None:
+            return
         path, place = self._journal.path, (state["num_bytes"], state["num_events"])
         read = _read_kept(path, place) or self.read(path, num_bytes=place[0], num_events=place[1])
         with unfinished(path.with_name(BOOKS)) as temporary:

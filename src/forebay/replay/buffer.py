@@ -40,6 +40,11 @@ from forebay.types import RolloutState, Status
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+Group = list[RolloutState]
+Presented = TypeVar("Presented")
+Present = Callable[..., Presented]
+"""As `hand_out`: what is made of a group that leaves the store."""
+
 
 class ReplayBuffer:
     """Stores groups of rollouts by task and status and hands them out in the order of its policy.
@@ -179,7 +184,7 @@ class ReplayBuffer:
 
     async def get(
         self, batch_size: int, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
-    ) -> "list[Group]":
+    ) -> list[Group]:
         """Remove and return up to `batch_size` groups in policy order."""
         if batch_size <= 0:
             return []
@@ -228,7 +233,7 @@ class ReplayBuffer:
         *,
         group_status: Status = Status.COMPLETED,
         train_step: int | None = None,
-    ) -> "tuple[dict[str, list[Group]], dict[str, int]]":
+    ) -> tuple[dict[str, list[Group]], dict[str, int]]:
         """Take up to so many groups of each task: ``(groups by task, numbers taken by task)``.
 
         Without `train_step` they are deleted. With it they become ARCHIVED with that step, until `commit`
@@ -265,7 +270,7 @@ class ReplayBuffer:
             numbers = await self.storage.count_many(list(queries.values()))
         return dict(zip(queries, numbers, strict=True))
 
-    async def use_again(self, task_sizes: Mapping[str, int], train_step: int) -> "dict[str, list[Group]]":
+    async def use_again(self, task_sizes: Mapping[str, int], train_step: int) -> dict[str, list[Group]]:
         """Copies of up to so many groups of each task that earlier steps consumed, to be trained on again.
 
         The groups stay ARCHIVED. By the rules of `reuse` none is used by more steps than it says, by one step
@@ -467,11 +472,6 @@ class ReplayBuffer:
         # The lock is held, but other work than the buffer's may go on.
         return await map_in_turns(lambda group: show(group, seen_step, copy=copy), groups, COPY_AT_ONCE)
 
-
-Group = list[RolloutState]
-Presented = TypeVar("Presented")
-Present = Callable[..., Presented]
-"""As `hand_out`: what is made of a group that leaves the store."""
 
 STORE_AT_ONCE = 256
 """Groups of one call that are aged between two turns of the event loop; it takes about 10 ms."""

@@ -15,8 +15,6 @@ The child runs on the interpreter of this process, inherits nothing but the sock
 closes: also when this process is killed. Its output goes to a log file.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -143,7 +141,7 @@ class ProcessEngine:
         """As `load_weights`, with adapters on the starting weights: see `forebay.engines.base`."""
         await self._load(adapters, model_step, config)
 
-    async def _load(self, weights: Weights, model_step: int, adapters: AdapterConfig | None = None) -> None:
+    async def _load(self, weights: Weights, model_step: int, adapters: "AdapterConfig | None" = None) -> None:
         # The object names the hand-over, so a list must stay itself.
         given = weights if isinstance(weights, list | LiveWeights) else list(weights)
         try:

@@ -65,7 +65,7 @@ class DataConfig(StrictModel):
     >>> held_out = DataConfig(source="addition", arguments={"digits": 2}, start=4000, size=200)
     """
 
-    source: "Annotated[str | list[str], AfterValidator(lambda source, info: locate_source(source, info.context))]"
+    source: Annotated[str | list[str], AfterValidator(lambda source, info: locate_source(source, info.context))]
     """A ``.jsonl``, ``.json``, ``.csv``, ``.parquet`` or ``.arrow`` file, pattern or list; a folder of
     `datasets.save_to_disk`; a dataset of the hub as ``owner/name``; ``addition``, ``sorting``,
     ``reasoning_gym:NAME``, or ``package.module:function`` returning rows."""

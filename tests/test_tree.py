@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "tree.md"
-FOLDERS = ("src/forebay", "examples", "benchmarks")
+FOLDERS = ("src/forebay", "src/forebay_vllm", "examples", "benchmarks")
 
 
 def first_line(path: Path) -> str:

@@ -30,7 +30,7 @@ from forebay.engines.base import Engine, EngineSurroundings, numbered, scalable
 from forebay.engines.servers.dialects import MODEL_NAME, Call, Dialect, SGLang
 from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
-from forebay.engines.servers.sender import device_to_send_from
+from forebay.engines.servers.sender import PROGRAM, device_to_send_from
 from forebay.engines.weights.files import WeightFiles, shared_weights, write_untied
 from forebay.io.address import is_loopback
 from forebay.models import context_of, find_device
@@ -185,7 +185,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
     command([], False, 0)  # A server that cannot be started is an error now.
     environment: dict[str, str | None] = {**_OF_THE_TRAINER, **dialect.environment}
     if bucket_device == "cpu":
-        environment["PYTHONPATH"] = str(Path(__file__).with_name("vllm_plugin"))
+        environment["PYTHONPATH"] = str(PROGRAM.parent)
 
     def make(number: int) -> HTTPEngine:
         seat, name = surroundings.seat(number), str(number)

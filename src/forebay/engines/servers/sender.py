@@ -7,7 +7,7 @@
                     <---------'                           lost: kill()
 
 It reads the memory that ranks fill, as servers of this machine do. In a process of its own a broadcast that
-hangs can be ended, whatever library it hangs in. `vllm_plugin.forebay_group` is the program.
+hangs can be ended, whatever library it hangs in. `forebay_vllm/forebay_group.py` is the program.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = Path(__file__).with_name("vllm_plugin") / "forebay_group.py"
+PROGRAM = Path(__file__).parents[3] / "forebay_vllm" / "forebay_group.py"
 
 
 class Sender:

@@ -47,7 +47,8 @@ class ForebayTransfer(IPCWeightTransferEngine):  # type: ignore[misc]
         else:
             data = torch.from_file(update_info["path"], shared=True, size=sum(sizes), dtype=torch.uint8)
             data = data.to(self.device, copy=True)
-        columns = zip(data.split(sizes), update_info["dtype_names"], update_info["shapes"], strict=True)  # type: ignore[no-untyped-call]
+        parts = data.split(sizes)  # type: ignore[no-untyped-call]
+        columns = zip(parts, update_info["dtype_names"], update_info["shapes"], strict=True)
         tensors = [part.view(getattr(torch, kind)).view(shape) for part, kind, shape in columns]
         self.model.load_weights(list(zip(update_info["names"], tensors, strict=True)))
 

@@ -234,6 +234,11 @@ def test_each_part_has_a_bundle_and_a_shared_gpu_has_two_parts():
     assert shared.bundles == {"trainer": [{"CPU": 1.0, "GPU": 1}], "engine": [engine], "worker": worker}
     assert (shared.trainer.bundle, shared.trainer.gpus) == (0, 0.5)
     assert [(room.group, room.bundle, room.gpus) for room in shared.engines] == [("trainer", 0, 0.5), ("engine", 0, 1)]
+    # The trainer is on the machine of its first rank, which puts weights into memory of both.
+    ranks = plan_parts(asked, cpus=0.5, shares_gpu=False, num_ranks=2)
+    assert ranks.bundles["trainer"] == [{"CPU": 1.0, "GPU": 1}, {"CPU": 0.5, "GPU": 1}]
+    rooms = [(room.bundle, room.cpus, room.gpus) for room in (ranks.trainer, *ranks.ranks)]
+    assert rooms == [(0, 0.5, 0), (0, 0.5, 1), (1, 0.5, 1)]
 
 
 def test_ranks_that_would_share_a_gpu_are_refused_at_the_start():

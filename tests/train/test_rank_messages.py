@@ -152,7 +152,7 @@ def test_a_rank_keeps_no_memory_that_it_wrote_once(make_model):
     learner = SimpleNamespace(model=model)
     learner.copy_weights = partial(Learner.copy_weights, learner)
     rank = SimpleNamespace(learner=learner)
-    RankWorker.copy_weights(rank, layout, True, False, memory.path, memory.inode, num_bytes)
+    RankWorker.copy_weights(rank, layout, True, False, False, memory.path, memory.inode, num_bytes)
     got = dict(views(layout, memory.data))
     assert all(torch.equal(got[name], weight) for name, weight in model.named_parameters())
     assert mapped.cache_info().currsize == kept

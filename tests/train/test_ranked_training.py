@@ -25,7 +25,7 @@ from forebay.train import Critic, LocalRanks, RankError, TrainConfig, TrainContr
 from forebay.train.checkpoint import replace_folder
 from forebay.train.objective.losses import POLICY_LOSSES
 from forebay.train.parallel import array_messages
-from forebay.train.parallel.ranks import Ranks, _attempt
+from forebay.train.parallel.ranks import _attempt
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -318,21 +318,20 @@ PARALLEL = [{"lora_rank": 2}, {"parallel": {"tensor": 2}}, {"parallel": {"replic
 
 @pytest.mark.parametrize("settings", [{}, *PARALLEL], ids=str)
 def test_an_engine_gets_whole_merged_weights(make_model, make_groups, ranks, settings, monkeypatch):
-    """However it takes them: as tensors, or through memory into which each rank writes, or sends, its own."""
+    """However it takes them: as tensors, or through memory into which each rank writes its own, or the first all."""
     alone = {name: value for name, value in settings.items() if name != "parallel"}
     one = trainer_for(make_model(num_key_value_heads=2), **alone)
     two = trainer_for(make_model(num_key_value_heads=2), ranks, num_ranks=2, **settings)
-    plain, mapped, sent, expected = Receiver(), Mapping(), Mapping(), Receiver()
+    plain, mapped, gathered, expected = Receiver(), Mapping(), Mapping(), Receiver()
     one.fit(make_groups()), two.fit(make_groups())
     asyncio.run(one.sync_weights(expected))
     asyncio.run(two.sync_weights(plain))
     asyncio.run(two.sync_weights(mapped))
-    # As ranks that are not on this machine.
-    monkeypatch.setattr(LocalRanks, "copy_weights", Ranks.copy_weights)
-    monkeypatch.setattr("forebay.train.parallel.ranks.SENT_AT_ONCE", 3)
-    asyncio.run(two.sync_weights(sent))
+    # As ranks that are not all on this machine.
+    monkeypatch.setattr(ranks, "are_apart", True)
+    asyncio.run(two.sync_weights(gathered))
     torch.testing.assert_close(plain.weights, expected.weights, atol=1e-4, rtol=1e-4)
-    for got in (mapped, sent):
+    for got in (mapped, gathered):
         assert got.model_step == 1
         assert got.weights.keys() == plain.weights.keys()
         assert all(torch.equal(got.weights[name], value) for name, value in plain.weights.items())
@@ -341,11 +340,18 @@ def test_an_engine_gets_whole_merged_weights(make_model, make_groups, ranks, set
 
 def test_calls_from_several_threads_take_turns(make_model, ranks):
     """As of a server that comes back, and reads weights, while the trainer makes its passes."""
-    names = [name for name, _ in trainer_for(make_model(), ranks, num_ranks=2)._learner.sizes()] * 3
+    learner = trainer_for(make_model(), ranks, num_ranks=2)._learner
+    whole, parts = dict(learner.weights()), list(learner.sizes()) * 3
+
+    def read(part):
+        layout, num_bytes = lay_out([part])
+        learner.copy_weights(layout, memory := MemoryFile(num_bytes))
+        return dict(views(layout, memory.data))
+
     with ThreadPoolExecutor(4) as threads:
-        answers = threads.map(lambda name: ranks.call("blocks", [([name], True)] * 2), names)
-    for name, of_ranks in zip(names, answers, strict=True):
-        assert [found for blocks in of_ranks for found, *_ in blocks] == [name] * 2
+        answers = threads.map(read, parts)
+    for (name, _), found in zip(parts, answers, strict=True):
+        assert torch.equal(found[name], whole[name])
 
 
 def test_an_engine_that_takes_adapters_gets_no_more(make_model, make_groups, ranks):

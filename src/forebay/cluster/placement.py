@@ -11,7 +11,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
@@ -96,7 +96,7 @@ class Plan:
 def plan_parts(asked: RayArguments, *, cpus: float, shares_gpu: bool, num_ranks: int = 1, least: int = 0) -> Plan:
     """A bundle for each part; with `shares_gpu` the first engine is in the trainer's, on its GPU.
 
-    A trainer on several ranks has a bundle for each of them, with `gpus_per_trainer`, and one without. A run
+    A trainer on several ranks has a bundle for each of them, with `gpus_per_trainer`, and is in the first one. A run
     that only generates has no rank and no trainer; its first engine has as much of a GPU as it would have
     beside one. There are at `least` so many engines, and workers.
     """
@@ -113,8 +113,11 @@ def plan_parts(asked: RayArguments, *, cpus: float, shares_gpu: bool, num_ranks:
         trainer = Room("trainer", 0, cpus, asked.gpus_per_trainer / 2)
         engines.append(trainer)
     elif num_ranks:
-        trainer = room("trainer", asked.gpus_per_trainer if num_ranks == 1 else 0)
-        ranks = [room("trainer", asked.gpus_per_trainer) for _ in range(num_ranks)] if num_ranks > 1 else []
+        rooms = [room("trainer", asked.gpus_per_trainer) for _ in range(num_ranks)]
+        trainer, ranks = rooms[0], rooms if num_ranks > 1 else []
+        if ranks:
+            bundles["trainer"][0]["CPU"] = 2 * cpus
+            trainer = replace(trainer, gpus=0)
     engines += [room("engine", asked.gpus_per_engine) for _ in range(max(least, asked.num_engines) - len(engines))]
     workers = [room("worker", 0) for _ in range(max(least, asked.num_workers))]
     return Plan(dict(bundles), trainer, tuple(ranks), tuple(engines), tuple(workers))

@@ -39,8 +39,11 @@ class RayRanks(ranks.Ranks):
     def __init__(self, actors: Sequence[Any], device: str, *, threads: int, search_path: tuple[str, ...]) -> None:
         super().__init__(len(actors))
         places = import_ray().get([actor.place.remote() for actor in actors])
-        # Neighbors by number are those that say most to each other (`tensor`, `context`): on one machine.
-        order = sorted(range(len(actors)), key=lambda number: places[number][0])
+        here = import_ray().get_runtime_context().get_node_id()
+        # Neighbors by number are those that say most to each other (`tensor`, `context`): on one machine, and the first
+        # on this one, where weights are put.
+        order = sorted(range(len(actors)), key=lambda number: (places[number][0] != here, places[number][0]))
+        self.are_apart = any(node != here for node, _ in places)
         self._actors, meeting = [actors[number] for number in order], places[order[0]][1]
         arguments = (len(actors), meeting, device, threads, search_path)
         self.pids: list[int] = self._ask(ranks.START, [(rank, *arguments) for rank in range(len(actors))])

@@ -371,9 +371,6 @@ def _times(
         token_s += sizes.num_hidden_layers * launch_s
     computing_s = config.batch_size * config.group_sizes[1] * longest / train_rate
     traffic = step_traffic(config, device, sizes, step, longest, computing_s)
-    if config.cluster is None and device.machines > 1:
-        # Ranks of other machines hand weights over in blocks by plain connections: no rate of these is known.
-        return {"traffic": traffic}
     sync_bytes, sync_s = sync_cost(config, device, step)
     waits_s = [each.weights_s - each.hidden_s + each.layers_s for each in traffic.values()]
     described = ClusterConfig(

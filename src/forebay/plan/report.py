@@ -53,5 +53,3 @@ def sentences(plan: Plan) -> Iterator[str]:
         )
         if plan.waits_for_launches:
             yield "Training waits for kernels launched one by one: larger micro-batches or compiled layers need fewer."
-    elif plan.traffic:
-        yield "The time of a step is not predicted: blocks of weights come by plain connections, of no known rate."

@@ -4,7 +4,7 @@
 
     --gpus 6x8xH100-80GB, [cluster] --find_places--> machines with ranks, machines with engines
                            step_traffic: a rank's weights and gradients, which computing hides; within layers
-                           sync_cost: ranks --> trainer's process --> each machine with engines
+                           sync_cost: ranks --> the first one's machine --> each machine with engines
 """
 
 from typing import Any, NamedTuple
@@ -148,14 +148,16 @@ def sync_cost(config: RunConfig, device: Device, step: StepMemory) -> tuple[floa
     alone, whole = config.train.lora_rank > 0 and takes, step.num_parameters * engine_itemsize(config)
     # Servers without buckets read a file, which is written first.
     by_file = is_server and (alone or (not is_beside and (name == "sglang" or "urls" in arguments)))
-    slices, num_bytes = (step.gradient_bytes,) * 2 if alone else (4 * step.num_parameters, whole)
+    num_bytes, places = step.gradient_bytes if alone else whole, find_places(config, device)
+    # Ranks of several machines make each weight whole on all of them; every rank has all adapters.
+    there = 0 if alone else num_bytes * (places.ranks - 1)
+    there_s = _seconds(device, num_bytes, places.ranks, 1) if there else 0
     if config.cluster is None:
         # Into the host's memory, and out of it into that of an engine in another process.
         through_host = by_file or config.train.ranks > 1 or name == "process" or (is_server and not is_beside)
-        return 0, num_bytes * (4 if by_file else 2) / host if through_host else whole / (device.bytes_per_s or host)
-    # Slices in float32 to the trainer's process; from there once to each machine, all of them at once.
-    places = find_places(config, device)
-    there, back = slices * (1 - 1 / places.ranks), num_bytes * places.engines
-    one_s = (there + num_bytes * (back > 0)) / min(RAY_BYTES_PER_S, device.network_bytes_per_s)
-    copies = slices + num_bytes * (3 if by_file else 1 + is_server)
-    return there + back, max(one_s, (there + back) / device.network_bytes_per_s) + copies / host
+        one_s = num_bytes * (4 if by_file else 2) / host if through_host else whole / (device.bytes_per_s or host)
+        return there, there_s + one_s
+    # From the first of these once to each machine with engines, all of them at once.
+    back = num_bytes * places.engines
+    back_s = max(num_bytes * (back > 0) / RAY_BYTES_PER_S, back / device.network_bytes_per_s)
+    return there + back, there_s + back_s + num_bytes * (4 if by_file else 2 + is_server) / host

@@ -387,10 +387,13 @@ class Learner:
     def _named_parts(self) -> list[lora.Part]:
         return list(lora.named_parts(self.model))
 
-    def copy_weights(self, layout: Layout, memory: Any, *, merged: bool = True) -> None:
-        """Put this rank's blocks of the weights that are laid out into `memory`, as `Source` has it."""
+    def copy_weights(self, layout: Layout, memory: Any, *, merged: bool = True, are_whole: bool = False) -> None:
+        """Put this rank's blocks of the weights that are laid out into `memory`, as `Source` has it.
+
+        With `are_whole` all of each, which ranks gather together; memory of the meta device takes nothing.
+        """
         places = dict(views(layout, memory.data))
-        for name, place, block in lora.own_blocks(self.model, merged=merged, only=places):
+        for name, place, block in lora.own_blocks(self.model, merged=merged, only=places, are_whole=are_whole):
             places[name][place].copy_(block)
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor]]:

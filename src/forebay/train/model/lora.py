@@ -8,7 +8,7 @@ errors behind.
 
 import json
 import warnings
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -115,16 +115,21 @@ def named_parts(model: nn.Module) -> Iterator[Part]:
         yield f"{owner_name}.{last}", parameter, layer if adapts else None
 
 
-def own_blocks(model: nn.Module, *, merged: bool = True, only: Container[str] | None = None) -> Iterator[Block]:
-    """The blocks of `model_weights`, or `only` of these, that this rank holds: none is gathered.
+def own_blocks(
+    model: nn.Module, *, merged: bool, only: Mapping[str, torch.Tensor], are_whole: bool = False
+) -> Iterator[Block]:
+    """The blocks of `only` these of `model_weights` that this rank holds, or, in its dtype there, all of each.
 
     Ranks go through the same ones together.
     """
     for name, parameter, layer in named_parts(model):
-        if only is not None and name not in only:
+        if name not in only:
             continue
-        place, block = own_block(parameter.detach())
-        if merged and layer is not None:
+        value, adapts = parameter.detach(), merged and layer is not None
+        # Cast before it travels, where nothing is added to it.
+        sent = value if adapts else value.to(only[name].dtype)
+        place, block = ((), whole(sent)) if are_whole else own_block(value)
+        if adapts:
             with torch.no_grad():
                 block = block + layer.get_delta_weight(ADAPTER)[place].to(block.device, block.dtype)
         yield name, place, block

@@ -42,7 +42,7 @@ from forebay.config import ConfigError
 from forebay.io.channel import BlockingChannel
 from forebay.io.messages import BEATS, Alive, check_limit
 from forebay.io.safe_files import DiskError, disk_errors_named
-from forebay.io.shared import Layout, MemoryFile, views
+from forebay.io.shared import Layout, MemoryFile
 from forebay.train.parallel.array_messages import connect, receive, send
 from forebay.train.parallel.worker import RankWorker
 
@@ -65,6 +65,8 @@ class Ranks:
             raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
         self.num_ranks = num_ranks
         """Processes that train together."""
+        self.are_apart = False
+        """Whether they are on several machines."""
         self._have_ended = False
         self._closing = threading.Lock()
         self._turns = threading.Lock(), threading.Lock()
@@ -95,16 +97,13 @@ class Ranks:
             self._waiting.shutdown(wait=False)
 
     def copy_weights(self, layout: Layout, memory: MemoryFile, *, merged: bool, again: bool = False) -> None:
-        """Put the weights, adapters `merged` or left out, into memory: the ranks send some at a time.
+        """Put the weights, adapters `merged` or left out, into memory of the first rank's machine.
 
-        Memory that is used `again` may stay mapped where that saves time.
+        Ranks of that machine alone all write there at the same time; else the first one writes all, made whole one
+        after the other. Memory that is used `again` may stay mapped where that saves time.
         """
-        places = dict(views(layout, memory.data))
-        for begin in range(0, len(layout), SENT_AT_ONCE):
-            names = [name for name, *_ in layout[begin : begin + SENT_AT_ONCE]]
-            for blocks in self.call("blocks", [(names, merged)] * self.num_ranks):
-                for name, place, block in blocks:
-                    places[name][tuple(slice(*part) for part in place)].copy_(block)
+        arguments = layout, merged, again, self.are_apart, memory.path, memory.inode, memory.num_bytes
+        self.call("copy_weights", [arguments] * self.num_ranks)
 
     def _answer(self, number: int, method: str, arguments: Sequence[Any]) -> Any:
         """One rank's result; `FailedCall` for an error of the method, `RankError` for that of a lost rank."""
@@ -187,7 +186,7 @@ class LocalRanks(Ranks):
     ) -> None:
         super().__init__(num_ranks)
         check_limit("limit_s", limit_s)
-        self._limit_s, self._home = START_LIMIT_S, home
+        self._limit_s, self.are_apart = START_LIMIT_S, home != LOOPBACK
         self._folder = tempfile.TemporaryDirectory(prefix="forebay-ranks-")
         meeting = f"file://{self._folder.name}/rendezvous" if home == LOOPBACK else free_meeting(home)
         threads = threads or max(1, torch.get_num_threads() // num_ranks)
@@ -219,13 +218,6 @@ class LocalRanks(Ranks):
     def pids(self) -> list[int | None]:
         """The process ids by rank of those started here; empty after `close`."""
         return [rank.process.pid for rank in self._ranks if rank.process is not None]
-
-    def copy_weights(self, layout: Layout, memory: MemoryFile, *, merged: bool, again: bool = False) -> None:
-        """The ranks all write there at the same time, if they are on this machine."""
-        if self._home != LOOPBACK:
-            return super().copy_weights(layout, memory, merged=merged)
-        arguments = layout, merged, again, memory.path, memory.inode, memory.num_bytes
-        self.call("copy_weights", [arguments] * self.num_ranks)
 
     def close(self) -> None:
         """End all ranks."""
@@ -293,10 +285,6 @@ START = "start"
 
 BESIDE = ("finish_save",)
 """Calls that wait for threads of the ranks, and hold up no other call."""
-
-
-SENT_AT_ONCE = 16
-"""Weights whose blocks are under way at a time: more bytes than a call costs, and not all of a model's."""
 
 
 START_LIMIT_S = 300.0

@@ -10,8 +10,7 @@ anything else that can construct it and call its methods (an actor) can host it 
       .load(sources)               each reads its slices from a folder, however long that takes
       .build(settings)             -> a Learner of these
       .token_values, .update       -> results for the rank's own sequences, of the whole batch
-      .copy_weights                -> the rank's blocks of the weights, in memory that engines map
-      .blocks                      -> the same as arrays, where there is no such memory
+      .copy_weights                -> the rank's blocks of the weights, in memory that engines map; or all of them
       .offload, .onload            moments to the host's memory, and back
       .begin_save, .finish_save, .begin_resume, .finish_resume
 
@@ -36,7 +35,6 @@ from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Learner
 from forebay.train.model.critic import Critic
-from forebay.train.model.lora import own_blocks
 from forebay.train.parallel.loading import load_sharded, make_context, make_mesh
 from forebay.types import FloatArray
 
@@ -155,16 +153,19 @@ class RankWorker:
         """Move them back to its device."""
         self.learner.onload()
 
-    def copy_weights(self, layout: Layout, merged: bool, again: bool, path: str, inode: int, num_bytes: int) -> None:
-        """Write this rank's blocks of these weights into memory that the caller has on this machine."""
-        # The first touch of a page that is mapped anew takes longer than to fill it.
-        data = (mapped if again else map_once)(path, inode, num_bytes)
-        self.learner.copy_weights(layout, data, merged=merged)
+    def copy_weights(
+        self, layout: Layout, merged: bool, again: bool, are_apart: bool, path: str, inode: int, num_bytes: int
+    ) -> None:
+        """Write this rank's blocks of these weights into memory of its machine.
 
-    def blocks(self, names: Sequence[str], merged: bool) -> list[list[Any]]:
-        """This rank's blocks of these weights, adapters `merged` or left out: name, place, content."""
-        found = own_blocks(self.learner.model, merged=merged, only=names)
-        return [[name, [(part.start, part.stop) for part in place], block.cpu()] for name, place, block in found]
+        With `are_apart` the memory is of the first rank's machine, which writes all: ranks make them whole together.
+        """
+        if are_apart and self.rank:
+            data = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+        else:
+            # The first touch of a page that is mapped anew takes longer than to fill it.
+            data = (mapped if again else map_once)(path, inode, num_bytes)
+        self.learner.copy_weights(layout, data, merged=merged, are_whole=are_apart)
 
     def adapters(self) -> dict[str, torch.Tensor] | None:
         """Copies of the adapters' weights, whole, on the CPU; rank 0 alone has them."""

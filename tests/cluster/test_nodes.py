@@ -158,6 +158,15 @@ async def lose_random_ones(nodes, watched, found):
     watched.go_on(float("inf"))
 
 
+async def note_places(nodes, watched, found):
+    await watched.step()
+    found["places"] = await watched.places()
+    watched.go_on(float("inf"))
+
+
+RANKS = {"train": {"lr": 1e-3, "ranks": 3}, "verify_weights": True}
+
+
 def refused(config):
     """What a run says when nodes whose environment says so see none of the files that they are asked for."""
 
@@ -178,7 +187,8 @@ def main(folder, num_steps, num_nodes, what):
         # Nodes that join do so in a thread, where Python sets no handlers.
         patch.setattr("ray._private.utils.set_sigterm_handler", lambda handler: None)
         nodes = Nodes(num_nodes)
-        config = config_on(folder, nodes.address, steps=num_steps)
+        changes = RANKS if what is note_places else {}
+        config = config_on(folder, nodes.address, steps=num_steps, **changes)
         if what is lose_one_and_gain_one:
             blind = nodes.join(num_cpus=0, env_vars={"SEES_NOTHING": "1"})
             found["refused"], found["blind"] = refused(config), blind.node_id
@@ -232,6 +242,15 @@ def test_a_run_outlives_the_node_of_its_trainer_and_uses_one_that_joins(tmp_path
     assert "trainer" in found["lost"]
     assert len(found["on the newcomer"]) >= 2
     check_restarts(config, Counter(part.split()[0] for part in found["lost"]))
+
+
+@pytest.mark.soak
+def test_ranks_of_two_nodes_hand_their_weights_over(tmp_path):
+    """As checked in the run: with them engines find the trainer's log probabilities."""
+    found, _ = run_main(tmp_path, FEW_STEPS, 3, note_places)
+    places = found["places"]
+    assert places["rank 0"] == places["trainer"]
+    assert len({place for part, place in places.items() if part.startswith("rank")}) == 2
 
 
 @pytest.mark.soak

@@ -73,6 +73,12 @@ def test_two_ranks_in_actors_train_as_one_and_the_loss_of_one_is_told(ray):
         expected, metrics = alone.fit(make_groups()).metrics, several.fit(make_groups()).metrics
         for name in ("train/loss", "train/grad_norm"):
             assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6)
+    # Each writes its own, or, as on several machines, the first one all.
+    assert not ranks.are_apart
+    for ranks.are_apart in (False, True):
+        torch.testing.assert_close(
+            dict(several._learner.weights()), dict(alone._learner.weights()), atol=1e-4, rtol=1e-4
+        )
     ray.kill(actors[1])
     with pytest.raises(RankError, match=r"rank 1 died in"):
         several.fit(make_groups())
@@ -108,13 +114,17 @@ class OnNode:
 
 def test_ranks_of_one_machine_are_neighbors_by_number(monkeypatch):
     started = []
-    monkeypatch.setattr(ray_ranks, "import_ray", lambda: SimpleNamespace(get=lambda answers: answers))
+    here = SimpleNamespace(get_node_id=lambda: "b")
+    fake = SimpleNamespace(get=lambda answers: answers, get_runtime_context=lambda: here)
+    monkeypatch.setattr(ray_ranks, "import_ray", lambda: fake)
     monkeypatch.setattr(RayRanks, "_ask", lambda self, method, arguments: started.extend(arguments))
     actors = [OnNode(node) for node in ("b", "a", "b", "a")]
     ranks = RayRanks(actors, "cpu", threads=1, search_path=())
-    assert ranks._actors == [actors[1], actors[3], actors[0], actors[2]]
-    # They meet on the first one's machine.
-    assert [(rank, meeting) for rank, _, meeting, *_ in started] == [(n, "there, a") for n in range(4)]
+    # The first are on the trainer's machine, where all meet and weights are put.
+    assert ranks._actors == [actors[0], actors[2], actors[1], actors[3]]
+    assert [(rank, meeting) for rank, _, meeting, *_ in started] == [(n, "there, b") for n in range(4)]
+    assert ranks.are_apart
+    assert not RayRanks(actors[::2], "cpu", threads=1, search_path=()).are_apart
 
 
 def test_a_rank_that_fails_alone_is_told_with_its_trace_and_all_are_ended(ray):

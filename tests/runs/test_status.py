@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from forebay.aio.virtual_time import run
 from forebay.config import parse_config
-from forebay.metrics import read_jsonl
+from forebay.metrics import PhaseTimer, read_jsonl
 from forebay.produce import AgentLoopManager, SyncProduceStrategyConfig, TaskRunner
 from forebay.replay import AsyncReplayBufferConfig
+from forebay.runs.checkpoints import phase
 from forebay.runs.config import RunConfig
 from forebay.runs.launch import launch
 from forebay.runs.reporting import totals
@@ -373,3 +374,26 @@ async def test_a_run_says_how_much_longer_the_groups_are_that_grew_too_old():
         tokens = (30 if number % 2 else 10) + number // 4
         manager.ledger.record(number, "math", event, reason="expired", num_tokens=tokens)
     assert status.step_values(1, [])["dropped/tokens_over_trained"] == pytest.approx(30.5 / 10.5)
+
+
+def test_a_train_step_that_hangs_is_told_once():
+    told = []
+    run_parts = SimpleNamespace(
+        display=SimpleNamespace(phase=lambda name: None, warning=told.append),
+        config=SimpleNamespace(produce=SimpleNamespace(stall_after_s=10.0)),
+        activities=Activities(),
+        timer=PhaseTimer(),
+        longest_s={},
+        train_step=6,
+    )
+
+    async def main():
+        for seconds in (9, 29, 80, 100):
+            with phase(run_parts, "train", TRAIN):
+                await asyncio.sleep(seconds)
+            # What has ended is not warned of later.
+            await asyncio.sleep(1000)
+
+    run(main())
+    # The first is below the limit, and the last two are within three times the longest before.
+    assert told == ["train in step 7 has taken 27 s and goes on; the longest before took 9 s"]

@@ -194,8 +194,23 @@ async def compute(run: Run, function: Callable[..., T], *args: Any) -> T:
 
 @contextlib.contextmanager
 def phase(run: Run, name: str, stage: str | None = None) -> Iterator[None]:
-    """Show that the run now does `name`, count its time, and register it as an activity of that stage."""
+    """Show that the run now does `name`, count its time, and register it as an activity of that stage.
+
+    One of a stage that takes `stall_after_s`, and three times as long as any before, is warned of: it may hang.
+    """
     run.display.phase(name)
-    span = run.activities.span(stage, f"step {run.train_step + 1}") if stage else contextlib.nullcontext()
-    with run.timer.phase(name), span:
-        yield
+    if stage is None:
+        with run.timer.phase(name):
+            yield
+        return
+    longest_s, loop = run.longest_s.get(name, 0.0), asyncio.get_running_loop()
+    limit_s, begun_s = max(run.config.produce.stall_after_s, 3 * longest_s), loop.time()
+    before = f"; the longest before took {longest_s:.3g} s" if longest_s else ""
+    warning = f"{name} in step {run.train_step + 1} has taken {limit_s:g} s and goes on{before}"
+    late = loop.call_later(limit_s, run.display.warning, warning)
+    try:
+        with run.timer.phase(name), run.activities.span(stage, f"step {run.train_step + 1}"):
+            yield
+    finally:
+        late.cancel()
+        run.longest_s[name] = max(longest_s, loop.time() - begun_s)

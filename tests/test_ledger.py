@@ -322,6 +322,7 @@ def test_a_file_that_starts_over_counts_from_there(tmp_path):
     [
         ('{"number": 0, "event": "produced"}\n', "event 0"),
         ("hello}\n", "not a ledger's"),
+        ("hello\nworld\n", "line 1 is not a ledger's"),
         ('{"number": 1, nonsense}\n', "is damaged at byte 0"),
         ('{"number": 1, "time_s": 1}\n', "event 1 .* KeyError"),
         ('{"number": 1, "time_s": 1, "event": "sold", "task": "t", "group": 1}\n', "unknown event 'sold'"),

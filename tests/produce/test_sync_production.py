@@ -384,9 +384,17 @@ async def test_malformed_groups_fail_with_a_reason(answer):
         await manager.produce_batch(1, 1, 0)
 
 
-async def test_a_filter_that_raises_fails_groups_with_its_name():
-    manager = make_manager({"t": ScriptedLoop()}, filter_fn=broken_filter)
-    with pytest.raises(ProductionError, match=r"broken_filter.*no such field"):
+def forgets_to_return(samples):
+    len(samples)
+
+
+@pytest.mark.parametrize(
+    ("filter_fn", "message"),
+    [(broken_filter, "broken_filter.*no such field"), (forgets_to_return, "forgets_to_return.*returned None")],
+)
+async def test_a_filter_that_fails_fails_groups_with_its_name(filter_fn, message):
+    manager = make_manager({"t": ScriptedLoop()}, filter_fn=filter_fn)
+    with pytest.raises(ProductionError, match=message):
         await manager.produce_batch(1, 1, 0)
 
 

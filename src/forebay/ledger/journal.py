@@ -131,6 +131,9 @@ def _lines_that_stand(path: Path, num_bytes: int | None, after: Place) -> tuple[
             if num_bytes is not None and end > num_bytes:
                 break
             if not line.endswith(b"}\n"):
+                # Cut short, unless it does not even begin as one.
+                if line.strip() and not line.startswith(b"{"):
+                    problem = problem or f"{str(path)!r} line {place + 1} is not a ledger's: {line[:60]!r}"
                 continue
             checksum = _CHECKSUM.search(line)
             # From the first on, all have one: a line without was changed.

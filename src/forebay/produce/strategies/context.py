@@ -205,6 +205,8 @@ class ProduceContext:
         """Whether the validity function accepts the group."""
         try:
             is_valid = self.is_valid_sample_fn(group)
+            if is_valid is None:
+                raise TypeError("it returned None; return True or False")
         # User code, as an agent loop is.
         except Exception as error:
             name = getattr(self.is_valid_sample_fn, "__name__", repr(self.is_valid_sample_fn))

@@ -40,8 +40,8 @@ class RayRanks(ranks.Ranks):
         super().__init__(len(actors))
         places = import_ray().get([actor.place.remote() for actor in actors])
         here = import_ray().get_runtime_context().get_node_id()
-        # Neighbors by number are those that say most to each other (`tensor`, `context`): on one machine, and the first
-        # on this one, where weights are put.
+        # Neighbors by number are those that say most to each other (`tensor`, `context`): on one machine; and the
+        # first on this one, where weights are put.
         order = sorted(range(len(actors)), key=lambda number: (places[number][0] != here, places[number][0]))
         self.are_apart = any(node != here for node, _ in places)
         self._actors, meeting = [actors[number] for number in order], places[order[0]][1]

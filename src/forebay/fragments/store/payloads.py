@@ -14,7 +14,7 @@ know; see `forebay.fragments.store.collector`.
 import itertools
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,6 @@ _TOTALS = struct.Struct("<QQ")
 _TOTALS_KEY = b"totals"
 _ROOM_BYTES = 64 << 20
 """The file may grow to twice its payloads plus this: pages that a snapshot holds are not used again before."""
-_STAGED_BYTES = 16 << 10
-"""A smaller payload is put together in memory of its own: that is there at once."""
 
 
 class FragmentStore:
@@ -67,8 +65,6 @@ class FragmentStore:
         self._ids = (f"{prefix}{number:016x}" for number in itertools.count())
         self._schemas: dict[bytes, Schema] = {}
         """The schemas that are known to be in the table."""
-        self._stage = memoryview(b"")
-        """Used inside a transaction only, so by one thread at a time."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(FragmentStore, max_bytes=self._max_bytes), (self.path,)
@@ -115,25 +111,14 @@ class FragmentStore:
             for schema_id, schema in new.items():
                 transaction.put(schema_id, schema.text, db=self._schema_table)
             cursor = transaction.cursor(self._payloads)
-            _, added = cursor.putmulti(self._staged(ids, packed), overwrite=False)
+            # One after the other: the bytes of each are let go before those of the next are joined.
+            pairs = ((fragment_id.encode(), one.payload) for fragment_id, one in zip(ids, packed, strict=True))
+            _, added = cursor.putmulti(pairs, overwrite=False)
             assert added == len(ids), "an id was used twice"
             self._write_totals(transaction, count + len(ids), held + num_bytes)
         # Only now: a transaction that failed has stored no schema.
         self._schemas |= new
         return ids
-
-    def _staged(self, ids: list[str], packed: list[Packed]) -> Iterator[tuple[bytes, Any]]:
-        """Keys and payloads; a large payload lies in memory that the next one is written to again.
-
-        New memory for each would take longer than copying to it.
-        """
-        for fragment_id, one in zip(ids, packed, strict=True):
-            if one.num_bytes < _STAGED_BYTES:
-                yield fragment_id.encode(), one.payload
-                continue
-            if one.num_bytes > len(self._stage):
-                self._stage = memoryview(bytearray(one.num_bytes))
-            yield fragment_id.encode(), one.write(self._stage)
 
     def get_fragment(self, fragment_id: str) -> SampleFragment:
         """The fragment, with arrays of its own; KeyError if it is not there."""

@@ -142,9 +142,8 @@ def unfinished(final: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
-    except BaseException:
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def publish(temporary: Path, final: Path) -> None:

@@ -141,7 +141,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: the file is missing or is not TOML.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with errors_about(f"{str(path)!r} is not valid TOML", tomllib.TOMLDecodeError, UnicodeDecodeError):
+            return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
         hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
@@ -150,12 +151,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         is_run = (path / "run.toml").is_file()
         hint = f"; to go on with that run: --resume {path}" if is_run else ""
         raise ConfigError(f"{str(path)!r} is a folder, which is not a TOML file{hint}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{str(path)!r} is not a TOML file: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
-    with errors_about(f"{str(path)!r} is not valid TOML", tomllib.TOMLDecodeError):
-        return tomllib.loads(text)
 
 
 def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:

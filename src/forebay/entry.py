@@ -141,13 +141,10 @@ def _in_a_thread(work: Coroutine[Any, Any, RunResult]) -> RunResult:
     # Made in this thread: an interrupt comes here, and cancels it.
     task = loop.create_task(work)
 
-    # A runner takes a coroutine; the task is made before, so that this thread can cancel it.
-    async def result() -> RunResult:
-        return await task
-
     def target() -> RunResult:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            return runner.run(result())
+        # Closes the loop with all that belongs to it.
+        with asyncio.Runner(loop_factory=lambda: loop):
+            return loop.run_until_complete(task)
 
     # At the end of the block the run has ended, also where it was cancelled.
     with ThreadPoolExecutor(1, "forebay-run") as pool:

@@ -154,7 +154,7 @@ async def test_restored_groups_may_exceed_the_limit(clients):
     await waiting
 
 
-@pytest.mark.parametrize(("limit", "max_live", "reason"), [(None, 0, "at least 1"), (5, 5, "leave one out")])
+@pytest.mark.parametrize(("limit", "max_live", "reason"), [(None, 0, "greater than 0"), (5, 5, "leave one out")])
 async def test_one_of_two_limits(tmp_path, limit, max_live, reason):
     buffer = ReplayBuffer(FIFOReplayPolicy(), IndexedStorage(), limit=limit)
     with pytest.raises(ValueError, match=reason):

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from replay_factory import make_group, make_state, names, same
 
+from forebay.io import safe_files
 from forebay.replay import (
     FIFOReplayPolicy,
     IndexedStorage,
@@ -178,7 +179,8 @@ async def test_a_save_that_dies_leaves_the_earlier_snapshot(tmp_path, monkeypatc
     await buffer.save(tmp_path)
     before = await content(buffer)
     await buffer.get(1, "math", Status.COMPLETED)
-    original, calls = getattr(snapshot, step), []
+    module = safe_files if step == "sync" else snapshot
+    original, calls = getattr(module, step), []
 
     def die_later(*args):
         calls.append(args)
@@ -187,7 +189,7 @@ async def test_a_save_that_dies_leaves_the_earlier_snapshot(tmp_path, monkeypatc
             raise OSError("disk full")
         return original(*args)
 
-    monkeypatch.setattr(snapshot, step, die_later)
+    monkeypatch.setattr(module, step, die_later)
     with pytest.raises(OSError, match="disk full"):
         await buffer.save(tmp_path)
     monkeypatch.undo()
@@ -200,7 +202,8 @@ async def test_a_save_that_dies_leaves_the_earlier_snapshot(tmp_path, monkeypatc
 
 
 async def test_a_first_save_that_died_is_no_obstacle(tmp_path):
-    (tmp_path / ".tmp-abc").write_bytes(b"half")
+    (tmp_path / "manifest.json.tmp").write_bytes(b"half")
+    (tmp_path / f"rollouts-{'0' * 16}.arrow.tmp").write_bytes(b"half")
     (tmp_path / f"groups-{'0' * 16}.arrow").write_bytes(b"half")
     buffer = await filled_buffer()
     await buffer.save(tmp_path)

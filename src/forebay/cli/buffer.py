@@ -14,7 +14,6 @@ SQLite file. Of the commands that look, only ``export`` and ``migrate`` write, a
 """
 
 import json
-import secrets
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -30,6 +29,7 @@ from forebay.cli.errors import MARKUP, console, in_one_message
 from forebay.cli.ledger import ledger_section
 from forebay.cli.source import ALL_STATUSES, Digest, find_snapshot, is_sql, open_sql, opened
 from forebay.io.address import hide_password
+from forebay.io.safe_files import replaced
 from forebay.replay.format.snapshot import Snapshot, read_snapshot, write_snapshot
 from forebay.replay.format.tables import JOINED_SCHEMA
 from forebay.replay.format.values import damage_named
@@ -134,13 +134,8 @@ async def export(
     async with opened(path) as source:
         rows = await source.storage.get(asked, rows_only=True)
         rollouts = pa.Table.from_batches(await source.joined(rows), JOINED_SCHEMA)
-    # Under another name first: a file of the name that was asked for is complete.
-    temporary = target.with_name(f".tmp-{secrets.token_hex(8)}")
-    try:
+    with replaced(target) as temporary:
         pq.write_table(rollouts, temporary)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
     written = f"{views.number(len(rows))} groups, {views.number(len(rollouts))} rollouts"
     size = views.size(target.stat().st_size)
     console().print(views.plain(f"{target}: {written}, {size}"), soft_wrap=True)

@@ -2,7 +2,7 @@
 
 ::
 
-    write_text: name.tmp written -> fsync -> renamed to name -> folder fsynced
+    replaced, write_text: name.tmp written -> fsync -> renamed to name -> folder fsynced
     sync:       what was written or renamed at a path reaches the disk
     seal:       checksums of all files of a folder -> FOLDER/checksums.json
     unfinished, publish: a folder that is there, sealed and durable, or not at all
@@ -81,27 +81,36 @@ def made_whole(target: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
+@contextmanager
+def replaced(path: Path, *, durable: bool = True) -> Iterator[Path]:
+    """A file to write, which takes the place of the one at `path` when the block ends, or is deleted if it fails.
+
+    Unless it is `durable`, a power cut may leave neither of the two whole.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        yield temporary
+        # The content is on the disk before it gets its name; then the folder, which holds the name.
+        if durable:
+            sync(temporary)
+        temporary.replace(path)
+        if durable:
+            sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace the file at `path` by one with `text` (UTF-8): whatever happens, the old one or the new one."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    _publish(temporary, path)
+    with replaced(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
     """`write_text` of `value` as JSON, encoded piece by piece: in a thread it holds up no other thread."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    with replaced(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         # Not `dumps`: that does not let go of the interpreter before the last piece.
         json.dump(value, file)
-    _publish(temporary, path)
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    # The content is on the disk before it gets its name; then the folder, which holds the name.
-    sync(temporary)
-    temporary.replace(path)
-    sync(path.parent)
 
 
 def seal(folder: Path) -> None:
@@ -133,9 +142,8 @@ def unfinished(final: Path) -> Iterator[Path]:
     temporary.mkdir(parents=True)
     try:
         yield temporary
-    except BaseException:
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def publish(temporary: Path, final: Path) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from forebay.io.safe_files import replaced
 from forebay.watching.activity import STAGES, Span
 
 MAX_LANES = 512
@@ -31,14 +32,11 @@ def write_trace(path: Path, spans: Iterable[Span], *, max_lanes: int = MAX_LANES
 
         write_trace(Path("trace.json"), read_spans(Path("runs/a")))
     """
-    # Renamed when it is whole: a failure leaves the file that was there before.
-    temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="ascii") as file:
+    with replaced(path) as temporary, temporary.open("w", encoding="ascii") as file:
         separators = itertools.chain("[", itertools.repeat(","))
         for separator, event in zip(separators, _events(spans, max_lanes), strict=False):
             file.write(f"{separator}\n{json.dumps(event)}")
         file.write("\n]\n")
-    temporary.replace(path)
 
 
 def _events(spans: Iterable[Span], max_lanes: int) -> Iterator[dict[str, Any]]:

@@ -118,15 +118,6 @@ class Packed(NamedTuple):
         """All of it, copied together."""
         return b"".join(self.parts)
 
-    def write(self, memory: memoryview) -> memoryview:
-        """Copy all of it to the front of `memory`; what was written there."""
-        start = 0
-        for part in self.parts:
-            end = start + len(part)
-            memory[start:end] = part
-            start = end
-        return memory[:start]
-
 
 def pack(fragment: SampleFragment) -> Packed:
     """The bytes of `fragment`.

@@ -8,13 +8,12 @@ know; see `forebay.fragments.store.collector`.
     SampleFragment --pack--> payload --> mapped database --+--> get: fragments
                                                            '--> stack: one batch
 
-    folder/shard-0/   tables: payloads (id -> payload), schemas, totals (count, bytes)
+    folder/shard-0/   tables: payloads (id -> payload), schemas
 """
 
 import itertools
 import os
-import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,8 @@ from forebay.fragments.records import SampleFragment
 from forebay.fragments.store.codec import Packed, Schema, pack, schema_id_of, stack, unpack, unstack
 from forebay.fragments.store.mapped import Environment, StoreFullError
 
-_TOTALS = struct.Struct("<QQ")
-_TOTALS_KEY = b"totals"
 _ROOM_BYTES = 64 << 20
 """The file may grow to twice its payloads plus this: pages that a snapshot holds are not used again before."""
-_STAGED_BYTES = 16 << 10
-"""A smaller payload is put together in memory of its own: that is there at once."""
 
 
 class FragmentStore:
@@ -51,7 +46,7 @@ class FragmentStore:
     def __init__(self, path: str | os.PathLike[str], *, max_bytes: int = 4 << 30) -> None:
         """Open or make the store; every process that uses it names the same `path` and `max_bytes`.
 
-        `max_bytes` bounds the payloads, the file grows to about twice that.
+        `max_bytes` bounds the payloads, in whole pages of the machine; the file grows to about twice that.
 
         Raises:
             ValueError: a value is not possible.
@@ -61,14 +56,11 @@ class FragmentStore:
         self._environment = Environment.open(self.path / "shard-0", max_bytes=2 * max_bytes + _ROOM_BYTES)
         self._payloads = self._environment.table("payloads")
         self._schema_table = self._environment.table("schemas")
-        self._totals = self._environment.table("totals")
         # Neighbors in the database follow each other in time: what is added together lies together.
         prefix = os.urandom(8).hex()
         self._ids = (f"{prefix}{number:016x}" for number in itertools.count())
         self._schemas: dict[bytes, Schema] = {}
         """The schemas that are known to be in the table."""
-        self._stage = memoryview(b"")
-        """Used inside a transaction only, so by one thread at a time."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial(FragmentStore, max_bytes=self._max_bytes), (self.path,)
@@ -105,7 +97,8 @@ class FragmentStore:
         schemas = {one.schema.schema_id: one.schema for one in packed}
         new = {each: schema for each, schema in schemas.items() if each not in self._schemas}
         with self._environment.write(num_bytes) as transaction:
-            count, held = self._read_totals(transaction)
+            used = transaction.stat(self._payloads)
+            held = used["psize"] * (used["leaf_pages"] + used["overflow_pages"])
             # LMDB would say so later: the map is larger, so that pages in use do not take room from payloads.
             if held + num_bytes > self._max_bytes:
                 raise StoreFullError(
@@ -115,25 +108,13 @@ class FragmentStore:
             for schema_id, schema in new.items():
                 transaction.put(schema_id, schema.text, db=self._schema_table)
             cursor = transaction.cursor(self._payloads)
-            _, added = cursor.putmulti(self._staged(ids, packed), overwrite=False)
+            # One after the other: the bytes of each are let go before those of the next are joined.
+            pairs = ((fragment_id.encode(), one.payload) for fragment_id, one in zip(ids, packed, strict=True))
+            _, added = cursor.putmulti(pairs, overwrite=False)
             assert added == len(ids), "an id was used twice"
-            self._write_totals(transaction, count + len(ids), held + num_bytes)
         # Only now: a transaction that failed has stored no schema.
         self._schemas |= new
         return ids
-
-    def _staged(self, ids: list[str], packed: list[Packed]) -> Iterator[tuple[bytes, Any]]:
-        """Keys and payloads; a large payload lies in memory that the next one is written to again.
-
-        New memory for each would take longer than copying to it.
-        """
-        for fragment_id, one in zip(ids, packed, strict=True):
-            if one.num_bytes < _STAGED_BYTES:
-                yield fragment_id.encode(), one.payload
-                continue
-            if one.num_bytes > len(self._stage):
-                self._stage = memoryview(bytearray(one.num_bytes))
-            yield fragment_id.encode(), one.write(self._stage)
 
     def get_fragment(self, fragment_id: str) -> SampleFragment:
         """The fragment, with arrays of its own; KeyError if it is not there."""
@@ -187,17 +168,8 @@ class FragmentStore:
 
     def delete_fragments(self, fragment_ids: Iterable[str]) -> int:
         """Delete those of them that are there; how many were."""
-        num_deleted = num_bytes = 0
         with self._environment.write() as transaction:
-            cursor = transaction.cursor(self._payloads)
-            for fragment_id in fragment_ids:
-                if cursor.set_key(fragment_id.encode()):
-                    num_bytes += len(cursor.value())
-                    num_deleted += 1
-                    cursor.delete()
-            count, held = self._read_totals(transaction)
-            self._write_totals(transaction, count - num_deleted, held - num_bytes)
-        return num_deleted
+            return sum(transaction.delete(fragment_id.encode(), db=self._payloads) for fragment_id in fragment_ids)
 
     def ids(self) -> list[str]:
         """The ids of all fragments, those of one process in the order in which they were added."""
@@ -208,15 +180,7 @@ class FragmentStore:
         return self._environment.read().get(fragment_id.encode(), db=self._payloads) is not None
 
     def __len__(self) -> int:
-        return self._read_totals(self._environment.read())[0]
-
-    def _read_totals(self, reader: Any) -> tuple[int, int]:
-        """Count and bytes of the payloads, as a snapshot or a transaction has them."""
-        raw = reader.get(_TOTALS_KEY, db=self._totals)
-        return _TOTALS.unpack(raw) if raw is not None else (0, 0)
-
-    def _write_totals(self, transaction: Any, count: int, num_bytes: int) -> None:
-        transaction.put(_TOTALS_KEY, _TOTALS.pack(count, num_bytes), db=self._totals)
+        return int(self._environment.read().stat(self._payloads)["entries"])
 
     def copy(self, path: Path) -> None:
         """A copy in the new folder `path`, on the disk when this returns."""

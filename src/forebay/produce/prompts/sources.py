@@ -212,7 +212,7 @@ def _read_lines(parse: Callable[[Path], Iterator[tuple[int, dict[str, Any]]]], p
 
 def _parse_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     # Bytes, split at newlines only: str.splitlines would also cut a row at U+2028 inside a string.
-    for number, line in enumerate(_read_bytes(path).split(b"\n"), start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         with errors_about(f"{path}, line {number} is not valid JSON", ValueError):
@@ -226,7 +226,7 @@ def _parse_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _parse_json(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """A list of objects; each is numbered by its place."""
     with errors_about(f"{path} is not valid JSON", ValueError):
-        rows = json.loads(_read_bytes(path))
+        rows = json.loads(path.read_bytes())
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"{path} must hold a list of objects with columns; one object a line is a .jsonl file")
     yield from enumerate(rows, start=1)
@@ -236,7 +236,7 @@ def _parse_csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every value is text, as it stands: a number read as a number would lose its zeros."""
     with errors_about(f"{path} is not UTF-8 text; save it as CSV UTF-8", UnicodeDecodeError):
         # "utf-8-sig": spreadsheets put a mark before the first column's name.
-        text = _read_bytes(path).decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     try:
         columns = next(reader, [])
@@ -251,13 +251,6 @@ def _parse_csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield reader.line_num, dict(zip(columns, row, strict=True))
     except csv.Error as error:
         raise ConfigError(f"{path}, line {reader.line_num} is not valid CSV: {error}") from None
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
 
 
 def _read_arrow(path: Path) -> pa.Table:

@@ -33,7 +33,7 @@ import msgspec
 import pyarrow as pa
 
 from forebay.config import errors_about
-from forebay.io.safe_files import sync
+from forebay.io.safe_files import replaced, sync, write_text
 from forebay.replay.format import tables
 from forebay.replay.format.values import damage_named
 from forebay.replay.groups import StoredGroup
@@ -83,7 +83,6 @@ class Manifest(msgspec.Struct, kw_only=True):
 
 
 _COUNTERS = ("next_uid", "next_timestamp_id", "train_steps")
-_TEMPORARY = ".tmp-"
 
 
 @dataclass(frozen=True)
@@ -131,10 +130,8 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
     )
     content = msgspec.to_builtins(manifest)
     content["sha256"] = _digest_of(content)
-    with _published(path, MANIFEST) as file:
-        file.write(json.dumps(content, indent=1).encode())
-    # Before the earlier files go: until now a power cut could bring back their manifest.
-    sync(path)
+    # On the disk before the earlier files go: a power cut cannot bring back their manifest.
+    write_text(path / MANIFEST, json.dumps(content, indent=1))
     for name in os.listdir(path):
         if name not in (MANIFEST, groups.name, rollouts.name) and _is_ours(name):
             (path / name).unlink()
@@ -220,7 +217,7 @@ def _claim(path: Path) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    return name.startswith(_TEMPORARY) or _DATA_FILE.fullmatch(name) is not None
+    return name == f"{MANIFEST}.tmp" or _DATA_FILE.fullmatch(name.removesuffix(".tmp")) is not None
 
 
 class _Measured:
@@ -239,27 +236,15 @@ class _Measured:
         self.num_bytes += self._file.write(data)
 
 
-@contextmanager
-def _published(directory: Path, name: str) -> Iterator[_Measured]:
-    """A file that has its name, its content synced, when the block has ended; nothing is left if it fails."""
-    temporary = directory / f"{_TEMPORARY}{secrets.token_hex(8)}"
-    try:
-        # With the access rights that any new file gets here: others may be meant to read it.
-        with open(temporary, "xb") as file:
-            yield _Measured(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, directory / name)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def _write_arrow(path: Path, kind: str, batches: Iterable[pa.RecordBatch]) -> TableFile:
     """Write one table and return what the manifest says of it."""
     # A name of its own: the file of the earlier snapshot stays until the manifest names this one.
     name = f"{kind}-{secrets.token_hex(8)}.arrow"
-    with _published(path, name) as file, pa.ipc.new_file(file, tables.SCHEMAS[kind]) as writer:
+    with (
+        replaced(path / name) as temporary,
+        temporary.open("wb") as opened,
+        pa.ipc.new_file(file := _Measured(opened), tables.SCHEMAS[kind]) as writer,
+    ):
         for batch in batches:
             writer.write_batch(batch)
     return TableFile(name, file.num_bytes, file.crc32)

@@ -15,17 +15,17 @@ import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
+from pydantic import Field, PositiveInt
 
 from forebay.aio.changed import BufferClosed
 from forebay.aio.gate import Gate, SharedLock
 from forebay.aio.tasks import finish
 from forebay.aio.time_limits import timeout
+from forebay.config import StrictModel
 from forebay.io.channel import STALL_S
-from forebay.io.messages import check_limit
 from forebay.replay.arrival import arrived_row
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.format.packed import GroupCodec, HeldGroup
@@ -363,27 +363,18 @@ MAX_PUT_BYTES = 1 << 30
 """Of groups of all clients that are not stored yet: one of 4 MB from 256 producers at the same time."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(StrictModel):
     """Bounds of a server; see `serve`.
 
     >>> Limits(max_live=1000).max_clients
     900
     """
 
-    max_live: int | None = None
+    max_live: PositiveInt | None = None
     max_frame_bytes: int = messages.MAX_FRAME_BYTES
-    max_clients: int = MAX_CLIENTS
-    max_put_bytes: int = MAX_PUT_BYTES
-    client_limit_s: float = CLIENT_LIMIT_S
-
-    def __post_init__(self) -> None:
-        if self.max_live is not None and self.max_live < 1:
-            raise ValueError(f"max_live must be at least 1 group, or None for no limit, got {self.max_live}")
-        for name in ("max_clients", "max_put_bytes"):
-            if (limit := getattr(self, name)) < 1:
-                raise ValueError(f"{name} must be at least 1, got {limit}")
-        check_limit("client_limit_s", self.client_limit_s)
+    max_clients: PositiveInt = MAX_CLIENTS
+    max_put_bytes: PositiveInt = MAX_PUT_BYTES
+    client_limit_s: float = Field(default=CLIENT_LIMIT_S, gt=0, allow_inf_nan=False)
 
 
 class Outcomes(Generic[Value]):

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forebay.config import parse_config
 from forebay.extras import needed_by
 from forebay.io.address import Address, hide_password, listen, tune
 from forebay.io.channel import Channel
@@ -142,7 +143,7 @@ async def serve(
             a limit is not positive, or there is `max_live` and the buffer has a `limit` as well.
         OSError: something else is at the address.
     """
-    checked = Limits(**limits)
+    checked = parse_config(Limits, limits, source="serve")
     if (most := checked.max_live) is not None and buffer.limit is not None:
         raise ValueError(
             f"either puts wait (max_live {most}) or old groups are evicted (limit {buffer.limit}); leave one out"

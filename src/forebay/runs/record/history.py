@@ -33,7 +33,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from forebay.config import ConfigError
-from forebay.io.safe_files import write_json
+from forebay.io.safe_files import replaced, write_json
 from forebay.ledger import GroupLife
 from forebay.runs.record.columns import IMAGE_COLUMNS, TEXTS, Left, rollouts_table, spans_table
 from forebay.runs.record.grams import LEAST_BYTES, SEARCHED, SUFFIX, TEXT_BYTES, index_texts, write_index
@@ -251,10 +251,8 @@ class _Files:
 def _write(segment: Path, kind: str, first: int, last: int, tables: Iterable[Any]) -> None:
 
     path = segment / f"{kind}_{first:06d}_{last:06d}.parquet"
-    temporary = path.with_suffix(".tmp")
-    with contextlib.ExitStack() as stack:
-        # Gone already after a success. After a failure a full disk gets its room back.
-        stack.callback(temporary.unlink, missing_ok=True)
+    # Not synced: a file that a power cut damages is left out by who reads it.
+    with replaced(path, durable=False) as temporary:
         with contextlib.ExitStack() as open_files:
             writer, index = None, []
             for table in _row_groups(tables):
@@ -266,7 +264,6 @@ def _write(segment: Path, kind: str, first: int, last: int, tables: Iterable[Any
                     index.append(index_texts(table))
         if index and temporary.stat().st_size >= LEAST_BYTES:
             write_index(path, index)
-        temporary.rename(path)
 
 
 def _row_groups(tables: Iterable[Any]) -> Iterator[Any]:

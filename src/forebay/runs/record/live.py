@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from forebay.io.safe_files import is_disk_error
+from forebay.io.safe_files import is_disk_error, replaced
 from forebay.ledger import Ledger
 from forebay.produce import AgentLoopManager
 from forebay.runs.show.live import look_again_and_again
@@ -69,10 +69,9 @@ class LiveFile:
 
     def _write(self, state: str) -> None:
         values = {"unix_time_s": time.time(), "state": state, **self._at(), **self._values()}
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(values, default=str), encoding="utf-8")
-        # Not synced: after a power cut nothing looks for the state of the last second.
-        temporary.replace(self._path)
+        # After a power cut nothing looks for the state of the last second.
+        with replaced(self._path, durable=False) as temporary:
+            temporary.write_text(json.dumps(values, default=str), encoding="utf-8")
 
     async def _write_all(self) -> None:
         try:

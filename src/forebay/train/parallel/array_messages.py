@@ -60,35 +60,25 @@ def receive(channel: BlockingChannel) -> Any:
     return msgspec.msgpack.decode(message.value, ext_hook=lambda _, data: _put_back(data, next(left)))
 
 
-class _Place(msgspec.Struct):
-    """Stands for an array in the value."""
-
-    tensor: bool
-    dtype: str
-    shape: list[int]
-
-
 def _take_out(array: Any, buffers: list[Bytes]) -> msgspec.msgpack.Ext:
-    """The value's entry of an array, whose content is added to `buffers`."""
+    """The value's entry of an array, its dtype and shape; the content is added to `buffers`."""
     if isinstance(array, torch.Tensor):
-        tensor = array.detach().contiguous()
-        place = _Place(True, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
         # As bytes, because numpy has no bfloat16.
-        buffers.append(tensor.flatten().view(torch.uint8).numpy())
+        buffers.append(array.detach().contiguous().flatten().view(torch.uint8).numpy())
     elif isinstance(array, np.ndarray):
-        place = _Place(False, array.dtype.str, list(array.shape))
         buffers.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     else:
         raise TypeError(f"a message holds arrays and plain values, got {type(array).__name__}")
-    return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(place))
+    # That of a tensor begins with "torch.".
+    return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode([str(array.dtype), list(array.shape)]))
 
 
 def _put_back(data: memoryview, buffer: Bytes) -> Any:
     """The array of an entry."""
-    place = msgspec.msgpack.decode(data, type=_Place)
-    if place.tensor:
-        dtype = getattr(torch, place.dtype)
+    name, shape = msgspec.msgpack.decode(data, type=tuple[str, list[int]])
+    if name.startswith("torch."):
+        dtype = getattr(torch, name.removeprefix("torch."))
         # torch makes no view of an empty buffer.
         flat = torch.from_numpy(buffer).view(dtype) if len(buffer) else torch.empty(0, dtype=dtype)
-        return flat.reshape(place.shape)
-    return buffer.view(place.dtype).reshape(place.shape)
+        return flat.reshape(shape)
+    return buffer.view(name).reshape(shape)

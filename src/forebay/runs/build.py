@@ -85,8 +85,6 @@ class Run(rollout_parts.Rollouts):
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="compute")
     )
     timer: PhaseTimer = field(default_factory=PhaseTimer)
-    longest_s: dict[str, float] = field(default_factory=dict)
-    """By phase, of this process."""
     train_step: int = 0
     """Finished train steps."""
     history: list[dict[str, float]] = field(default_factory=list)

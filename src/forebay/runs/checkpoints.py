@@ -199,18 +199,14 @@ def phase(run: Run, name: str, stage: str | None = None) -> Iterator[None]:
     One of a stage that takes `stall_after_s`, and three times as long as any before, is warned of: it may hang.
     """
     run.display.phase(name)
-    if stage is None:
-        with run.timer.phase(name):
-            yield
-        return
-    longest_s, loop = run.longest_s.get(name, 0.0), asyncio.get_running_loop()
-    limit_s, begun_s = max(run.config.produce.stall_after_s, 3 * longest_s), loop.time()
-    before = f"; the longest before took {longest_s:.3g} s" if longest_s else ""
-    warning = f"{name} in step {run.train_step + 1} has taken {limit_s:g} s and goes on{before}"
-    late = loop.call_later(limit_s, run.display.warning, warning)
-    try:
-        with run.timer.phase(name), run.activities.span(stage, f"step {run.train_step + 1}"):
-            yield
-    finally:
-        late.cancel()
-        run.longest_s[name] = max(longest_s, loop.time() - begun_s)
+    with run.timer.phase(name), contextlib.ExitStack() as parts:
+        if stage is not None:
+            step, longest_s = (
+                run.train_step + 1,
+                max((row.get(f"time/{name}_s", 0.0) for row in run.history), default=0.0),
+            )
+            limit_s = max(run.config.produce.stall_after_s, 3 * longest_s)
+            warning = f"{name} in step {step} has taken {limit_s:g} s and goes on; before, at most {longest_s:.3g} s"
+            parts.callback(asyncio.get_running_loop().call_later(limit_s, run.display.warning, warning).cancel)
+            parts.enter_context(run.activities.span(stage, f"step {step}"))
+        yield

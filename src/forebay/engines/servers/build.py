@@ -30,7 +30,7 @@ from forebay.engines.base import Engine, EngineSurroundings, numbered, scalable
 from forebay.engines.servers.dialects import MODEL_NAME, Call, Dialect, SGLang
 from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
-from forebay.engines.servers.sender import PROGRAM, device_to_send_from
+from forebay.engines.servers.sender import PROGRAM
 from forebay.engines.weights.files import WeightFiles, shared_weights, write_untied
 from forebay.io.address import is_loopback
 from forebay.models import context_of, find_device
@@ -113,8 +113,6 @@ class HTTPArguments(StrictModel, strict=True):
                 raise ConfigError(f"urls holds {url!r}, which is no address; write it like 'http://127.0.0.1:8000'")
         return self
 
-
-_Asked = tuple[str, int, str | None]
 
 _OF_THE_TRAINER = dict.fromkeys(("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
 """Settings of torch's allocator that no server inherits: one whose segments expand cannot sleep."""
@@ -237,7 +235,7 @@ def _at_addresses(
     engine: Callable[..., HTTPEngine],
     arguments: dict[str, Any],
     files: WeightFiles,
-    ask: Callable[[str], _Asked],
+    ask: Callable[[str], tuple[str, int, str | None]],
     *urls: str,
 ) -> list[HTTPEngine]:
     """Engines for servers that run already: weights are sent to all of them, or all get files.
@@ -275,15 +273,24 @@ def _get(url: str, call: Call, key: str | None) -> Any:
 
 
 def _sender_device(dialect: Dialect, own: str, key: str | None, url: str) -> str | None:
-    """From where to send weights to the server at `url`; None: it does not say that it has the plug-in."""
+    """Where a `Sender` to the vLLM server at `url` sends from: `own`, this process's device, or the CPU.
+
+    None: the server does not say that it has the plug-in.
+    """
     try:
-        return device_to_send_from(own, _get(url, dialect.info, key))
+        config = _get(url, dialect.info, key).get("vllm_config") or {}
     except HTTPError as error:
         error.close()
         return None
+    if (config.get("weight_transfer_config") or {}).get("backend") != "forebay":
+        return None
+    theirs = (config.get("device_config") or {}).get("device")
+    return own if theirs and own.startswith(theirs) else "cpu"
 
 
-def _ask(wanted: int | None, key: str | None, find: Callable[[str], str | None] | None, url: str) -> _Asked:
+def _ask(
+    wanted: int | None, key: str | None, find: Callable[[str], str | None] | None, url: str
+) -> tuple[str, int, str | None]:
     """The name of the model that the server at `url` serves, the context to use, the device that `find` says."""
     try:
         model = _get(url, Dialect.models, key)["data"][0]

@@ -10,8 +10,6 @@ It reads the memory that ranks fill, as servers of this machine do. In a process
 hangs can be ended, whatever library it hangs in. `forebay_vllm/forebay_group.py` is the program.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -19,7 +17,7 @@ import logging
 import secrets
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -75,7 +73,7 @@ class Sender:
         return self._place
 
     @contextlib.asynccontextmanager
-    async def sending(self, bucket: Bucket) -> AsyncIterator[None]:
+    async def sending(self, bucket: "Bucket") -> AsyncIterator[None]:
         """Send it while the server is told to take it; when this ends, the workers have it.
 
         Raises:
@@ -111,15 +109,3 @@ class Sender:
         self.kill()
         if self._process is not None:
             await self._process.wait()
-
-
-def device_to_send_from(own: str, info: Mapping[str, Any]) -> str | None:
-    """The device of a `Sender` for a vLLM server that says `info` of itself; None: it does not say it has the plug-in.
-
-    `own` is the device of this process.
-    """
-    config = info.get("vllm_config") or {}
-    if (config.get("weight_transfer_config") or {}).get("backend") != "forebay":
-        return None
-    theirs = (config.get("device_config") or {}).get("device")
-    return own if theirs and own.startswith(theirs) else "cpu"

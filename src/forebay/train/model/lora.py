@@ -127,8 +127,7 @@ def own_blocks(
             continue
         value, adapts = parameter.detach(), merged and layer is not None
         # Cast before it travels, where nothing is added to it.
-        sent = value if adapts else value.to(only[name].dtype)
-        place, block = ((), whole(sent)) if are_whole else own_block(value)
+        place, block = ((), whole(value if adapts else value.to(only[name].dtype))) if are_whole else own_block(value)
         if adapts:
             with torch.no_grad():
                 block = block + layer.get_delta_weight(ADAPTER)[place].to(block.device, block.dtype)

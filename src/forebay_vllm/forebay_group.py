@@ -26,7 +26,7 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, and not in its list
 
 SLICE_BYTES = 64 << 20
-"""The bytes that travel at once; a sender's GPU has room for so many."""
+"""The bytes that travel at once, as the sender has it; its GPU has room for so many."""
 
 
 class Group:
@@ -40,7 +40,7 @@ class Group:
 
     def __init__(self, place: Mapping[str, Any], store: Any, rank: int, device: torch.device) -> None:
         """Returns once all are there, with a connection that has carried a byte."""
-        is_nccl = place["backend"] == "nccl"
+        is_nccl, before = place["backend"] == "nccl", os.environ.get("TORCH_NCCL_BLOCKING_WAIT")
         kind: Any = dist.ProcessGroupNCCL if is_nccl else dist.ProcessGroupGloo
         self._device = device if is_nccl else torch.device("cpu")
         options = kind.Options() if is_nccl else kind._Options()
@@ -51,7 +51,10 @@ class Group:
             # Left to itself, gloo takes the address of the machine's name.
             options._devices = [kind.create_device(hostname=own_address(place["host"]))]
         options._timeout = timedelta(seconds=place["limit_s"])
-        self._group = kind(store, rank, place["size"], options)
+        self._group, self._slice_bytes = kind(store, rank, place["size"], options), int(place["slice_bytes"])
+        if is_nccl and before is None:
+            # Of this group alone.
+            del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
         # NCCL connects with the first.
         self.carry(torch.zeros(1, dtype=torch.uint8, device=self._device))
 
@@ -66,7 +69,7 @@ class Group:
 
     def carry(self, data: torch.Tensor) -> None:
         """Give these bytes of the sender to all workers, in place of theirs."""
-        for part in data.split(SLICE_BYTES):  # type: ignore[no-untyped-call]
+        for part in data.split(self._slice_bytes):  # type: ignore[no-untyped-call]
             self._group.broadcast([part.to(self._device)], dist.BroadcastOptions()).wait()
 
     def receive(self, num_bytes: int) -> torch.Tensor:
@@ -95,14 +98,15 @@ def main(server: str, num_workers: str, device: str, token: str, limit_s: str) -
         (host, port), limit = listener.getsockname(), timedelta(seconds=float(limit_s))
         store = TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
         place = {"host": host, "port": port, "token": token, "size": int(num_workers) + 1, "limit_s": float(limit_s)}
-        place["backend"] = "gloo" if device == "cpu" else "nccl"
+        place |= {"backend": "gloo" if device == "cpu" else "nccl", "slice_bytes": SLICE_BYTES}
         print(json.dumps(place), file=answers)
         group = Group(place, PrefixStore(token, store), 0, torch.device(device))
         for line in sys.stdin:
             path, num_bytes = json.loads(line)
             group.carry(torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8))
             print(json.dumps({"sent": num_bytes}), file=answers)
-    except (OSError, RuntimeError) as error:
+    # Whatever a library raises: who started this has to learn of it.
+    except Exception as error:
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers)
 
 

@@ -195,6 +195,9 @@ def test_a_sync_between_machines_is_gathered_on_the_first_and_goes_on_by_ray(mod
     assert plan(model, "4xH100-80GB", ranks=4).sync_bytes == 0
     two = plan(model, "4x2xH100-80GB", cluster=RAY, ranks=4)
     assert two.sync_bytes == 3 * num_bytes
+    # A machine that has all slices gathers from no other.
+    hybrid = plan(model, "4x2xH100-80GB", cluster=RAY, ranks=4, parallel={"replicas": 2})
+    assert hybrid.sync_bytes == 2 * num_bytes
 
 
 def test_a_sync_is_of_adapters_alone_where_engines_take_them(model: Path) -> None:

@@ -397,4 +397,4 @@ def test_a_train_step_that_hangs_is_told_once():
 
     run(main())
     # The first is below the limit, and the last two are within three times the longest before.
-    assert told == ["train in step 7 has taken 27 s and goes on; before, at most 9 s"]
+    assert told == ["train has taken 27 s and goes on; before, at most 9 s"]

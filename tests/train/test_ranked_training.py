@@ -330,6 +330,12 @@ def test_an_engine_gets_whole_merged_weights(make_model, make_groups, ranks, set
     # As ranks that are not all on this machine.
     monkeypatch.setattr(ranks, "are_apart", True)
     asyncio.run(two.sync_weights(gathered))
+    # For engines in bfloat16 they are cast before they travel.
+    layout, num_bytes = lay_out((name, weight.bfloat16()) for name, weight in two._learner.sizes())
+    halves = MemoryFile(num_bytes), MemoryFile(num_bytes)
+    for memory, ranks.are_apart in zip(halves, (False, True), strict=True):
+        two._learner.copy_weights(layout, memory)
+    assert torch.equal(*(memory.data for memory in halves))
     torch.testing.assert_close(plain.weights, expected.weights, atol=1e-4, rtol=1e-4)
     for got in (mapped, gathered):
         assert got.model_step == 1

@@ -132,7 +132,7 @@ def _lines_that_stand(path: Path, num_bytes: int | None, after: Place) -> tuple[
                 break
             if not line.endswith(b"}\n"):
                 # Cut short, unless it does not even begin as one.
-                if line.strip() and not line.startswith(b"{"):
+                if line.strip(b"\0\n") and not line.startswith(b"{"):
                     problem = problem or f"{str(path)!r} line {place + 1} is not a ledger's: {line[:60]!r}"
                 continue
             checksum = _CHECKSUM.search(line)

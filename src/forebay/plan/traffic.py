@@ -149,9 +149,10 @@ def sync_cost(config: RunConfig, device: Device, step: StepMemory) -> tuple[floa
     # Servers without buckets read a file, which is written first.
     by_file = is_server and (alone or (not is_beside and (name == "sglang" or "urls" in arguments)))
     num_bytes, places = step.gradient_bytes if alone else whole, find_places(config, device)
-    # Ranks of several machines make each weight whole on all of them; every rank has all adapters.
-    there = 0 if alone else num_bytes * (places.ranks - 1)
-    there_s = _seconds(device, num_bytes, places.ranks, 1) if there else 0
+    # Ranks of several machines make each weight whole, on all that slice it; every rank has all adapters.
+    machines = -(-config.train.ranks // config.train.parallel.replicas // places.ranks_each)
+    there = 0 if alone else num_bytes * (machines - 1)
+    there_s = _seconds(device, num_bytes, machines, 1) if there else 0
     if config.cluster is None:
         # Into the host's memory, and out of it into that of an engine in another process.
         through_host = by_file or config.train.ranks > 1 or name == "process" or (is_server and not is_beside)

@@ -27,7 +27,7 @@ from forebay.runs.folder import checkpoint_path, list_checkpoints, prune_checkpo
 from forebay.runs.placement import device_fact
 from forebay.runs.store import holder_name, keeps_consumed, store_of
 from forebay.types import Status
-from forebay.watching.activity import CHECKPOINT
+from forebay.watching.activity import CHECKPOINT, SYNC, TRAIN
 
 T = TypeVar("T")
 
@@ -46,11 +46,11 @@ async def begin_checkpoint(run: Run) -> None:
     this order.
     An error of the writing is raised by the next of these verbs, or by the next `fit`.
     """
-    await checkpoint_written(run)
     final = checkpoint_path(run.folder, run.train_step)
-    if final.exists():
-        return
     with phase(run, "checkpoint", CHECKPOINT):
+        await checkpoint_written(run)
+        if final.exists():
+            return
         cut = await run.manager.cut(final / "manager", train_step=run.train_step)
         state = {
             "train_step": run.train_step,
@@ -196,17 +196,16 @@ async def compute(run: Run, function: Callable[..., T], *args: Any) -> T:
 def phase(run: Run, name: str, stage: str | None = None) -> Iterator[None]:
     """Show that the run now does `name`, count its time, and register it as an activity of that stage.
 
-    One of a stage that takes `stall_after_s`, and three times as long as any before, is warned of: it may hang.
+    Training, a sync or a checkpoint that takes `stall_after_s`, and three times as long as any before, may hang, and
+    is warned of; what production has to end has a stall watch.
     """
     run.display.phase(name)
     with run.timer.phase(name), contextlib.ExitStack() as parts:
         if stage is not None:
-            step, longest_s = (
-                run.train_step + 1,
-                max((row.get(f"time/{name}_s", 0.0) for row in run.history), default=0.0),
-            )
+            parts.enter_context(run.activities.span(stage, f"step {run.train_step + 1}"))
+        if stage in (TRAIN, SYNC, CHECKPOINT):
+            longest_s = max((row.get(f"time/{name}_s", 0.0) for row in run.history), default=0.0)
             limit_s = max(run.config.produce.stall_after_s, 3 * longest_s)
-            warning = f"{name} in step {step} has taken {limit_s:g} s and goes on; before, at most {longest_s:.3g} s"
+            warning = f"{name} has taken {limit_s:g} s and goes on; before, at most {longest_s:.3g} s"
             parts.callback(asyncio.get_running_loop().call_later(limit_s, run.display.warning, warning).cancel)
-            parts.enter_context(run.activities.span(stage, f"step {step}"))
         yield

@@ -239,8 +239,12 @@ async def test_weights_are_sent_where_all_servers_have_the_plugin_and_no_folder_
     with pytest.raises(ValueError, match=f"start {servers[1].url} with Forebay's plug-in"):
         await asyncio.to_thread(engines[0].another, servers[1].url)
     plain = await start_fake(fake_kinds["FakeVLLM"])
-    assert not any(map(is_sent, await build(tiny, tmp_path, plain)))
+    by_files = await build(tiny, tmp_path, plain)
+    assert not any(map(is_sent, by_files))
     monkeypatch.setattr("forebay.engines.servers.build.is_loopback", lambda host: False)
     with pytest.raises(ConfigError, match=f"set weights_folder to .*, or start {plain.url} with Forebay's plug-in"):
         await build(tiny, tmp_path, servers[0], plain)
     assert all(map(is_sent, await build(tiny, tmp_path, servers[0])))
+    # One with the plug-in that joins those that take files of this machine.
+    with pytest.raises(ConfigError, match="set weights_folder to .*, or start the first ones with Forebay's plug-in"):
+        await asyncio.to_thread(by_files[0].another, servers[0].url)

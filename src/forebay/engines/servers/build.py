@@ -250,10 +250,11 @@ def _at_addresses(
     asked = [(url.rstrip("/"), *ask(url.rstrip("/"))) for url in urls]
     names = ", ".join(lacking := [url for url, _, _, device in asked if device is None])
     are_here = all(is_loopback(urlsplit(url).hostname or "") for url in urls)
-    if lacking and arguments.get("weights_folder") is None and (files.bucket_device or not are_here):
+    by_files = lacking or (files.num_users and not files.bucket_device)
+    if by_files and arguments.get("weights_folder") is None and (files.bucket_device or not are_here):
         raise ConfigError(
-            f"set weights_folder to a folder that every server sees, or start {names} with Forebay's plug-in, by "
-            f"which weights get to another machine (docs/engines.md)"
+            f"set weights_folder to a folder that every server sees, or start {names or 'the first ones'} with "
+            f"Forebay's plug-in, by which whole weights get to another machine (docs/engines.md)"
         )
     if lacking and len(lacking) < len(urls):
         logger.warning("all servers get weights in files, since %s lacks Forebay's plug-in", names)

@@ -16,7 +16,7 @@ import json
 import logging
 import secrets
 import sys
-from asyncio.subprocess import DEVNULL, PIPE
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,14 +62,17 @@ class Sender:
             EngineLost: it does not start, or the server does not say how many workers it has.
         """
         if self._device is not None and not self._place:
+            if self._process is not None and not self._has_sent and self._device != "cpu":
+                logger.warning("no weights got to %s by NCCL: they are sent by gloo from now on", self._link)
+                self._device = "cpu"
             await self.close()
             workers = (await self._link.do([self._link.dialect.workers]))["world_size"]
             host, token = urlsplit(str(self._link)).hostname, secrets.token_hex(16)
             command = [sys.executable, PROGRAM, host, workers, self._device, token, CONTROL_LIMIT_S]
             self._process = await asyncio.create_subprocess_exec(
-                *map(str, command), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
+                *map(str, command), stdin=PIPE, stdout=PIPE, start_new_session=True
             )
-            self._place, self._has_sent = await self._answer(), False
+            self._place = await self._answer()
         return self._place
 
     @contextlib.asynccontextmanager
@@ -96,9 +99,6 @@ class Sender:
 
     def kill(self) -> None:
         """End the process, whatever it does: the server is lost, and its workers' group with it."""
-        if self._place and not self._has_sent and self._device != "cpu":
-            logger.warning("no weights got to %s by NCCL: they are sent by gloo from now on", self._link)
-            self._device = "cpu"
         self._place = {}
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):

@@ -4,7 +4,7 @@
 
     folder of the model --its name--> RankWorker of each rank: reads its own slices
     batch --Ranks.call--> the passes of its own packs --> joined by response token
-    weights: every rank writes its own blocks into memory that engines map, or sends them, some at a time
+    weights: every rank writes its own blocks into memory that engines map, or the first one all
     a checkpoint: every rank writes its own files, beside whatever comes next
 
 It has the methods of `Learner` that `TrainController` uses, and no model: that lives with the ranks.

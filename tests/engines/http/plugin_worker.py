@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -45,6 +46,9 @@ def main(plugin: str, fatal: int = 0, num_slices: int = 0) -> None:
         stand_in(name)
     stand_in("vllm.distributed.weight_transfer.factory", WeightTransferEngineFactory=None)
     stand_in("vllm.distributed.weight_transfer.ipc_engine", IPCWeightTransferEngine=IPCWeightTransferEngine)
+    for name in ("vllm.model_executor", "vllm.model_executor.model_loader"):
+        stand_in(name)
+    stand_in("vllm.model_executor.model_loader.mtp_validation", disable_mtp_completeness_check=nullcontext)
     from forebay_transfer import ForebayTransfer
 
     engine, options = ForebayTransfer(), dist.BroadcastOptions

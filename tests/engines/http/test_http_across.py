@@ -246,5 +246,5 @@ async def test_weights_are_sent_where_all_servers_have_the_plugin_and_no_folder_
         await build(tiny, tmp_path, servers[0], plain)
     assert all(map(is_sent, await build(tiny, tmp_path, servers[0])))
     # One with the plug-in that joins those that take files of this machine.
-    with pytest.raises(ConfigError, match="set weights_folder to .*, or start the first ones with Forebay's plug-in"):
+    with pytest.raises(ConfigError, match=r"set weights_folder to .*, or start the first ones with Forebay's plug-in"):
         await asyncio.to_thread(by_files[0].another, servers[0].url)

@@ -164,13 +164,8 @@ class ProduceConfig(StrictModel):
 
 
 ASYNC_ONLY = (
-    "max_staleness",
-    "staleness_rule",
-    "over_sample_threshold",
-    "enable_partial_rollout",
-    "tail_batch_trigger_size",
-    "tail_batch_max_tries",
-    "max_retries",
+    *("max_staleness", "staleness_rule", "over_sample_threshold", "enable_partial_rollout"),
+    *("tail_batch_trigger_size", "tail_batch_max_tries", "max_retries"),
 )
 """Keys of ``[produce]`` that are options of the asynchronous strategy."""
 

@@ -84,20 +84,8 @@ def draw_operation(draw: Random, number: int) -> Callable[[StorageBackend], Awai
 
 
 _VALUES = (
-    0,
-    1,
-    2.5,
-    4,
-    10**30,
-    float("inf"),
-    True,
-    "3",
-    "math",
-    "completed",
-    "archived",
-    Status.FAILED,
-    "' OR 1=1",
-    None,
+    *(0, 1, 2.5, 4, 10**30, float("inf"), True),
+    *("3", "math", "completed", "archived", Status.FAILED, "' OR 1=1", None),
 )
 
 

@@ -272,23 +272,18 @@ def _check_text(array: np.ndarray[Any, Any]) -> None:
         _check_text(array[name])
 
 
+_OF_DAMAGE = (
+    *(ArithmeticError, AttributeError, LookupError, MemoryError, NotImplementedError),
+    *(OSError, RecursionError, SyntaxError, TypeError, ValueError),
+)
+
+
 @contextmanager
 def damage_named(what: str) -> Iterator[None]:
     """Turn whatever foreign content does to the code within into one ValueError that begins with `what`."""
     try:
         yield
-    except (
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        MemoryError,
-        NotImplementedError,
-        OSError,
-        RecursionError,
-        SyntaxError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except _OF_DAMAGE as error:
         reason = str(error)[:200] or type(error).__name__
         raise ValueError(f"{what} is damaged, or was made by another program: {reason}") from error
 

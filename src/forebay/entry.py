@@ -22,8 +22,7 @@ from typing import Any, ParamSpec
 from forebay import given
 from forebay.config import ConfigError, apply_overrides, parse_config, read_toml
 from forebay.metrics import read_jsonl
-from forebay.runs.config import RunConfig
-from forebay.runs.early import load_ranks
+from forebay.runs.config import RunConfig, load_ranks
 from forebay.runs.folder import RUN_FILE
 
 logger = logging.getLogger(__name__)

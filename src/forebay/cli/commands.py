@@ -43,8 +43,7 @@ from forebay.cli import replay as replay_cli
 from forebay.cli import simulate as simulate_cli
 from forebay.cli.errors import MARKUP, Overrides, one_message, say
 from forebay.config import ConfigError, load_config, read_toml
-from forebay.runs.config import RunConfig, to_toml
-from forebay.runs.early import load_ranks
+from forebay.runs.config import RunConfig, load_ranks, to_toml
 from forebay.runs.folder import RUN_FILE, saved_as
 from forebay.tracebacks import INTERRUPTED
 from forebay.train import presets

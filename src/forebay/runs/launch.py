@@ -204,7 +204,7 @@ def _lost_part(run: Run, error: Exception) -> str:
 
 async def _back_to_checkpoint(run: Run, reason: str) -> Run:
     config, display = run.config, run.display
-    # What is lost is not to be frozen with what takes its place.
+    # Lost parts are not to be frozen with those that take their place.
     gc.collect()
     checkpoints = run_folder.list_checkpoints(config.folder)
     # Before the first one nothing was trained or produced that would have to be taken back.

@@ -206,13 +206,11 @@ def check_prompt_lengths(
     return _subset(prompts, kept, logging.WARNING, f"longer than {limit_tokens} tokens")
 
 
-def _lengths(
-    prompts: Sequence[Prompt], tokenizer: ChatTokenizer, tools: list[dict[str, Any]] | None
-) -> Iterator[int]:
+def _lengths(prompts: Sequence[Prompt], tokenizer: ChatTokenizer, tools: list[dict[str, Any]] | None) -> Iterator[int]:
     """`num_prompt_tokens` of each, in less than half of the time: of plain chats, a call for many."""
     for begin in range(0, len(prompts), 256):
         some, lengths = [*prompts[begin : begin + 256]], list[int]()
-        if all(prompt.tools is prompt.tool_choice is prompt.mm_info is None for prompt in some):
+        if all(each.tools is None and each.tool_choice is None and each.mm_info is None for each in some):
             # An error names no prompt: one at a time, the one that has it comes up again.
             with suppress(Exception):
                 chats: Any = [with_pictures(prompt.message, ()) for prompt in some]

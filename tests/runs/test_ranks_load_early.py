@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from forebay.runs import early
-from forebay.runs.config import RunConfig
+from forebay.runs import config
+from forebay.runs.config import RunConfig, load_ranks
 
 TABLES = {
     "name": "run",
@@ -29,9 +29,9 @@ tasks = [{ name = "task", data = { source = "sorting" }, judge = { name = "exact
 """
 SCRIPT = """
 import sys
-from forebay.runs import early
+from forebay.runs import config
 from forebay.cli import main
-early.start_loading = lambda: sys.exit("torch" in sys.modules and "it is late" or "it is early")
+config.start_loading = lambda: sys.exit("torch" in sys.modules and "it is late" or "it is early")
 main()
 """
 
@@ -49,9 +49,9 @@ main()
 )
 def test_it_begins_where_the_trainer_is_not_in_the_process_of_the_run(tables, gpu, begins, monkeypatch):
     begun = []
-    monkeypatch.setattr(early, "start_loading", lambda: begun.append(True))
-    monkeypatch.setattr(early, "_GPUS", ("/",) if gpu else ())
-    early.load_ranks(RunConfig.model_validate(TABLES | tables))
+    monkeypatch.setattr(config, "start_loading", lambda: begun.append(True))
+    monkeypatch.setattr(config, "_GPUS", ("/",) if gpu else ())
+    load_ranks(RunConfig.model_validate(TABLES | tables))
     assert bool(begun) is begins
 
 

@@ -22,7 +22,7 @@ from typing import Any, ParamSpec
 from forebay import given
 from forebay.config import ConfigError, apply_overrides, parse_config, read_toml
 from forebay.metrics import read_jsonl
-from forebay.runs.config import RunConfig
+from forebay.runs.config import RunConfig, load_ranks
 from forebay.runs.folder import RUN_FILE
 
 logger = logging.getLogger(__name__)
@@ -86,9 +86,6 @@ async def run_async(
         ConfigError: something does not fit.
         ProductionError, StallError, FloatingPointError, PartLost, DiskError: as `forebay.runs.launch.launch`.
     """
-    from forebay.plan import fit_memory
-    from forebay.runs.launch import launch
-
     # The folder may have been moved.
     folder = None if resume is None else await asyncio.to_thread(Path(resume).resolve)
     tables, beside = _tables(config, folder)
@@ -107,6 +104,10 @@ async def run_async(
             )
         if folder is not None:
             read = read.model_copy(update={"output": folder.parent, "name": folder.name})
+        load_ranks(read)
+        from forebay.plan import fit_memory
+        from forebay.runs.launch import launch
+
         read, warning = await asyncio.to_thread(fit_memory, read)
         if warning is not None:
             logger.warning("%s", warning)

@@ -8,7 +8,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from forebay.config import ConfigError
-from forebay.produce.prompts.dataset import DataConfig, Prompt, check_prompt_lengths, hold_out, load_prompts
+from forebay.models.tiny import character_tokenizer
+from forebay.produce.prompts.dataset import (
+    DataConfig,
+    Prompt,
+    check_prompt_lengths,
+    hold_out,
+    load_prompts,
+    num_prompt_tokens,
+)
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": i} for i in range(10)]
 
@@ -333,6 +341,26 @@ def test_too_long_prompts_are_an_error_or_dropped(caplog) -> None:
     assert "2 of 3 prompts are left out: longer than" in caplog.text
     with pytest.raises(ConfigError, match="all 3 prompts are longer than 1 tokens"):
         check_prompt_lengths(prompts, CharacterTokenizer(), 1, "drop")
+
+
+def test_many_prompts_are_rendered_at_once_and_each_counts_as_it_does_alone() -> None:
+    tokenizer = character_tokenizer("abcdef")
+    prompts = chats(*("a" * (1 + index % 7) for index in range(700)))
+    calls = []
+    render = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda *given, **options: calls.append(given) or render(*given, **options)
+    alone = [num_prompt_tokens(prompt, tokenizer) for prompt in prompts]
+    calls.clear()
+    for limit in range(2, 8):
+        kept = check_prompt_lengths(prompts, tokenizer, limit, "drop")
+        assert texts(kept) == texts([prompts[i] for i in range(700) if alone[i] <= limit])
+    assert len(calls) < 30
+    with pytest.raises(ConfigError, match="prompt 3 has 5 tokens"):
+        check_prompt_lengths(prompts, tokenizer, 4)
+    with pytest.raises(ConfigError, match=r"row 501: the model has no token for the character 'z'"):
+        check_prompt_lengths(
+            [*prompts[:501], Prompt(message=[{"role": "user", "content": "z"}], place="row 501")], tokenizer, 9
+        )
 
 
 def test_a_csv_file_is_text_by_column(tmp_path) -> None:

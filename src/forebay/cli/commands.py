@@ -43,7 +43,7 @@ from forebay.cli import replay as replay_cli
 from forebay.cli import simulate as simulate_cli
 from forebay.cli.errors import MARKUP, Overrides, one_message, say
 from forebay.config import ConfigError, load_config, read_toml
-from forebay.runs.config import RunConfig, to_toml
+from forebay.runs.config import RunConfig, load_ranks, to_toml
 from forebay.runs.folder import RUN_FILE, saved_as
 from forebay.tracebacks import INTERRUPTED
 from forebay.train import presets
@@ -193,6 +193,7 @@ def _train(run_file: Path | None, overrides: list[str], dry_run: bool, resume: P
             plan_cli.show_plan_here(config, Console(stderr=True))
         return
     if isinstance(config, RunConfig):
+        load_ranks(config)
         # Late: they load torch and transformers, which most commands do without.
         from forebay.plan import fit_memory
         from forebay.runs.launch import launch

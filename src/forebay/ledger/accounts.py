@@ -126,15 +126,8 @@ class Ledger:
                 raise ValueError(f"group {group_id!r}: {name} must be from 0 to {books.MAX_COUNT}, got {count!r}")
         if event == books.DROPPED and not reason:
             raise ValueError(f"group {group_id!r} was dropped: give the reason, got {reason!r}")
-        given = {
-            "reason": reason,
-            "train_step": train_step,
-            "num_tokens": num_tokens,
-            "latency_s": latency_s,
-            "score": score,
-            **details,
-        }
-        said = {name: value for name, value in given.items() if value is not None}
+        given = {"reason": reason, "train_step": train_step, "num_tokens": num_tokens, "latency_s": latency_s}
+        said = {name: value for name, value in (given | {"score": score, **details}).items() if value is not None}
         line = {"time_s": self._clock(), "event": event, "task": task_name, "group": group_id, **said}
         # Written first: a line that no file takes must not be in the books alone.
         self._write(line)

@@ -83,8 +83,10 @@ class Histories:
         self._ask("BEGIN")
         # Names as JSON: 4 is not "4", a number has any size, and a text every character that a line holds.
         self._ask(f"CREATE TABLE IF NOT EXISTS settled (name PRIMARY KEY, {', '.join(_COLUMNS)}) WITHOUT ROWID")
-        opened = self._ask(f"SELECT * FROM settled WHERE place IN {OPEN}") if loads_open else ()
-        self._open |= {json.loads(name): dict(zip(_COLUMNS, row, strict=True)) for name, *row in opened}
+        opened = list(self._ask(f"SELECT * FROM settled WHERE place IN {OPEN}")) if loads_open else []
+        # Names all at once, which takes a tenth of the time of one after the other.
+        names = json.loads(f"[{','.join(row[0] for row in opened)}]")
+        self._open |= {n: dict(zip(_COLUMNS, row[1:], strict=True)) for n, row in zip(names, opened, strict=True)}
         self._lock = threading.Lock()
         """A thread that plans an epoch reads beside the events."""
         sums = sums or {"counts": {}, "totals": {}, "powers": [], "repeated": 0}
@@ -127,7 +129,9 @@ class Histories:
         """Place and tokens of those of the groups that have events."""
         with self._lock:
             found = {each: (row["place"], row["num_tokens"]) for each in group_ids if (row := self._open.get(each))}
-            names = {json.dumps(each): each for each in group_ids if each not in found}
+            others = [each for each in group_ids if each not in found]
+            # A line each: no text in JSON has an end of a line.
+            names = dict(zip(json.dumps(others, separators=("\n", ":"))[1:-1].split("\n"), others, strict=False))
             asked = "SELECT name, place, num_tokens FROM settled WHERE name IN (SELECT value FROM json_each(?))"
             rows = self._ask(asked, json.dumps([*names]))
             return found | {names[name]: (place, num_tokens) for name, place, num_tokens in rows}

@@ -1,5 +1,6 @@
 """The run file: every table of it, composed from the config models that stand beside what they build."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from forebay.agents import check_agent
 from forebay.config import Component, ConfigError, StrictModel, check_arguments, errors_about, import_object, look_up
 from forebay.engines import EngineConfig, find_engine
 from forebay.evaluate import EvalConfig, TaskEvalConfig
+from forebay.io.forked import start_loading
 from forebay.judges import JudgeConfig, build_judge
 from forebay.metrics import MetricsConfig
 from forebay.models import DEVICE_PATTERN, ModelConfig
@@ -164,14 +166,9 @@ class ProduceConfig(StrictModel):
 
 
 ASYNC_ONLY = (
-    "max_staleness",
-    "staleness_rule",
-    "over_sample_threshold",
-    "enable_partial_rollout",
-    "tail_batch_trigger_size",
-    "tail_batch_max_tries",
-    "max_retries",
-)
+    "max_staleness staleness_rule over_sample_threshold enable_partial_rollout "
+    "tail_batch_trigger_size tail_batch_max_tries max_retries"
+).split()
 """Keys of ``[produce]`` that are options of the asynchronous strategy."""
 
 
@@ -389,6 +386,17 @@ def check_cluster(config: RunConfig) -> None:
     model = import_object("cluster", CLUSTER_ARGUMENTS[name])
     check_arguments("cluster", name, model, arguments)
     model(**arguments).check(config)
+
+
+_GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""Files of drivers, asked before torch is loaded, which knows better. A wrong guess costs time alone."""
+
+
+def load_ranks(config: RunConfig) -> None:
+    """Have the libraries of ranks that the run starts loaded from now on, beside those of this process."""
+    is_beside = config.produce.mode == "separate" and (config.device == "cpu" or not any(map(os.path.exists, _GPUS)))
+    if config.cluster is None and (config.train.ranks > 1 or is_beside):
+        start_loading()
 
 
 def _check_task(number: int, task: TaskConfig) -> None:

@@ -147,7 +147,8 @@ def check_lengths(config: RunConfig, model_folder: Path, data: Sequence[TaskData
         ConfigError: a prompt is too long, or has characters that the model does not know.
     """
     prompts = (prompt for part in data for prompts in part[:2] for prompt in prompts)
-    if any(prompt.mm_info for prompt in prompts):
+    # In this order: each prompt is made to be looked at.
+    if config.train.parallel.context > 1 and any(prompt.mm_info for prompt in prompts):
         config.train.parallel.check_images()
     context = config.model.max_context or context_of(model_folder)
     if context is None:

@@ -83,22 +83,8 @@ def draw_operation(draw: Random, number: int) -> Callable[[StorageBackend], Awai
     return draw.choice(operations)
 
 
-_VALUES = (
-    0,
-    1,
-    2.5,
-    4,
-    10**30,
-    float("inf"),
-    True,
-    "3",
-    "math",
-    "completed",
-    "archived",
-    Status.FAILED,
-    "' OR 1=1",
-    None,
-)
+_NUMBERS = (0, 1, 2.5, 4, 10**30, float("inf"), True)
+_VALUES = (*_NUMBERS, "3", "math", "completed", "archived", Status.FAILED, "' OR 1=1", None)
 
 
 def draw_query(draw: Random, depth: int = 2) -> dict[str, Any]:

@@ -209,6 +209,8 @@ class ChatTokenizer(Protocol):
         """The text of token ids."""
 
 
+AS_IDS: dict[str, Any] = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+"""The arguments with which `ChatTokenizer.apply_chat_template` gives what a model reads."""
 NO_TOOLS = "none"
 """A rollout's ``tool_choice`` with which its prompt tells of no tools."""
 
@@ -226,9 +228,7 @@ def render_prompt(
     """
     chat = with_pictures(message, images)
     renderer: ChatTokenizer = load_processor(tokenizer.name_or_path) if images else tokenizer
-    ids: Sequence[int] = renderer.apply_chat_template(
-        chat, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
+    ids: Sequence[int] = renderer.apply_chat_template(chat, tools=tools, **AS_IDS)
     # A processor answers with a list of chats.
     return np.asarray(ids, dtype=np.int32).ravel()
 

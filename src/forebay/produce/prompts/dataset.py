@@ -12,16 +12,16 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from forebay.agents.chat.rendering import ChatTokenizer, offered_tools, render_prompt
+from forebay.agents.chat.rendering import AS_IDS, ChatTokenizer, offered_tools, render_prompt
 from forebay.config import ArgumentPaths, ConfigError, StrictModel, did_you_mean, errors_about
 from forebay.models.image_files import take_images
-from forebay.models.images import IMAGES, images_of
+from forebay.models.images import IMAGES, images_of, with_pictures
 from forebay.produce.prompts.expressions import compile_column, compile_expression
 from forebay.produce.prompts.sequences import LazySequence, shuffled
 from forebay.produce.prompts.sources import locate_source, open_source
@@ -184,20 +184,18 @@ def check_prompt_lengths(
 ) -> Sequence[Prompt]:
     """`prompts`, all of which are at most `limit_tokens` long as the model sees them.
 
-    `tools` are told to it where a prompt has none of its own. Renders every prompt (some 0.2 ms each). With
+    `tools` are told to it where a prompt has none of its own. Renders every prompt (some 0.1 ms each). With
     "drop", longer ones are left out and their number logged.
 
     Raises:
         ConfigError: a prompt is too long and the policy is "error", or all are too long.
     """
     kept: list[int] = []
-    for index in range(len(prompts)):
-        prompt = prompts[index]
-        num_tokens = num_prompt_tokens(prompt, tokenizer, tools=tools)
+    for index, num_tokens in enumerate(_lengths(prompts, tokenizer, tools)):
         if num_tokens <= limit_tokens:
             kept.append(index)
         elif policy == "error":
-            place = f" ({prompt.place})" if prompt.place else ""
+            place = f" ({place})" if (place := prompts[index].place) else ""
             raise ConfigError(
                 f"prompt {index} has {num_tokens} tokens, more than the {limit_tokens} that leave "
                 f"room for a response; shorten it{place}, raise model.max_context, lower sample.max_tokens, "
@@ -206,6 +204,18 @@ def check_prompt_lengths(
     if not kept:
         raise ConfigError(f"all {len(prompts)} prompts are longer than {limit_tokens} tokens")
     return _subset(prompts, kept, logging.WARNING, f"longer than {limit_tokens} tokens")
+
+
+def _lengths(prompts: Sequence[Prompt], tokenizer: ChatTokenizer, tools: list[dict[str, Any]] | None) -> Iterator[int]:
+    """`num_prompt_tokens` of each, in less than half of the time: of plain chats, a call for many."""
+    for begin in range(0, len(prompts), 256):
+        some, lengths = [*prompts[begin : begin + 256]], list[int]()
+        if all(each.tools is None and each.tool_choice is None and each.mm_info is None for each in some):
+            # An error names no prompt: one at a time, the one that has it comes up again.
+            with suppress(Exception):
+                chats: Any = [with_pictures(prompt.message, ()) for prompt in some]
+                lengths = [*map(len, tokenizer.apply_chat_template(chats, tools=tools, **AS_IDS))]
+        yield from lengths or [num_prompt_tokens(prompt, tokenizer, tools=tools) for prompt in some]
 
 
 def num_prompt_tokens(prompt: Prompt, tokenizer: ChatTokenizer, *, tools: list[dict[str, Any]] | None = None) -> int:

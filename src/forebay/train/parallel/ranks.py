@@ -21,7 +21,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import traceback
@@ -30,7 +29,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from logging.handlers import BufferingHandler
-from multiprocessing import get_context, spawn
+from multiprocessing import spawn
 from multiprocessing.process import BaseProcess
 from typing import Any
 from unittest.mock import patch
@@ -40,6 +39,7 @@ import torch
 
 from forebay.config import ConfigError
 from forebay.io.channel import BlockingChannel
+from forebay.io.forked import PROCESSES, start_loading
 from forebay.io.messages import BEATS, Alive, check_limit
 from forebay.io.safe_files import DiskError, disk_errors_named
 from forebay.io.shared import Layout, MemoryFile
@@ -191,7 +191,7 @@ class LocalRanks(Ranks):
         meeting = f"file://{self._folder.name}/rendezvous" if home == LOOPBACK else free_meeting(home)
         threads = threads or max(1, torch.get_num_threads() // num_ranks)
         self._ranks: list[Rank] = []
-        PROCESSES.set_forkserver_preload(LOADED_ONCE)
+        start_loading()
         with contextlib.ExitStack() as begun:
             # If one cannot be started, those that were would wait for it.
             begun.callback(Ranks.close, self)
@@ -258,12 +258,6 @@ class LocalRanks(Ranks):
                 rank.process.close()
         self._ranks.clear()
         self._folder.cleanup()
-
-
-PROCESSES: Any = get_context("spawn" if sys.platform == "darwin" else "forkserver")
-"""How ranks are started: forked from a process that only loads `LOADED_ONCE`. Apple's libraries refuse a fork."""
-LOADED_ONCE = ["forebay.io.forked", "forebay.train.parallel.worker", "transformers.models.auto.modeling_auto"]
-"""They take seconds and some hundred MB: all ranks of this process, also later ones, share them."""
 
 
 class RankError(RuntimeError):

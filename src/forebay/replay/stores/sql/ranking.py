@@ -76,7 +76,8 @@ def _lines(
     build = _statements if len(shown) <= MAX_KEPT else _statements.__wrapped__
     values = {f"step_{place}": steps[task] for place, (task, _) in enumerate(tasks)}
     for statement in build(columns, ranking, shown, tasks, lock):
-        yield from connection.execute(statement, values)
+        for some in connection.execute(statement, values).partitions(1000):
+            yield from some
 
 
 MAX_KEPT = 1000

@@ -21,6 +21,7 @@ from forebay.models.config import TinyConfig
 from forebay.produce import STALENESS_RULES, DataConfig, default_is_valid_sample_fn, has_reward_variance
 from forebay.produce.prompts.orders import build_order
 from forebay.produce.prompts.sources import check_source
+from forebay.produce.strategies.asynchronous import AsyncProduceStrategyConfig
 from forebay.replay.config import ReplayConfig
 from forebay.train import TrainConfig, WarmupConfig, check_staleness_rule
 from forebay.train.presets import DYNAMIC_SAMPLING
@@ -165,10 +166,7 @@ class ProduceConfig(StrictModel):
         return self
 
 
-ASYNC_ONLY = (
-    "max_staleness staleness_rule over_sample_threshold enable_partial_rollout "
-    "tail_batch_trigger_size tail_batch_max_tries max_retries"
-).split()
+ASYNC_ONLY = ProduceConfig.model_fields.keys() & AsyncProduceStrategyConfig.model_fields.keys()
 """Keys of ``[produce]`` that are options of the asynchronous strategy."""
 
 

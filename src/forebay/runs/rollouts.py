@@ -465,7 +465,7 @@ def build_strategy(config: RunConfig, task: TaskConfig, controller: EnginePool) 
     accept = look_up("filter", produce.filter, FILTERS)
     if not produce.is_async:
         return SyncProduceStrategyConfig(is_valid_sample_fn=accept).build(sync_weights_interval=interval)
-    options = produce.model_dump(include=set(ASYNC_ONLY))
+    options = produce.model_dump(include=ASYNC_ONLY)
     # Here and not among the fields, so that what is wrong with it is one sentence.
     options["staleness_rule"] = find_staleness_rule(produce.staleness_rule)
     if task.max_staleness is not None:

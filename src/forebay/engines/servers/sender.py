@@ -10,13 +10,12 @@ It reads the memory that ranks fill, as servers of this machine do. In a process
 hangs can be ended, whatever library it hangs in. `forebay_vllm/forebay_group.py` is the program.
 """
 
-import asyncio
 import contextlib
 import json
 import logging
 import secrets
 import sys
-from asyncio.subprocess import PIPE
+from asyncio.subprocess import PIPE, create_subprocess_exec
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,10 +67,8 @@ class Sender:
             await self.close()
             workers = (await self._link.do([self._link.dialect.workers]))["world_size"]
             host, token = urlsplit(str(self._link)).hostname, secrets.token_hex(16)
-            command = [sys.executable, PROGRAM, host, workers, self._device, token, CONTROL_LIMIT_S]
-            self._process = await asyncio.create_subprocess_exec(
-                *map(str, command), stdin=PIPE, stdout=PIPE, start_new_session=True
-            )
+            command = map(str, (sys.executable, PROGRAM, host, workers, self._device, token, CONTROL_LIMIT_S))
+            self._process = await create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
             self._place = await self._answer()
         return self._place
 

@@ -110,6 +110,10 @@ class EnginePool:
         """The engines that are up, by their place in `engines`, also asleep; others start, or are lost."""
         return {member.number: member.engine for member in self._members if member.is_up}
 
+    def away(self) -> str:
+        """The names of the others."""
+        return ", ".join(str(member) for member in self._members if not member.is_up)
+
     @property
     def max_context_tokens(self) -> int:
         """The smallest context of all engines."""

@@ -123,7 +123,7 @@ class OnHosts:
         self.address, self.environment = f"{self.hosts.addresses['a']}:{PORT}", environment
         # The paths of sockets in it have to be short.
         self.scratch = Path(tempfile.mkdtemp(prefix="hosts", dir="/tmp"))
-        self.programs, self.numbers = [], itertools.count()
+        self.programs, self.numbers, self.run = [], itertools.count(), None
         try:
             self.serve("a", "--head", f"--port={PORT}", "--include-dashboard=false", *arguments)
         except BaseException:
@@ -183,7 +183,10 @@ class Trained:
     def __init__(self, cluster, folder, arguments, host="a", resumes=False, **changes):
         told = str(folder), cluster.address, arguments, changes
         self.cluster, self.host, self.config = cluster, host, config_on(*told)
-        self.program = cluster.start(host, train, cluster.hosts.addresses[host], resumes, *told)
+        if cluster.run is not None:
+            # A test that failed may have left it.
+            cluster.run.kill()
+        self.program = cluster.run = cluster.start(host, train, cluster.hosts.addresses[host], resumes, *told)
         self.lines, self.places = [], {}
         if not resumes:
             self.look()
@@ -279,12 +282,12 @@ def test_a_run_whose_engines_are_all_behind_a_cut_ends_and_names_them(cluster, t
 def test_a_run_that_lost_trainer_and_engines_to_a_cut_goes_on_with_another_host(cluster, tmp_path):
     cluster.join(num_cpus=16)
     run = Trained(cluster, tmp_path, ONE_AWAY)
-    assert run.on("b") >= {"trainer": 1, "engine": 2}
+    assert run.on("b") >= Counter({"trainer": 1, "engine": 2})
     cluster.hosts.cut()
     cluster.join(num_cpus=16)
     assert run.go_on() == 0, run.said()
     run.check()
-    assert run.restarts() >= {"trainer": 1, "engine": 2}
+    assert run.restarts() >= Counter({"trainer": 1, "engine": 2})
     assert "the trainer is lost: its machine, 10.77.0.2, has ended or cannot be reached" in run.said()
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/driver.py [--engines 10,100,1000] [--groups 6000] [--write]
     python benchmarks/driver.py --engines 1000 --day [--write]
+    python benchmarks/driver.py --ray [--workers 50] [--engines 4] [--minutes 10]
 
 The real manager, strategy, sampler, buffer, books (on disk), status, controller, engine pool and agent loop
 of a separate run, on virtual time; engines are scripted: 16 requests each, log-normal lengths, one request in
@@ -12,6 +13,9 @@ quarter of what is in flight, gives the engines new weights and goes on. Each si
     agents      the same without pool, manager, buffer and books: scripted engines and the agent loop alone
 
 With ``--day`` it goes on for a virtual day and reports the memory of each hour.
+With ``--ray`` agents and engines are on a local Ray cluster, the same engines with as many requests as six groups for
+each worker are, the store is an SQLite file, and the time is real: the CPU is that of this process alone, Ray's client
+included. Processes of the cluster are forked from one that has imported everything (`tests/warm_python.py`).
 With ``--write`` the numbers go into benchmarks/results/production.md. Exits with 1 if a target is missed.
 """
 
@@ -23,6 +27,7 @@ import cProfile
 import gc
 import json
 import math
+import os
 import pstats
 import random
 import statistics
@@ -50,6 +55,7 @@ from forebay.types import SampleParams
 from forebay.watching.activity import Activities
 
 MEMBERS, SLOTS, LONGEST = 8, 16, 4096
+GROUPS_A_WORKER = 6
 TOKEN_S = 0.02
 """Seconds of a token: fifty a second for each request."""
 P50, P99 = 200, 1600
@@ -227,6 +233,125 @@ async def drive(num_engines: int, num_groups: int, folder: Path, *, hours: int =
     }
 
 
+def cheap_engine(surroundings, number: int) -> list[CheapEngine]:
+    """The engine of one process on Ray."""
+    return [CheapEngine(number)]
+
+
+async def drive_ray(num_engines: int, num_workers: int, minutes: float, folder: Path) -> dict:
+    """`drive` with agents and engines on Ray; CPU seconds and memory of this process, minute by minute."""
+    import ray
+    import torch
+
+    from forebay.cluster.library import Published
+    from forebay.config import parse_config
+    from forebay.engines.weights.between_processes import put
+    from forebay.models import resolve_model
+    from forebay.runs.config import RunConfig
+    from forebay.runs.placement import make_cluster
+    from forebay.runs.rollouts import build_rollouts, load_data
+    from forebay.runs.store import open_storage
+
+    in_flight = GROUPS_A_WORKER * num_workers
+    batch = max(1, in_flight // 4)
+    task = {
+        "name": "t",
+        "data": {"source": "sorting", "arguments": {"length": 3, "letters": 8}, "size": 300},
+        "judge": {"name": "driver:Coin", "arguments": {"timeout_s": None}},
+        "sample": {"max_tokens": LONGEST},
+    }
+    config = parse_config(
+        RunConfig,
+        {
+            "name": "driver",
+            "output": str(folder),
+            "steps": 1_000_000,
+            "batch_size": batch,
+            "rollouts_per_prompt": MEMBERS,
+            "model": {"source": "tiny", "tiny": {"hidden_size": 16, "num_layers": 1, "num_heads": 1}},
+            "engine": {"name": "driver:cheap_engine", "arguments": {"number": 0}},
+            "tasks": [task],
+            "produce": {
+                "mode": "separate",
+                "over_sample_threshold": in_flight / batch,
+                "max_staleness": 8,
+                "enable_partial_rollout": True,
+                "max_retries": 3,
+            },
+            "cluster": {"name": "ray", "arguments": {"num_workers": num_workers, "num_engines": num_engines}},
+        },
+    )
+    model = resolve_model(config.model, seed=0)
+    cluster = make_cluster(config)
+    await cluster.open(trains=False)
+    begun_s = time.monotonic()
+    await asyncio.to_thread(cluster.start, model)
+    started_s = time.monotonic() - begun_s
+    storage = open_storage(config, config.folder, is_new=True)
+    # Prompts are for training, weights come from here: an evaluation's cluster has no trainer.
+    parts = build_rollouts(config, model, load_data(config), cluster=cluster, storage=storage)
+    manager, controller = parts.manager, parts.controller
+    ledger = manager.ledger = Ledger(config.folder / "ledger.jsonl")
+    status = RunStatus(manager, parts.activities, controller, batch_size=batch)
+
+    async def sync(step: int) -> None:
+        layout, memory = put([("w", torch.full((4096,), float(step)))], [])
+        await controller.update_weights(Published(ray.put((layout, memory.data.numpy())), step), step)
+
+    await sync(0)
+    producer = asyncio.create_task(manager.produce_loop(batch))
+    step = taken = 0
+    marks: list[tuple[int, float, float, float]] = []
+    """Groups taken, seconds, CPU seconds and memory in MB, each minute."""
+    while len(marks) <= minutes:
+        step += 1
+        result = await manager.get_batch(batch, step)
+        await manager.replay_buffer.commit(step)
+        await sync(step)
+        await manager.continue_produce(step)
+        await status.count_buffer()
+        status.step_values(step, result.rollout_states)
+        taken += batch
+        now_s = time.monotonic()
+        if (not marks and taken >= 2 * in_flight) or (marks and now_s >= marks[-1][1] + 60):
+            gc.collect()
+            if not marks:
+                gc.freeze()
+            marks.append((taken, now_s, time.process_time(), memory_mb()))
+            print(step, *(round(value, 1) for value in marks[-1]), *os.getloadavg(), flush=True)
+    counts, balance = cluster.counts(), ledger.balance(await manager.count_live())
+    assert balance.ok, balance
+    await manager.shutdown()
+    await asyncio.gather(producer, return_exceptions=True)
+    await cluster.close()
+    (groups, begin_s, begin_cpu_s, _), (all_groups, end_s, end_cpu_s, _) = marks[0], marks[-1]
+    groups, cpu_s = all_groups - groups, end_cpu_s - begin_cpu_s
+    return {
+        "workers": num_workers,
+        "engines": num_engines,
+        "started_s": started_s,
+        "groups": groups,
+        "steps": step,
+        "groups_per_s": groups / (end_s - begin_s),
+        "groups_per_cpu_s": groups / cpu_s,
+        "us_per_group": cpu_s / groups * 1e6,
+        "cpu_share": cpu_s / (end_s - begin_s),
+        "memory_mb": [round(mark[3], 1) for mark in marks],
+        **counts,
+    }
+
+
+def on_ray(options) -> None:
+    """Measure and print `drive_ray`."""
+    sys.path.append(str(Path(__file__).parent.parent / "tests"))
+    from warm_python import warm_workers
+
+    gc.set_threshold(*GC_THRESHOLDS)
+    with warm_workers(), tempfile.TemporaryDirectory() as folder:
+        report = asyncio.run(drive_ray(int(options.engines), options.workers, options.minutes, Path(folder)))
+    print({name: round(value, 2) if isinstance(value, float) else value for name, value in report.items()})
+
+
 async def agents_alone(num_groups: int) -> float:
     """CPU microseconds by group of engines and agent loop without what forebay puts around them."""
     engine = CheapEngine(0)
@@ -275,16 +400,22 @@ def measured(options, size: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engines", default="10,100,1000")
+    parser.add_argument("--engines", help="default: 10,100,1000; with --ray 4")
     parser.add_argument("--groups", type=int, default=6000, help="finished groups that are measured")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--day", action="store_true", help="a virtual day of the first size: memory by hour")
     parser.add_argument("--one", type=int, help="this size, in this process")
     parser.add_argument("--profile", action="store_true", help="with --one: where the time goes")
+    parser.add_argument("--ray", action="store_true", help="agents and engines on a Ray cluster, in real time")
+    parser.add_argument("--workers", type=int, default=50)
+    parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--write", action="store_true", help="into benchmarks/results/production.md")
     options = parser.parse_args()
     if options.one:
         return one_size(options)
+    options.engines = options.engines or ("4" if options.ray else "10,100,1000")
+    if options.ray:
+        return on_ray(options)
     sizes = [int(size) for size in options.engines.split(",")]
     if options.day:
         return report_day(options, measured(options, sizes[0]))

@@ -14,6 +14,8 @@ test $# -gt 0 || { echo "usage: sbatch deploy/slurm.sh RUN.toml [KEY=VALUE ...]"
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{print $1}')
 export RAY_ADDRESS="$address:6379"
+# This job's own: whoever reaches a Ray without one can have it run anything.
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN="$(python3 -c 'import secrets; print(secrets.token_hex())')"
 # srun does not read it from the job since SLURM 22.05.
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}"
 

@@ -41,6 +41,8 @@ def gpus_asked(config):
 def test_a_slurm_job_starts_ray_on_its_nodes_and_the_run():
     script = (DEPLOY / "slurm.sh").read_text()
     check_shell(script)
+    # Each node's Ray and the run have the same token, whatever is in a home that they share.
+    assert -1 < script.find("export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=") < script.find("\nsrun ")
     head, *_ = script.split("set -euo pipefail")
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", head, re.MULTILINE))
     assert asked["ntasks-per-node"] == "1"

@@ -59,7 +59,7 @@ def test_a_wait_without_progress_is_warned_of_once_then_fails_with_the_report(ca
     assert second.startswith("no progress for 600 s")
 
 
-def test_many_hang_few_are_named_and_nothing_hanging_is_said_too() -> None:
+def test_many_hang_few_are_named_as_is_what_is_away_and_nothing_hanging_is_said_too() -> None:
     async def main() -> None:
         activities = Activities()
         watch = StallWatch(activities)
@@ -69,6 +69,8 @@ def test_many_hang_few_are_named_and_nothing_hanging_is_said_too() -> None:
             span.__enter__()
         assert watch.report().startswith("no progress for 0 s; 9 in flight: 0 in stage probe for 0 s, 1 in")
         assert watch.report().endswith("4 in stage probe for 0 s and 4 more")
+        watch = StallWatch(Activities(), away=lambda: "engine 0, worker 1")
+        assert watch.report() == "no progress for 0 s; engine 0, worker 1 not up; nothing is in flight"
 
     run(main())
 

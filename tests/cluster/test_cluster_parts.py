@@ -284,6 +284,11 @@ def test_what_ray_says_of_an_end_is_told_in_few_words():
         "exits with a connection error code 2. End of file. Some common causes include: (1) ..."
     )
     assert why(RuntimeError(text)).startswith("its process has ended: Worker unexpectedly exits")
+    text = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: A\n\tpid: 7\n\tip: 10.0.0.2\nThe "
+        "actor died because its node has died. Node Id: 0a1b\n\tthe actor's node was terminated unexpectedly: why"
+    )
+    assert why(RuntimeError(text)) == "its machine, 10.0.0.2, has ended or cannot be reached"
     assert why(RuntimeError("first.\nsecond")) == "first"
     assert why(RuntimeError()) == "RuntimeError"
 

@@ -235,6 +235,9 @@ def test_an_engine_that_hangs_is_started_again_and_the_run_goes_on(hangs):
         await asyncio.sleep(1)
         assert [engine.pid for engine in engines] == [2, 1]
         assert controller.engines_up == dict(enumerate(engines))
+        assert controller.away() == ""
+        engines[1].is_up = False
+        assert controller.away() == "engine 1"
         # It was told all that is wanted of it.
         last = {name for pid, name in engines[0].actor.calls if pid == 2}
         assert last >= {"load_weights", "resume"}

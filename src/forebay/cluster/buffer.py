@@ -128,8 +128,7 @@ def start_buffer(
     placed |= {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": MAX_CALLS}
     # The same one after a restart. It also keeps out programs that reach the node and are not of the cluster.
     token = secrets.token_urlsafe(32)
-    actor = ray.remote(BufferActor).options(name=name, namespace=NAMESPACE, **placed)
-    return actor.remote(options, token, host)
+    return ray.remote(BufferActor).options(name=name, namespace=NAMESPACE, **placed).remote(options, token, host)
 
 
 async def connect_buffer(name: str = DEFAULT_NAME) -> RemoteReplayBuffer:
@@ -139,8 +138,7 @@ async def connect_buffer(name: str = DEFAULT_NAME) -> RemoteReplayBuffer:
         ValueError: there is no actor of that name.
         ConnectionLost: it cannot be reached.
     """
-    actor = import_ray().get_actor(name, NAMESPACE)
-    return await RemoteReplayBuffer.connect_through(partial(locate, actor))
+    return await RemoteReplayBuffer.connect_through(partial(locate, import_ray().get_actor(name, NAMESPACE)))
 
 
 async def locate(actor: Any) -> tuple[Address, str]:

@@ -103,8 +103,8 @@ def connect(given: Given | None, *, num_cpus: int) -> bool:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if given is not None:
         given.check()
-        place = f"{given.name} = {given.address!r}"
-        with errors_about(f"{place}: cannot join this cluster", ConnectionError, ValueError, RuntimeError):
+        what = f"{given.name} = {given.address!r}: cannot join this cluster (with tokens: set RAY_AUTH_MODE=token)"
+        with errors_about(what, ConnectionError, ValueError, RuntimeError):
             ray.init(address=given.address, **quiet)
         return True
     # On the loopback interface: any program that reaches Ray can have it run anything.
@@ -148,8 +148,7 @@ def find_modules_in(paths: Sequence[str]) -> None:
 
 def on_node(node: str) -> Any:
     """The ``scheduling_strategy`` of an actor or a task: on the node with this id and no other."""
-    strategies = import_module("ray.util.scheduling_strategies")
-    return strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    return import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy(node_id=node, soft=False)
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -178,8 +177,12 @@ def why(error: BaseException) -> str:
         return "its process has ended, or cannot be reached"
     if (found := _EXIT.search(text)) is not None:
         return f"its process has ended: {found[1]}"
+    if (found := _NODE.search(text)) is not None:
+        return f"its machine, {found[1]}, has ended or cannot be reached"
     return text.splitlines()[0].rstrip(".")[:300]
 
 
 _EXIT = re.compile(r"Worker exit detail: (.*?)\.(?: Some common causes|\s|$)")
 """The part of Ray's text that says how an actor's process ended."""
+_NODE = re.compile(r"\bip: (\S+)\n(?:.*\n)*?.*its node has died")
+"""The same where its machine is lost."""

@@ -88,8 +88,7 @@ class RankActor:
     def place(self) -> tuple[str, str]:
         """The id of its machine, and the address there where ranks may meet, as torch reads it."""
         ray = import_ray()
-        meeting = ranks.free_meeting(ray.util.get_node_ip_address())
-        return ray.get_runtime_context().get_node_id(), meeting
+        return ray.get_runtime_context().get_node_id(), ranks.free_meeting(ray.util.get_node_ip_address())
 
     def start(
         self, rank: int, num_ranks: int, meeting: str, device: str, threads: int, search_path: tuple[str, ...]

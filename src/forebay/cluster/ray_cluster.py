@@ -223,8 +223,7 @@ class RayCluster:
 
         `also` has references that are waited for with them, so that the first failure of all shows at once.
         """
-        starting = {part.name: part.actor.start.remote(part.spec) for part in parts}
-        pids = all_started({**starting, **also})
+        pids = all_started({part.name: part.actor.start.remote(part.spec) for part in parts} | dict(also))
         for part in parts:
             part.begin(part.actor, pids[part.name])
 
@@ -257,13 +256,10 @@ class RayCluster:
         return {"config": self._config, "model_folder": self._model_folder, "search_path": tuple(sys.path)}
 
     def _actor(self, kind: type[Any], room: Room) -> Any:
-        limits = {}
         # Ray does not make these anew: their state is in a checkpoint, to which the run goes back.
-        if kind in (TrainerActor, RankActor):
-            actor_class = blocking_actor(kind)
-        else:
-            actor_class = import_ray().remote(kind)
-            limits = {"max_restarts": -1, "max_concurrency": MAX_CALLS}
+        blocks = kind in (TrainerActor, RankActor)
+        limits = {} if blocks else {"max_restarts": -1, "max_concurrency": MAX_CALLS}
+        actor_class = blocking_actor(kind) if blocks else import_ray().remote(kind)
         self._actors.append(actor_class.options(**room.options(self._groups), **limits).remote())
         return self._actors[-1]
 
@@ -389,8 +385,7 @@ class RayCluster:
             closing = [them.close() for them in (self._workers, self._eval_workers)]
             closing += [engine.close() for engine in (*self._engines, *self._eval_engines)]
             ending = asyncio.gather(*closing, return_exceptions=True)
-            errors = await answered(ending, "the cluster was asked to end", CLOSE_LIMIT_S)
-            for error in filter(None, errors):
+            for error in filter(None, await answered(ending, "the cluster was asked to end", CLOSE_LIMIT_S)):
                 logger.warning("a part of the cluster did not end well: %s", why(error))
         except StallError as error:
             logger.warning("%s", error)

@@ -112,8 +112,7 @@ class Workers:
         for worker in self.ever:
             if worker.is_up and name in worker.report.notes:
                 text, since_s = worker.report.notes[name]
-                age_s = worker.report.at_s - since_s + loop_time() - worker.heard_s
-                return f"{text} for {age_s:.0f} s"
+                return f"{text} for {worker.report.at_s - since_s + loop_time() - worker.heard_s:.0f} s"
         return ""
 
     async def close(self) -> None:
@@ -321,6 +320,10 @@ class ClusterController(EnginePool):
     def engines_up(self) -> dict[int, Engine]:
         """The engines that serve now, by their place in `engines`; others start again, or are gone."""
         return {n: engine for n, engine in enumerate(self._placed) if engine.is_up}  # type: ignore[misc]
+
+    def away(self) -> str:
+        """The names of the others, and of workers that are not up."""
+        return ", ".join(part.name for part in (*self._placed, *self._workers.all) if not part.is_up)
 
     async def update_weights(self, weights: Any, model_step: int) -> None:
         """Have every engine use `weights`, which are `Published`; one that is starting again gets them then.

@@ -96,10 +96,7 @@ class EnginePool:
 
     @property
     def model_step(self) -> int:
-        """The oldest step of the weights that any engine makes its next token with.
-
-        Those that are away make none, and take over the latest weights when they come back.
-        """
+        """The oldest step of weights that an engine makes its next token with; those away come with the latest."""
         up = [member.engine.model_step for member in self._members if member.is_up]
         if not up and self._given_step is not None:
             return self._given_step
@@ -109,6 +106,10 @@ class EnginePool:
     def engines_up(self) -> dict[int, Engine]:
         """The engines that are up, by their place in `engines`, also asleep; others start, or are lost."""
         return {member.number: member.engine for member in self._members if member.is_up}
+
+    def away(self) -> str:
+        """The names of those that are not."""
+        return ", ".join(str(member) for member in self._members if not member.is_up)
 
     @property
     def max_context_tokens(self) -> int:

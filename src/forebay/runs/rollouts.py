@@ -356,6 +356,7 @@ def _watch(config: RunConfig, activities: Activities, controller: EnginePool) ->
         fail_after_s=stall_after_s,
         describe=controller.describe,
         progress=controller.count_tokens_made,
+        away=controller.away,
     )
 
 

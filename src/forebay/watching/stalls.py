@@ -80,6 +80,8 @@ class StallWatch:
     progress: Callable[[], int] | None = None
     """A number that grows with the work done and never falls (tokens made so far): asked when the first
     begins to wait and every `warn_after_s` from then on, not more often."""
+    away: Callable[[], str] = str
+    """For the report: the names of what should do the work and is lost, or starts; empty without any."""
 
     def __post_init__(self) -> None:
         self._limit_s = math.inf if self.fail_after_s is None else self.fail_after_s
@@ -141,7 +143,8 @@ class StallWatch:
         named = ", ".join(self._words(activity) for activity in by_cause[:_NUM_NAMED])
         more = f" and {len(by_cause) - _NUM_NAMED} more" if len(by_cause) > _NUM_NAMED else ""
         what = f"{len(by_cause)} in flight: {named}{more}" if by_cause else "nothing is in flight"
-        return f"no progress for {self.stalled_s:.0f} s; {what}"
+        away = f"{names} not up; " if (names := self.away()) else ""
+        return f"no progress for {self.stalled_s:.0f} s; {away}{what}"
 
     def _words(self, activity: Activity) -> str:
         known_stage = STAGES.get(activity.stage)

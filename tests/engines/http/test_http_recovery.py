@@ -341,6 +341,7 @@ async def test_a_server_s_rollouts_are_finished_by_the_other(start_fake, fake_ki
     await servers[0].kill()
     await servers[1].has_jobs(4)
     assert list(controller.engines_up) == [1]
+    assert controller.away().startswith("engine 0 (")
     servers[1].make(40)
     for state in await asyncio.gather(*running):
         assert state.status is Status.COMPLETED

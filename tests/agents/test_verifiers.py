@@ -88,15 +88,14 @@ def plugin(tmp_path, monkeypatch):
 
 
 async def play(turns: list[str], *, task: int = 1, size: int = 2) -> list[RolloutState]:
-    from verifiers_agent import VerifiersAgentLoop
-
     tokenizer = make_tokenizer("chatml")
 
     def script(request: Any) -> list[int]:
         asked = tokenizer.decode(request.input_ids.tolist()).count("<|im_start|>assistant")
         return tokenizer.encode(turns[asked - 1] + "<|im_end|>", add_special_tokens=False)
 
-    loop = VerifiersAgentLoop(
+    # Of this module: another test may have had it imported anew.
+    loop = verifiers_agent.VerifiersAgentLoop(
         RolloutController(ScriptedEngine(script, eos_token_ids=[tokenizer.eos_token_id])),
         None,
         tokenizer,

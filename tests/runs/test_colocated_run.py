@@ -289,6 +289,25 @@ def test_a_start_that_was_cut_off_is_not_in_the_way(tmp_path):
     (folder / "metrics.jsonl").write_text('{"train_step": 0}\n')
     with pytest.raises(ConfigError, match="without a checkpoint: replace it"):
         new_folder(config(tmp_path), overwrite=False).__enter__()
+    # Killed in its block, one that was to replace this leaves both.
+    killed = new_folder(config(tmp_path), overwrite=True)
+    killed.__enter__()
+    copy = shutil.copytree(tmp_path, tmp_path / "as it was left")
+    killed.__exit__(ValueError, ValueError("it failed"), None)
+    assert (folder / "metrics.jsonl").exists()
+    left = copy / "run"
+    with pytest.raises(ConfigError, match="already holds a run without a checkpoint: replace it"):
+        new_folder(config(copy), overwrite=False).__enter__()
+    assert (left / "metrics.jsonl").exists()
+    with new_folder(config(copy), overwrite=True):
+        assert not (left / "metrics.jsonl").exists()
+    assert sorted(path.name for path in copy.iterdir() if not path.name.startswith(".")) == ["run"]
+    # A folder of that name that no start has put there is left alone.
+    (copy / "run.old").mkdir()
+    with new_folder(config(copy), overwrite=True):
+        (left / "metrics.jsonl").write_text('{"train_step": 0}\n')
+    with pytest.raises(ConfigError, match="is in the way"):
+        new_folder(config(copy), overwrite=True).__enter__()
 
 
 def test_the_context_of_a_model_in_a_folder_is_the_run_files(tmp_path):

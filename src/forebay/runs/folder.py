@@ -255,6 +255,7 @@ def write_run_file(config: RunFile, folder: Path) -> None:
 
 def _make_free(folder: Path, overwrite: bool) -> Path | None:
     """Where the earlier run in `folder` was put; None if there was none."""
+    aside = folder.with_name(f"{folder.name}.old")
     if not folder.exists() or not any(folder.iterdir()):
         return None
     if not (folder / RUN_FILE).exists():
@@ -263,14 +264,17 @@ def _make_free(folder: Path, overwrite: bool) -> Path | None:
     if not checkpoints and not (metrics.exists() and metrics.stat().st_size):
         # A start that was cut off: nothing was trained, and its warm-up may have had other settings.
         shutil.rmtree(folder)
-        return None
+        # If it was to replace the run there, that is put back.
+        return _make_free(aside.rename(folder), overwrite) if (aside / _ASIDE).exists() else None
+    (folder / _ASIDE).unlink(missing_ok=True)
     if not overwrite:
-        go_on = f"go on with it (--resume {folder}), " if checkpoints else ""
-        state = f"with checkpoint {checkpoints[-1].name}" if checkpoints else "without a checkpoint"
-        raise ConfigError(
-            f"{str(folder)!r} already holds a run {state}: {go_on}replace it (--overwrite), or choose another name=..."
-        )
-    aside = folder.with_name(f"{folder.name}.old")
+        state = f"with {checkpoints[-1].name}: go on (--resume {folder})," if checkpoints else "without a checkpoint:"
+        raise ConfigError(f"'{folder}' already holds a run {state} replace it (--overwrite), or choose another name")
     if aside.exists():
         raise ConfigError(f"{str(aside)!r} is in the way: an earlier run is put there; move or delete it")
+    (folder / _ASIDE).touch()
     return folder.rename(aside)
+
+
+_ASIDE = ".aside"
+"""A file in a run that a start has put aside, and nobody else."""

@@ -277,4 +277,4 @@ def _make_free(folder: Path, overwrite: bool) -> Path | None:
 
 
 _ASIDE = ".aside"
-"""A file in a run that a start has put aside, and nobody else."""
+"""A file in a run that a start has put aside; another folder of that name is left alone."""

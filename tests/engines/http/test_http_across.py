@@ -100,6 +100,7 @@ async def all_have(source: Source, controller: Any, servers: list[Any]) -> None:
         assert_has(server, source)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("fatal", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_worker_that_fails_within_a_bucket_costs_its_server_and_no_other(
     source, servers, controller, monkeypatch, ask, fatal

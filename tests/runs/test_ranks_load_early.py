@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from forebay.runs import config
-from forebay.runs.config import RunConfig, load_ranks
+from forebay.runs.config import RunConfig, load_ranks, to_toml
 
 TABLES = {
     "name": "run",
@@ -17,16 +17,6 @@ TABLES = {
     "tasks": [{"name": "task", "data": {"source": "sorting"}, "judge": {"name": "exact_match"}}],
 }
 SEPARATE = {"mode": "separate"}
-RUN_FILE = """
-name = "run"
-steps = 1
-batch_size = 1
-rollouts_per_prompt = 2
-device = "cpu"
-produce.mode = "separate"
-model.source = "tiny"
-tasks = [{ name = "task", data = { source = "sorting" }, judge = { name = "exact_match" } }]
-"""
 SCRIPT = """
 import sys
 from forebay.runs import config
@@ -56,7 +46,8 @@ def test_it_begins_where_the_trainer_is_not_in_the_process_of_the_run(tables, gp
 
 
 def test_it_begins_before_the_process_of_the_run_loads_torch(tmp_path):
-    (tmp_path / "run.toml").write_text(RUN_FILE)
+    apart = RunConfig.model_validate(TABLES | {"produce": SEPARATE, "device": "cpu"})
+    (tmp_path / "run.toml").write_text(to_toml(apart))
     command = [sys.executable, "-c", SCRIPT, "train", str(tmp_path / "run.toml")]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.stderr == "it is early\n"

@@ -10,6 +10,7 @@ import pytest
 from environment_factory import pid_of, small_run
 
 from forebay.environments.run import build_trainer
+from forebay.environments.workers import hub as hub_module
 from forebay.environments.workers import worker
 from forebay.environments.workers.hub import Hub
 from forebay.environments.workers.messages import Orders, Report, WorkerDied, WorkerSpec
@@ -170,8 +171,9 @@ async def forever():
     await asyncio.get_running_loop().create_future()
 
 
-async def test_a_worker_that_does_not_connect_is_lost():
-    hub = Hub(buffer=None, session_id="run", start_limit_s=0.01)
+async def test_a_worker_that_does_not_connect_is_lost(monkeypatch):
+    monkeypatch.setattr(hub_module, "START_LIMIT_S", 0.01)
+    hub = Hub(buffer=None, session_id="run")
     with pytest.raises(WorkerDied, match=r"did not connect to its trainer within 0\.01 s"):
         await hub.while_heard("w", forever())
 

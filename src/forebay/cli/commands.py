@@ -195,7 +195,7 @@ def _train(run_file: Path | None, overrides: list[str], dry_run: bool, resume: P
     if isinstance(config, RunConfig):
         load_ranks(config)
         # Late: they load torch and transformers, which most commands do without.
-        from forebay.plan import fit_memory
+        from forebay.plan.estimate import fit_memory
         from forebay.runs.launch import launch
 
         config, warning = fit_memory(config)

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from forebay.agents.extra_fields import mean_counts
-from forebay.judges import mean_parts
+from forebay.judges.base import mean_parts
 from forebay.metrics import nearest_rank
 from forebay.produce.strategies.base import ProduceBatchStatus, worst_status
 from forebay.produce.strategies.context import GROUP_GENERATE_TIME_KEY

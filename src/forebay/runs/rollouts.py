@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forebay.agents import AgentLoop, build_agent_loop, prompt_tools, with_max_context
+from forebay.agents import AgentLoop
 from forebay.agents.base import Generator
+from forebay.agents.build import build_agent_loop, prompt_tools, with_max_context
 from forebay.config import Component, ConfigError, errors_about, look_up
 from forebay.engines import Engine, EngineSurroundings, RolloutController, build_engines
 from forebay.engines.pool import EnginePool

@@ -53,15 +53,8 @@ class Hub:
     buffer hears of their version; after `forget` nothing of that worker reaches the buffer any more.
     """
 
-    def __init__(
-        self,
-        buffer: ReplayBufferActor,
-        session_id: str,
-        *,
-        limit_s: float = SILENCE_LIMIT_S,
-        start_limit_s: float = START_LIMIT_S,
-    ) -> None:
-        """A worker has `start_limit_s` to connect; later, one that is silent for `limit_s` is given up."""
+    def __init__(self, buffer: ReplayBufferActor, session_id: str, *, limit_s: float = SILENCE_LIMIT_S) -> None:
+        """A worker that is silent for `limit_s` after it connected is given up."""
         self.num_steps = 0
         """Environment steps so far."""
         self.num_episodes = 0
@@ -71,7 +64,7 @@ class Hub:
         self.address = ""
         """Path of the Unix socket, while `listening`."""
         self.limit_s = limit_s
-        self._buffer, self._session_id, self._start_limit_s = buffer, session_id, start_limit_s
+        self._buffer, self._session_id = buffer, session_id
         self._version, self._weights = -1, b""
         self._ready = asyncio.Event()
         self._taking: dict[str, asyncio.Task[None]] = {}
@@ -158,10 +151,10 @@ class Hub:
         Raises:
             WorkerDied: the worker is frozen, or hangs before its connection or after it.
         """
-        limit_s = self._start_limit_s
         try:
-            async with timeout(limit_s, lambda: WorkerDied(f"it {watch.reason}: it hangs or was stopped")) as limit:
-                watch = _Watch(limit, f"did not connect to its trainer within {limit_s:g} s")
+            late = lambda: WorkerDied(f"it {watch.reason}: it hangs or was stopped")  # noqa: E731
+            async with timeout(START_LIMIT_S, late) as limit:
+                watch = _Watch(limit, f"did not connect to its trainer within {START_LIMIT_S:g} s")
                 self._watched[worker_uuid] = watch
                 await life
         finally:

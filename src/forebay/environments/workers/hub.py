@@ -151,10 +151,10 @@ class Hub:
         Raises:
             WorkerDied: the worker is frozen, or hangs before its connection or after it.
         """
+        limit_s = START_LIMIT_S
         try:
-            late = lambda: WorkerDied(f"it {watch.reason}: it hangs or was stopped")  # noqa: E731
-            async with timeout(START_LIMIT_S, late) as limit:
-                watch = _Watch(limit, f"did not connect to its trainer within {START_LIMIT_S:g} s")
+            async with timeout(limit_s, lambda: WorkerDied(f"it {watch.reason}: it hangs or was stopped")) as limit:
+                watch = _Watch(limit, f"did not connect to its trainer within {limit_s:g} s")
                 self._watched[worker_uuid] = watch
                 await life
         finally:

@@ -11,7 +11,6 @@ from environment_factory import pid_of, small_run
 
 from forebay.environments.run import build_trainer
 from forebay.environments.workers import hub as hub_module
-from forebay.environments.workers import worker
 from forebay.environments.workers.hub import Hub
 from forebay.environments.workers.messages import Orders, Report, WorkerDied, WorkerSpec
 from forebay.environments.workers.worker import HubLink
@@ -185,8 +184,9 @@ async def test_a_worker_without_a_sign_of_life_is_lost(monkeypatch, end):
         living = asyncio.ensure_future(hub.while_heard("w", forever()))
         reason = r"no sign of life for 0\.04 s"
         if end == "hanging environment":
-            monkeypatch.setattr(worker, "WORK_LIMIT_S", 0.0)
+            monkeypatch.setattr(hub_module, "WORK_LIMIT_S", 0.5)
             link = HubLink(hub.address, "w", limit_s=0.04)
+            reason = r"has worked for 0\.5 s without a report"
             await asyncio.wait([living])
             link.close()
         else:

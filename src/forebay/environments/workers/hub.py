@@ -35,6 +35,8 @@ MAX_FOLDER_BYTES = 80
 """Of the path of the folder for temporary files: what is left of 107 bytes is for the socket's own name."""
 START_LIMIT_S = 300.0
 """For a worker to connect: many that start together on a few cores load their libraries for minutes."""
+WORK_LIMIT_S = 900.0
+"""Without a report for so long an environment hangs: none takes a quarter of an hour for a few steps."""
 NUM_RECENT = 100
 """Episodes behind the mean return of a step: what CartPole is judged by."""
 
@@ -116,6 +118,7 @@ class Hub:
         """
         if report.worker_uuid in self._forgotten:
             return Orders(True, self._version, b"")
+        self.expect(report.worker_uuid, None)
         if not self.stopping:
             task = asyncio.ensure_future(self._take(report))
             self._taking[report.worker_uuid] = task
@@ -124,6 +127,7 @@ class Hub:
             if not task.cancelled():
                 task.result()
         await self._ready.wait()
+        self.expect_report(report.worker_uuid)
         newer = b"" if report.version == self._version else self._weights
         return Orders(self.stopping, self._version, newer)
 
@@ -167,6 +171,10 @@ class Hub:
             watch.reason = otherwise
             watch.limit.reschedule(None if within_s is None else asyncio.get_running_loop().time() + within_s)
 
+    def expect_report(self, worker_uuid: str) -> None:
+        """Give the worker up if it works for `WORK_LIMIT_S` without a report."""
+        self.expect(worker_uuid, WORK_LIMIT_S, f"has worked for {WORK_LIMIT_S:g} s without a report")
+
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
         """Be reachable at `address` for workers of this machine."""
@@ -206,7 +214,7 @@ class _WorkerSession(Session):
     def dispatch(self, message: Message, buffers: list[Any] | None) -> None:
         if isinstance(message, Note):
             self.worker_uuid = msgspec.msgpack.decode(message.value, type=str)
-            self._hub.expect(self.worker_uuid, None)
+            self._hub.expect_report(self.worker_uuid)
         else:
             super().dispatch(message, buffers)
 

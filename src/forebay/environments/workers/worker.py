@@ -9,7 +9,6 @@ The same function in a thread or a process; it ends when the hub says so, or is 
 """
 
 import sys
-import time
 from contextlib import closing, suppress
 
 import msgspec
@@ -23,9 +22,6 @@ from forebay.io import messages
 from forebay.io.address import dial_blocking
 from forebay.io.channel import BlockingChannel
 
-WORK_LIMIT_S = 900.0
-"""Without a report for so long an environment hangs: none takes a quarter of an hour for a few steps."""
-
 
 class HubLink:
     """A worker's connection to the hub's Unix socket, without an event loop."""
@@ -33,18 +29,12 @@ class HubLink:
     def __init__(self, address: str, worker_uuid: str, *, limit_s: float = messages.SILENCE_LIMIT_S) -> None:
         """A hub that is silent for `limit_s` is gone."""
         self._limit_s = limit_s
-        self._working_since: float | None = time.monotonic()
         sock = dial_blocking(address, limit_s)
         # Weights may be of any size.
         self._channel = BlockingChannel(sock, limit_s=limit_s, max_frame_bytes=sys.maxsize)
         self._channel.send(messages.Note(messages.encode_value(worker_uuid)))
-
-        def is_alive() -> bool:
-            since = self._working_since
-            return since is None or time.monotonic() - since < WORK_LIMIT_S
-
-        # A thread beats, also while an environment hangs: `is_alive` stops it then.
-        self._channel.beat(messages.Alive(), limit_s / messages.BEATS, is_alive)
+        # A thread beats, also while an environment hangs, for which the hub has a limit.
+        self._channel.beat(messages.Alive(), limit_s / messages.BEATS)
 
     def report(self, report: Report) -> Orders:
         """Send the report and wait for the answer, however long the buffer keeps writers waiting.
@@ -52,8 +42,6 @@ class HubLink:
         Raises:
             EOFError: the trainer is gone.
         """
-        # Waiting for orders is not work: `WORK_LIMIT_S` does not run meanwhile.
-        self._working_since = None
         try:
             self._channel.send(messages.Call(0, "report", messages.encode_value(report)))
             while isinstance((received := self._channel.receive())[0], messages.Alive):
@@ -62,8 +50,6 @@ class HubLink:
             raise EOFError(f"the trainer is gone: it has been silent for {self._limit_s:g} s") from None
         except (ConnectionError, EOFError) as error:
             raise EOFError(f"the trainer is gone: {error}") from error
-        finally:
-            self._working_since = time.monotonic()
         message, weights = received
         if isinstance(message, messages.Failure):
             raise messages.error_of(message)

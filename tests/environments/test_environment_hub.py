@@ -121,7 +121,7 @@ async def test_a_socket_carries_reports_and_orders_and_tells_of_the_end(buffer):
         return link.report(report(version=-1))
 
     async with hub.listening():
-        link = HubLink(hub.address, "w")
+        link = await asyncio.to_thread(HubLink, hub.address, "w")
         assert await asyncio.to_thread(ask, link) == Orders(False, 3, weights)
     with pytest.raises(EOFError, match="the trainer is gone"):
         await asyncio.to_thread(ask, link)
@@ -185,7 +185,7 @@ async def test_a_worker_without_a_sign_of_life_is_lost(monkeypatch, end):
         reason = r"no sign of life for 0\.04 s"
         if end == "hanging environment":
             monkeypatch.setattr(hub_module, "WORK_LIMIT_S", 0.5)
-            link = HubLink(hub.address, "w", limit_s=0.04)
+            link = await asyncio.to_thread(HubLink, hub.address, "w", limit_s=0.04)
             reason = r"has worked for 0\.5 s without a report"
             await asyncio.wait([living])
             link.close()

@@ -19,7 +19,6 @@ import ipaddress
 import os
 import re
 import socket
-import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -139,21 +138,6 @@ async def dial(address: Address) -> socket.socket:
         except OSError as error:
             failed = error
     raise failed
-
-
-def dial_blocking(path: str, limit_s: float) -> socket.socket:
-    """A socket connected to the Unix socket `path`, without an event loop.
-
-    Raises:
-        OSError: no process listens there, or there was no room within `limit_s`.
-    """
-    with _closed_on_error(socket.AF_UNIX) as sock:
-        # For connecting alone: with a timeout of Python's, a full queue would be an error at once.
-        seconds, fraction = divmod(limit_s, 1)
-        limit = struct.pack("ll", int(seconds), int(fraction * 1e6))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        sock.connect(path)
-    return sock
 
 
 def tune(sock: socket.socket) -> None:

@@ -8,8 +8,10 @@
 The same function in a thread or a process; it ends when the hub says so, or is gone.
 """
 
+import asyncio
 import sys
 from contextlib import closing, suppress
+from pathlib import Path
 
 import msgspec
 import torch
@@ -19,7 +21,7 @@ from forebay.environments.workers.messages import Orders, Report, WorkerSpec
 from forebay.environments.workers.stepper import Stepper, make_vector
 from forebay.fragments import FragmentStore
 from forebay.io import messages
-from forebay.io.address import dial_blocking
+from forebay.io.address import Address, dial
 from forebay.io.channel import BlockingChannel
 
 
@@ -29,7 +31,7 @@ class HubLink:
     def __init__(self, address: str, worker_uuid: str, *, limit_s: float = messages.SILENCE_LIMIT_S) -> None:
         """A hub that is silent for `limit_s` is gone."""
         self._limit_s = limit_s
-        sock = dial_blocking(address, limit_s)
+        sock = asyncio.run(dial(Address(Path(address))))
         # Weights may be of any size.
         self._channel = BlockingChannel(sock, limit_s=limit_s, max_frame_bytes=sys.maxsize)
         self._channel.send(messages.Note(messages.encode_value(worker_uuid)))

@@ -15,9 +15,9 @@ from chat_families import FAMILIES, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.agents import ToolAgentLoop, ToolCall
+from forebay.agents import ToolAgentLoop
 from forebay.agents.build import build_agent_loop
-from forebay.agents.chat.tool_calls import PARSERS, choose_parser, parse_by, parse_pattern
+from forebay.agents.chat.tool_calls import PARSERS, ToolCall, choose_parser, parse_by, parse_pattern
 from forebay.aio.time_limits import MAX_OVERRUNNING
 from forebay.aio.virtual_time import run
 from forebay.config import Component, ConfigError

@@ -10,13 +10,13 @@ from production_world import World, train
 from forebay.aio import virtual_time
 from forebay.produce import (
     STALENESS_RULES,
-    AdmitRule,
     AsyncProduceStrategyConfig,
     Outlook,
     ProduceBatchStatus,
     StalenessRule,
     SyncProduceStrategyConfig,
 )
+from forebay.produce.strategies.base import AdmitRule
 from forebay.types import Status
 
 

@@ -2,7 +2,6 @@
 
 from forebay.agents.base import AgentLoop as AgentLoop
 from forebay.agents.chat.rendering import IncrementRenderer as IncrementRenderer
-from forebay.agents.chat.tool_calls import ToolCall as ToolCall
 from forebay.agents.environments import Environment as Environment
 from forebay.agents.environments import Episode as Episode
 from forebay.agents.environments import LiveEnvironment as LiveEnvironment

@@ -112,7 +112,7 @@ def test_a_model_has_what_its_constructor_takes(
             ],
             "did you mean 'exact_match'",
         ),
-        (["tasks.0.agent.name=tools", "tasks.0.agent.arguments.tools=[]"], "name at least one tool"),
+        (["tasks.0.agent.name=tools", "tasks.0.agent.arguments.tools=[]"], "at least 1 item"),
         (
             [
                 "tasks.0.agent.name=tools",

@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.io import safe_files
-from forebay.ledger import Ledger, Summary, compare_dropped
-from forebay.ledger.bias import length_bias
+from forebay.ledger import Ledger, compare_dropped
+from forebay.ledger.bias import Summary, length_bias
 from forebay.ledger.histories import Histories
 from forebay.ledger.journal import read_events
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer

@@ -105,7 +105,7 @@ async def run_async(
         if folder is not None:
             read = read.model_copy(update={"output": folder.parent, "name": folder.name})
         load_ranks(read)
-        from forebay.plan import fit_memory
+        from forebay.plan.estimate import fit_memory
         from forebay.runs.launch import launch
 
         read, warning = await asyncio.to_thread(fit_memory, read)

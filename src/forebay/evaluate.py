@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field
 
 from forebay.agents.extra_fields import mean_counts
 from forebay.config import StrictModel
-from forebay.judges import mean_parts
+from forebay.judges.base import mean_parts
 from forebay.metrics import EVAL_SCORE
 from forebay.types import TRAJECTORY_OF_KEY, RolloutState, Status, count_generated
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from forebay.agents import AgentLoop, with_max_context
+from forebay.agents import AgentLoop
+from forebay.agents.build import with_max_context
 from forebay.aio.virtual_time import run
 from forebay.config import Component
 from forebay.engines import RolloutController, ScriptedEngine

@@ -13,7 +13,8 @@ from chat_families import make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.agents import Environment, LiveEnvironment, MultiTurnAgentLoop, Reply, build_agent_loop, episode_reward
+from forebay.agents import Environment, LiveEnvironment, MultiTurnAgentLoop, Reply, episode_reward
+from forebay.agents.build import build_agent_loop
 from forebay.aio.virtual_time import run
 from forebay.config import Component, ConfigError
 from forebay.engines import RolloutController, ScriptedEngine

@@ -15,8 +15,9 @@ from chat_families import FAMILIES, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.agents import ToolAgentLoop, ToolCall, build_agent_loop
-from forebay.agents.chat.tool_calls import PARSERS, choose_parser, parse_by, parse_pattern
+from forebay.agents import ToolAgentLoop
+from forebay.agents.build import build_agent_loop
+from forebay.agents.chat.tool_calls import PARSERS, ToolCall, choose_parser, parse_by, parse_pattern
 from forebay.aio.time_limits import MAX_OVERRUNNING
 from forebay.aio.virtual_time import run
 from forebay.config import Component, ConfigError
@@ -459,7 +460,7 @@ def test_a_run_file_names_tools_and_what_does_not_fit_is_said() -> None:
     assert list(loop.turns.environment.tools) == ["calculator", "python"]
     for family, arguments, message in (
         ("qwen", {}, "missing a required argument: 'tools'"),
-        ("qwen", {"tools": []}, "name at least one tool"),
+        ("qwen", {"tools": []}, "at least 1 item"),
         ("qwen", {"tools": ["calculator", "calculator"]}, "different names"),
         ("qwen", {"tools": ["calculator"], "result_format": "so"}, "result_format must hold {result}, where"),
         ("qwen", {"tools": ["calculater"]}, "did you mean 'calculator'"),

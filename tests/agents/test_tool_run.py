@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from chat_families import make_tokenizer
 
-from forebay.agents import Environment, ToolAgentLoop, prompt_tools
+from forebay.agents import Environment, ToolAgentLoop
+from forebay.agents.build import prompt_tools
 from forebay.agents.chat.rendering import render_prompt
 from forebay.config import Component, ConfigError, load_config
 from forebay.engines import RolloutController, ScriptedEngine

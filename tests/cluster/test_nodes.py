@@ -17,7 +17,7 @@ import pytest
 from test_ray_chaos import check_run
 from test_ray_run import SEPARATE, events, pids_of, run_config, train_rows
 
-from forebay.cluster import nodes as cluster_nodes
+from forebay.cluster import ray_cluster
 from forebay.config import ConfigError
 from forebay.runs import launch as launching
 from forebay.runs import placement, steps
@@ -174,7 +174,7 @@ def refused(config):
         return next(iter(sizes)) if os.environ.get("SEES_NOTHING") else None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster_nodes, "missing", missing)
+        patch.setattr(ray_cluster, "missing", missing)
         with pytest.raises(ConfigError) as error:
             asyncio.run(launching.launch(config))
     return str(error.value)

@@ -10,7 +10,7 @@ import pytest
 from environment_factory import pid_of, small_run
 
 from forebay.environments.run import build_trainer
-from forebay.environments.workers import worker
+from forebay.environments.workers import hub as hub_module
 from forebay.environments.workers.hub import Hub
 from forebay.environments.workers.messages import Orders, Report, WorkerDied, WorkerSpec
 from forebay.environments.workers.worker import HubLink
@@ -121,7 +121,7 @@ async def test_a_socket_carries_reports_and_orders_and_tells_of_the_end(buffer):
         return link.report(report(version=-1))
 
     async with hub.listening():
-        link = HubLink(hub.address, "w")
+        link = await asyncio.to_thread(HubLink, hub.address, "w")
         assert await asyncio.to_thread(ask, link) == Orders(False, 3, weights)
     with pytest.raises(EOFError, match="the trainer is gone"):
         await asyncio.to_thread(ask, link)
@@ -170,8 +170,9 @@ async def forever():
     await asyncio.get_running_loop().create_future()
 
 
-async def test_a_worker_that_does_not_connect_is_lost():
-    hub = Hub(buffer=None, session_id="run", start_limit_s=0.01)
+async def test_a_worker_that_does_not_connect_is_lost(monkeypatch):
+    monkeypatch.setattr(hub_module, "START_LIMIT_S", 0.01)
+    hub = Hub(buffer=None, session_id="run")
     with pytest.raises(WorkerDied, match=r"did not connect to its trainer within 0\.01 s"):
         await hub.while_heard("w", forever())
 
@@ -183,8 +184,9 @@ async def test_a_worker_without_a_sign_of_life_is_lost(monkeypatch, end):
         living = asyncio.ensure_future(hub.while_heard("w", forever()))
         reason = r"no sign of life for 0\.04 s"
         if end == "hanging environment":
-            monkeypatch.setattr(worker, "WORK_LIMIT_S", 0.0)
-            link = HubLink(hub.address, "w", limit_s=0.04)
+            monkeypatch.setattr(hub_module, "WORK_LIMIT_S", 0.5)
+            link = await asyncio.to_thread(HubLink, hub.address, "w", limit_s=0.04)
+            reason = r"has worked for 0\.5 s without a report"
             await asyncio.wait([living])
             link.close()
         else:

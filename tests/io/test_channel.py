@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import threading
 
 import msgspec
 import numpy as np
@@ -160,15 +159,10 @@ def test_a_blocking_peer_that_says_nothing_is_given_up(blocking_ends):
         here.receive()
 
 
-def test_signs_of_life_come_while_there_is_life(blocking_ends):
+def test_signs_of_life_come_again_and_again(blocking_ends):
     here, there = blocking_ends
-    lives = threading.Event()
-    here.beat(Alive(), 0.005, lives.is_set)
-    there.sock.settimeout(0.05)
-    with pytest.raises(TimeoutError):
-        there.receive()
+    here.beat(Alive(), 0.005)
     there.sock.settimeout(60)
-    lives.set()
     assert [there.receive()[0] for _ in range(3)] == [Alive()] * 3
 
 

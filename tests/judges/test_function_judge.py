@@ -5,7 +5,8 @@ import threading
 
 import pytest
 
-from forebay.judges import FunctionJudge, mean_parts
+from forebay.judges import FunctionJudge
+from forebay.judges.base import mean_parts
 from forebay.types import RolloutState, Status
 
 

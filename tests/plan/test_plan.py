@@ -17,8 +17,8 @@ from forebay.cli.commands import app
 from forebay.config import ConfigError, parse_config
 from forebay.models.config import TinyConfig
 from forebay.models.tiny import write_tiny
-from forebay.plan import estimate, fit_memory, make_plan, parse_devices, this_machine
-from forebay.plan.estimate import HOST_BYTES_PER_S, Plan, micro_batch_s, verdict
+from forebay.plan import estimate, make_plan, parse_devices, this_machine
+from forebay.plan.estimate import HOST_BYTES_PER_S, Plan, fit_memory, micro_batch_s, verdict
 from forebay.plan.hardware import GIB, Device
 from forebay.plan.memory import _no_moves, step_memory
 from forebay.plan.report import sentences

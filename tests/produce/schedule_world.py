@@ -28,7 +28,8 @@ from forebay.engines.base import Completion
 from forebay.engines.scripted import ScriptedEngine
 from forebay.judges.base import Judge
 from forebay.ledger import Ledger
-from forebay.produce import AgentLoopManager, GroupRules, Prompt, Sampler, TaskRunner
+from forebay.produce import AgentLoopManager, Prompt, Sampler, TaskRunner
+from forebay.produce.strategies.rules import GroupRules
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer, StalenessReplayPolicy
 from forebay.types import SampleParams, Status
 from forebay.watching.activity import Activities

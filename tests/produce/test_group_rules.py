@@ -11,12 +11,12 @@ from forebay.ledger import Ledger
 from forebay.produce import (
     AgentLoopManager,
     AsyncProduceStrategyConfig,
-    GroupRules,
     ProductionError,
     SyncProduceStrategyConfig,
     TaskRunner,
     has_reward_variance,
 )
+from forebay.produce.strategies.rules import GroupRules
 from forebay.replay import SyncReplayBufferConfig
 from forebay.types import FAILED_AT_KEY, TRAJECTORY_OF_KEY, Status
 

@@ -10,7 +10,7 @@ from forebay.aio import virtual_time
 from forebay.config import parse_config
 from forebay.engines import RolloutController
 from forebay.engines.scripted import ScriptedEngine
-from forebay.ledger import length_bias
+from forebay.ledger.bias import length_bias
 from forebay.produce import AsyncProduceStrategyConfig
 from forebay.runs.config import RunConfig
 from forebay.runs.rollouts import build_strategy

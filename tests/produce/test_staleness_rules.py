@@ -10,13 +10,13 @@ from production_world import World, train
 from forebay.aio import virtual_time
 from forebay.produce import (
     STALENESS_RULES,
-    AdmitRule,
     AsyncProduceStrategyConfig,
     Outlook,
     ProduceBatchStatus,
     StalenessRule,
     SyncProduceStrategyConfig,
 )
+from forebay.produce.strategies.base import AdmitRule
 from forebay.types import Status
 
 
@@ -164,7 +164,7 @@ def test_the_example_of_an_own_rule_over_samples_less_once_groups_expire():
 
 
 def test_a_rule_is_found_by_its_name_or_its_class() -> None:
-    for rule in ("admit", "forebay.produce:AdmitRule", AdmitRule()):
+    for rule in ("admit", "forebay.produce.strategies.base:AdmitRule", AdmitRule()):
         built = AsyncProduceStrategyConfig(staleness_rule=rule).build()
         assert isinstance(built.rule, AdmitRule)
     with pytest.raises(ValueError, match="unknown staleness_rule 'admitt'; did you mean 'admit'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 
@@ -145,10 +146,12 @@ class Drawings:
         self._times_s: list[float] = []
         self._cost_s = cost_s
         self._cpu_s = 0.0
-        run(self._watch(during))
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(time, "thread_time", lambda: self._cpu_s)
+            run(self._watch(during))
 
     async def _watch(self, during: Callable[[LiveView], Awaitable[None]]) -> None:
-        view = LiveView(terminal(), self._render, cpu_clock=lambda: self._cpu_s)
+        view = LiveView(terminal(), self._render)
         await during(view)
         # Closing draws once more.
         self.times_s = sorted(set(self._times_s))
@@ -180,7 +183,8 @@ def test_what_goes_wrong_in_the_view_ends_the_view_only(caplog: pytest.LogCaptur
         raise OSError("the store is gone")
 
     async def main() -> None:
-        view = LiveView(console, lambda: Text("now"), look=broken)
+        view = LiveView(console, lambda: Text("now"))
+        view.look = broken
         await asyncio.sleep(10)
         view.close()
 
@@ -194,7 +198,8 @@ def test_what_goes_wrong_in_the_view_ends_the_view_only(caplog: pytest.LogCaptur
 
 def test_a_view_that_is_closed_while_it_looks_leaves_nothing_behind() -> None:
     async def main() -> set[str]:
-        view = LiveView(terminal(), lambda: Text("now"), look=asyncio.Event().wait)  # type: ignore[arg-type]
+        view = LiveView(terminal(), lambda: Text("now"))
+        view.look = asyncio.Event().wait  # type: ignore[assignment]
         await asyncio.sleep(1)
         names = {task.get_name() for task in asyncio.all_tasks()}
         view.close()

@@ -12,16 +12,8 @@ from hypothesis import strategies as st
 
 from forebay.config import ConfigError
 from forebay.sandbox import SandboxUnavailableError
-from forebay.tools import (
-    Calculator,
-    FunctionTool,
-    Python,
-    Search,
-    ToolError,
-    ToolUnavailableError,
-    build_tool,
-    schema_of,
-)
+from forebay.tools import Calculator, FunctionTool, Python, Search, ToolError, ToolUnavailableError
+from forebay.tools.base import build_tool, schema_of
 from forebay.tools.calculator import calculate, write_number
 from forebay.tools.contract import make_schema
 

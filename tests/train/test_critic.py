@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from forebay.train import Critic, TrainConfig, TrainController
+from forebay.train import TrainConfig, TrainController
 
 
 def trainer_for(model, **settings):
@@ -53,16 +53,6 @@ def test_gae_advantages_are_standardized_over_the_batch_and_returns_are_not(make
     # With lambda 1 the return of every token is the score.
     scores = batch.scores[batch.response_rows]
     assert batch.returns.tolist() == pytest.approx(np.where(batch.response_mask, scores, 0).tolist())
-
-
-def test_a_critic_may_be_given(make_model, make_groups):
-    critic = Critic.from_policy(make_model(seed=3))
-    torch.nn.init.ones_(critic.head.bias)
-    config = TrainConfig(advantage="gae", critic_lr=1e-3)
-    trainer = TrainController(make_model(), config, pad_token_id=0, value_model=critic)
-    assert trainer.compute_values(trainer.pack(make_groups())).values.tolist() == pytest.approx(
-        [1.0] * trainer.pack(make_groups()).num_response_tokens
-    )
 
 
 def test_the_critic_of_a_lora_run_has_no_adapters(make_model):

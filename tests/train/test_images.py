@@ -25,8 +25,9 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from forebay.agents import MultiTurnAgentLoop, SingleTurnAgentLoop, ToolAgentLoop, ToolCall
+from forebay.agents import MultiTurnAgentLoop, SingleTurnAgentLoop, ToolAgentLoop
 from forebay.agents.base import AgentLoop
+from forebay.agents.chat.tool_calls import ToolCall
 from forebay.agents.environments import Environment, Memory, Reply
 from forebay.config import Component, ConfigError, load_config
 from forebay.engines import EngineSurroundings, RolloutController, build_engines

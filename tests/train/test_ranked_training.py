@@ -21,7 +21,7 @@ from forebay.io.messages import Alive
 from forebay.io.safe_files import DiskError
 from forebay.io.shared import MemoryFile, lay_out, views
 from forebay.models.starting_weights import BASE_FINGERPRINT, BaseDiffersError, fingerprint
-from forebay.train import Critic, LocalRanks, RankError, TrainConfig, TrainController, checkpoint
+from forebay.train import LocalRanks, RankError, TrainConfig, TrainController, checkpoint
 from forebay.train.checkpoint import replace_folder
 from forebay.train.objective.losses import POLICY_LOSSES
 from forebay.train.parallel import array_messages
@@ -393,13 +393,10 @@ class WantsStartingWeights(Receiver):
             raise BaseDiffersError("others")
 
 
-def test_bfloat16_weights_given_critics_and_references_reach_the_ranks(make_model, make_groups, ranks):
-    critic = Critic.from_policy(make_model(seed=3))
-    torch.nn.init.ones_(critic.head.bias)
+def test_bfloat16_weights_and_given_references_reach_the_ranks(make_model, make_groups, ranks):
     config = TrainConfig(lr=1e-3, kl_coef=0.1, **GAE)
-    given = {"ref_model": make_model(seed=4), "value_model": critic}
     controllers = [
-        TrainController(make_model().bfloat16(), config, pad_token_id=0, ranks=where, **given)
+        TrainController(make_model().bfloat16(), config, pad_token_id=0, ranks=where, ref_model=make_model(seed=4))
         for where in (None, ranks)
     ]
     one, two = (c.compute_values(c.compute_ref_logprobs(c.pack(make_groups()))) for c in controllers)

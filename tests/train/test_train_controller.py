@@ -12,14 +12,13 @@ from forebay.train.objective.losses import PolicyLoss
 from forebay.types import Status
 
 
-def trainer_for(model, *, seed=0, total_steps=None, temperature=1.0, **settings):
+def trainer_for(model, *, seed=0, total_steps=None, **settings):
     return TrainController(
         model,
         TrainConfig(**{"lr": 1e-2, "token_budget": 40, **settings}),
         pad_token_id=0,
         seed=seed,
         total_steps=total_steps,
-        temperature=temperature,
     )
 
 

@@ -1,12 +1,7 @@
 """Agent loops: how a prompt becomes judged rollouts."""
 
 from forebay.agents.base import AgentLoop as AgentLoop
-from forebay.agents.build import build_agent_loop as build_agent_loop
-from forebay.agents.build import check_agent as check_agent
-from forebay.agents.build import prompt_tools as prompt_tools
-from forebay.agents.build import with_max_context as with_max_context
 from forebay.agents.chat.rendering import IncrementRenderer as IncrementRenderer
-from forebay.agents.chat.tool_calls import ToolCall as ToolCall
 from forebay.agents.environments import Environment as Environment
 from forebay.agents.environments import Episode as Episode
 from forebay.agents.environments import LiveEnvironment as LiveEnvironment

@@ -27,7 +27,8 @@ from forebay.agents.extra_fields import TOOL_CALLS_KEY, TOOL_ERRORS_KEY
 from forebay.agents.multi_turn import MultiTurnAgentLoop
 from forebay.aio.time_limits import time_limit
 from forebay.config import StrictModel, checked_by
-from forebay.tools import Tool, ToolError, build_tool, find_tool, schema_of
+from forebay.tools import Tool, ToolError
+from forebay.tools.base import build_tool, find_tool, schema_of
 from forebay.tools.contract import Result, Schema
 from forebay.types import Message, RolloutState
 
@@ -178,11 +179,6 @@ class ToolEnvironment(Environment):
         return text if left <= 0 else f"{text[:end]}... ({left} characters left out)"
 
 
-def _check_tools(tools: Sequence[Any]) -> None:
-    if not tools:
-        raise ValueError("name at least one tool")
-
-
 def _check_format(text: str) -> None:
     if "{result}" not in text:
         raise ValueError("result_format must hold {result}, where the result goes")
@@ -207,7 +203,7 @@ class ToolAgentLoop(AgentLoop):
     class Arguments(StrictModel, strict=True):
         """Keys of a ``tools`` agent in a run file."""
 
-        tools: Annotated[Sequence[Annotated[Any, checked_by(find_tool)]], checked_by(_check_tools)]
+        tools: Annotated[Sequence[Annotated[Any, checked_by(find_tool)]], Field(min_length=1)]
         """The tools: ``calculator``, ``python``, ``search`` or ``package.module:Name`` of a function
         or class of tools, or tables with such a ``name`` and its ``arguments``."""
         parser: Annotated[Any, checked_by(check_parser)] = None

@@ -33,7 +33,6 @@ import msgspec
 
 from forebay.board.folder import Columns, RunFolder, find_runs
 from forebay.board.rollouts import Database, Rollouts, UnreadableError
-from forebay.board.tokens import pieces_of
 from forebay.extras import needed_by
 
 with needed_by("forebay board"):
@@ -48,6 +47,7 @@ with needed_by("forebay board"):
     from starlette.staticfiles import StaticFiles
 
 Values = dict[str, Any]
+TOKENIZER = "tokenizer.json"
 WALK_EVERY_S = 1.0
 """A list of all runs asks for each of them: the folders are not walked through for each."""
 
@@ -149,6 +149,33 @@ def _rollout(board: Board, run: RunFolder, rollouts: Rollouts, asked: Values) ->
         "life": run.life(last["group_id"]),
         "spans": rollouts.spans_of([last["rollout_id"], last["group_id"]]),
     }
+
+
+def pieces_of(folder: Path, token_ids: list[int]) -> list[str] | None:
+    """The text that each token adds; None where the run has no tokenizer yet.
+
+    Tokens that are parts of one character add nothing until the last of them.
+    """
+    if (found := _find_tokenizer(folder)) is None:
+        return None
+    from tokenizers.decoders import DecodeStream
+
+    tokenizer, stream = _read_tokenizer(found, found.stat().st_mtime_ns), DecodeStream(skip_special_tokens=False)
+    return [stream.step(tokenizer, token_id) or "" for token_id in token_ids]
+
+
+def _find_tokenizer(folder: Path) -> Path | None:
+    places = [folder / "model", folder / "warmup"]
+    places += sorted(folder.glob("checkpoints/step_*/trainer/model"), reverse=True)
+    return next((place / TOKENIZER for place in places if (place / TOKENIZER).is_file()), None)
+
+
+# The time is in the key of the cache: a run may write the file anew.
+@lru_cache(maxsize=4)
+def _read_tokenizer(path: Path, changed_ns: int) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path))
 
 
 def _timeline(board: Board, run: RunFolder, rollouts: Rollouts, asked: Values) -> Values:

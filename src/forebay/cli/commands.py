@@ -35,10 +35,9 @@ import typer
 from rich.console import Console
 
 from forebay import __version__
-from forebay.cli import board, card, keys, ledger
 from forebay.cli import buffer as buffer_cli
+from forebay.cli import card, keys, ledger
 from forebay.cli import init as init_cli
-from forebay.cli import plan as plan_cli
 from forebay.cli import replay as replay_cli
 from forebay.cli import simulate as simulate_cli
 from forebay.cli.errors import MARKUP, Overrides, one_message, say
@@ -150,12 +149,83 @@ def scale(
         typer.echo(ask_to_scale(folder, change))
 
 
+@app.command()
+def plan(
+    run_file: Annotated[Path, typer.Argument(help="A TOML run file.")],
+    overrides: Overrides = None,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="NAME", help="H100-80GB, 8xH100-80GB, 2x8xH100-80GB: of 2 machines.")
+    ] = None,
+    network: Annotated[
+        float | None, typer.Option(min=0.1, help="Gbit/s of a machine; left out: as its maker builds it.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the longest prompt; left out: that of the data.")
+    ] = None,
+) -> None:
+    """Say what memory a run takes, by part, whether it fits, and how long a step will take."""
+    with one_message():
+        from forebay.plan import make_plan, parse_devices, this_machine
+        from forebay.plan.report import show_plan
+
+        config = load_config(RunConfig, run_file, overrides or [])
+        device = this_machine(config.device) if gpus is None else parse_devices(gpus, network=network)
+        found = make_plan(config, device, prompt_tokens=prompt_tokens)
+        show_plan(found, Console(width=None if sys.stdout.isatty() else 100))
+        if not found.fits:
+            raise typer.Exit(1)
+
+
+@app.command()
+def board(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUN]...", help="Run folders, or folders with runs below; left out: this one."),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="The address to serve on; away from loopback a token is asked for.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; the next free one if it is taken.")] = 7331,
+    beside: Annotated[bool, typer.Option(hidden=True, help="End when standard input does.")] = False,
+    export: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of serving, write one self-contained file: NAME.html, or NAME.json, the timeline "
+            "of a run for https://ui.perfetto.dev."
+        ),
+    ] = None,
+) -> None:
+    """Show runs in a browser: numbers, rollouts, what flows where, what was dropped."""
+    with one_message():
+        from forebay.board.server import Board, serve
+        from forebay.runs.record.history import read_spans
+        from forebay.watching.trace import write_trace
+
+        named = folders or [Path()]
+        for folder in named:
+            if not folder.is_dir():
+                raise ConfigError(f"there is no folder {str(folder)!r}; name a run's, for example runs/NAME")
+        shown = Board([folder.resolve() for folder in named])
+        # Where none is named, the page may be opened before the first run is there.
+        if not shown.runs() and folders:
+            raise ConfigError(f"there is no run at or below {', '.join(map(repr, map(str, named)))}")
+        if export is not None and export.suffix == ".json":
+            # A timeline is of one run.
+            write_trace(export, read_spans(named[0]))
+            typer.echo(f"written: {export}")
+            return
+        if export is not None:
+            from forebay.board.export import write_report
+
+            typer.echo(f"written: {write_report(shown, export)}")
+            return
+        serve(shown, host=host, port=port, say=typer.echo, ends=sys.stdin if beside else None)
+
+
 app.add_typer(buffer_cli.app, name="buffer")
 app.command(name="ledger")(ledger.show_ledger)
-app.command(name="board")(board.board)
 app.command(name="card")(card.card)
 app.command(name="push")(card.push)
-app.command(name="plan")(plan_cli.plan)
 app.command(name="simulate")(simulate_cli.simulate_run)
 app.command(name="replay")(replay_cli.replay)
 app.command(name="keys")(keys.show_keys)
@@ -190,12 +260,12 @@ def _train(run_file: Path | None, overrides: list[str], dry_run: bool, resume: P
             for difference in presets.differences(config.train):
                 typer.echo(f"warning: {difference}", err=True)
             # On stderr, so that the run file alone is on stdout.
-            plan_cli.show_plan_here(config, Console(stderr=True))
+            _show_plan_here(config, Console(stderr=True))
         return
     if isinstance(config, RunConfig):
         load_ranks(config)
         # Late: they load torch and transformers, which most commands do without.
-        from forebay.plan import fit_memory
+        from forebay.plan.estimate import fit_memory
         from forebay.runs.launch import launch
 
         config, warning = fit_memory(config)
@@ -210,6 +280,18 @@ def _train(run_file: Path | None, overrides: list[str], dry_run: bool, resume: P
         interrupted = asyncio.run(launch_in_environments(config, resume=resume, overwrite=overwrite))
     if interrupted:
         sys.exit(INTERRUPTED)
+
+
+def _show_plan_here(config: RunConfig, console: Console) -> None:
+    """Print the plan of `config` on this machine, or in one line why there is none."""
+    from forebay.plan import make_plan, this_machine
+    from forebay.plan.estimate import NO_PLAN
+    from forebay.plan.report import show_plan
+
+    try:
+        show_plan(make_plan(config, this_machine(config.device)), console)
+    except NO_PLAN as error:
+        console.print(f"no plan of the memory: {error}", markup=False, highlight=False)
 
 
 def _check(run_file: Path | None, overrides: list[str]) -> None:

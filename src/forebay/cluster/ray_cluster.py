@@ -31,8 +31,7 @@ from forebay.cluster import workers
 from forebay.cluster.arguments import RayArguments
 from forebay.cluster.calls import blocking_actor
 from forebay.cluster.engines import EngineSpec, PlacedEngine
-from forebay.cluster.library import MAX_CALLS, Given, connect, import_ray, why
-from forebay.cluster.nodes import check_nodes
+from forebay.cluster.library import MAX_CALLS, Given, connect, import_ray, on_node, why
 from forebay.cluster.placement import STRATEGIES, Plan, Room, plan_parts, reserve
 from forebay.cluster.ranks import RankActor
 from forebay.cluster.rollout_worker import WorkerSpec
@@ -40,6 +39,7 @@ from forebay.cluster.supervisor import BEAT_EVERY_S, START_LIMIT_S, Restarts, Su
 from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
 from forebay.config import ConfigError, parse_config
 from forebay.engines.members import judge, scale
+from forebay.io.elsewhere import files_to_see, missing
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import Listener, PartLost, RetryListener, shares_ray_gpu, tries_beside
 from forebay.watching.activity import Activities, loop_time
@@ -404,6 +404,29 @@ class RayCluster:
         parts = (self._engines, self._workers.all, self._eval_engines, self._eval_workers.all)
         for gone in (self._actors, self._groups, self._free, self._num_ever, *parts):
             gone.clear()
+
+
+def check_nodes(run_folder: Path, model_folder: Path) -> None:
+    """Find out whether all machines see both folders under the paths that this one has for them.
+
+    Raises:
+        ConfigError: one of them does not, or cannot be asked.
+    """
+    ray = import_ray()
+    here = ray.get_runtime_context().get_node_id()
+    others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
+    run_folder.mkdir(parents=True, exist_ok=True)
+    with files_to_see(run_folder, model_folder) as sizes:
+        look, asked = ray.remote(num_cpus=0)(missing), {}
+        for node in others:
+            name = f"machine {node['NodeName']} (node {node['NodeID'][:8]})"
+            asked[name] = look.options(scheduling_strategy=on_node(node["NodeID"])).remote(sizes)
+        for name, path in all_started(asked).items():
+            if path is not None:
+                raise ConfigError(
+                    f"{name} does not see the folder {os.path.dirname(path)!r} as this machine does: mount it "
+                    f"there under the same path, or take that machine off the cluster"
+                )
 
 
 CLOSE_LIMIT_S = 30.0

@@ -8,9 +8,7 @@ from forebay.engines.base import EngineHealth as EngineHealth
 from forebay.engines.base import EngineLost as EngineLost
 from forebay.engines.base import EngineSurroundings as EngineSurroundings
 from forebay.engines.base import GenerateRequest as GenerateRequest
-from forebay.engines.build import EngineConfig as EngineConfig
 from forebay.engines.build import build_engines as build_engines
-from forebay.engines.build import find_engine as find_engine
 from forebay.engines.controller import RolloutController as RolloutController
 from forebay.engines.scripted import ScriptedEngine as ScriptedEngine
 from forebay.lazy import lazy_names

@@ -71,15 +71,7 @@ class ScriptedEngine:
         eos_token_ids: Iterable[int] = (),
         model_step: int = 0,
     ) -> None:
-        """`request_latency_s` passes before a request's first token, `token_latency_s` for each token.
-
-        Raises:
-            ValueError: a negative latency, or fewer than one place.
-        """
-        if token_latency_s < 0 or (not callable(request_latency_s) and request_latency_s < 0):
-            raise ValueError(f"latencies must not be negative, got {request_latency_s}, {token_latency_s}")
-        if max_running is not None and max_running < 1:
-            raise ValueError(f"max_running must be at least 1 or None, got {max_running}")
+        """`request_latency_s` passes before a request's first token, `token_latency_s` for each token."""
         self._script = script
         self._request_latency_s = request_latency_s
         self._token_latency_s = token_latency_s

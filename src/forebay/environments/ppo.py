@@ -20,6 +20,7 @@ the part of S x B in one mini-batch.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -193,14 +194,11 @@ class PPOTrainer:
 
     def arrays(self) -> dict[str, Array]:
         """Everything that changes with training but `step`, for `load`."""
-        arrays = {f"policy/{name}": tensor.numpy() for name, tensor in self.policy.state_dict().items()}
-        for number, state in self._optimizer.state_dict()["state"].items():
-            arrays |= {f"adam/{number}/{name}": tensor.numpy() for name, tensor in state.items()}
-        seen = {"count": np.array(self._observations.count)}
-        seen |= {"mean": self._observations.mean, "var": self._observations.var}
-        arrays |= {f"observations/{name}": array for name, array in seen.items()}
-        arrays["generator"] = self._generator.get_state().numpy()
-        return arrays
+        parts: dict[str, Mapping[str, Any]] = {"policy/": self.policy.state_dict()}
+        parts |= {f"adam/{number}/": state for number, state in self._optimizer.state_dict()["state"].items()}
+        parts["observations/"] = {name: getattr(self._observations, name) for name in _MOMENTS}
+        parts[""] = {"generator": self._generator.get_state()}
+        return {part + name: np.asarray(value) for part, values in parts.items() for name, value in values.items()}
 
     def load(self, step: int, arrays: Mapping[str, Array]) -> None:
         """Go on from what `arrays` gave after `step` updates.
@@ -208,23 +206,21 @@ class PPOTrainer:
         Raises:
             ConfigError: they are of another policy.
         """
-        groups: dict[str, dict[str, Any]] = {"policy": {}, "adam": {}, "observations": {}}
-        for name, array in arrays.items():
-            group, _, rest = name.partition("/")
-            if rest:
-                groups[group][rest] = array
+        parts: defaultdict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        for path, array in arrays.items():
+            part, _, name = path.rpartition("/")
+            parts[part][name] = torch.tensor(array)
         with errors_about("the checkpoint is of another policy: keep [policy] and [environment]", RuntimeError):
-            self.policy.load_state_dict({k: torch.from_numpy(v) for k, v in groups["policy"].items()})
-        adam: dict[int, dict[str, torch.Tensor]] = {}
-        for name, array in groups["adam"].items():
-            number, _, field = name.partition("/")
-            adam.setdefault(int(number), {})[field] = torch.from_numpy(array)
-        state = self._optimizer.state_dict()
-        self._optimizer.load_state_dict({**state, "state": adam})
-        seen, scale = groups["observations"], self._observations
-        scale.count, scale.mean, scale.var = float(seen["count"]), seen["mean"].copy(), seen["var"].copy()
-        self._generator.set_state(torch.from_numpy(arrays["generator"]))
+            self.policy.load_state_dict(parts["policy"])
+        adam = {int(part.removeprefix("adam/")): state for part, state in parts.items() if part.startswith("adam/")}
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": adam})
+        for name in _MOMENTS:
+            setattr(self._observations, name, parts["observations"][name].numpy())
+        self._generator.set_state(parts[""]["generator"])
         self.step = step
+
+
+_MOMENTS = ("count", "mean", "var")
 
 
 @dataclass(frozen=True, kw_only=True)

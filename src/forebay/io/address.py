@@ -19,7 +19,6 @@ import ipaddress
 import os
 import re
 import socket
-import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -126,7 +125,16 @@ async def listen(address: Address, token: str | None = None) -> tuple[socket.soc
 async def dial(address: Address) -> socket.socket:
     """A socket connected to `address`, as soon as there is room; OSError if no process listens there."""
     if address.path is not None:
-        return await connect_unix(str(address.path))
+        with _closed_on_error(socket.AF_UNIX) as sock:
+            sock.setblocking(False)
+            # Not `sock_connect`: it waits for a full queue as for a connection that is being made, which it is
+            # not, and fails with EINVAL.
+            while True:
+                try:
+                    sock.connect(str(address.path))
+                    return sock
+                except BlockingIOError:
+                    await asyncio.sleep(RETRY_S)
     failed = OSError(f"the host of {address} has no address")
     for family, place in await _resolve(address):
         try:
@@ -139,21 +147,6 @@ async def dial(address: Address) -> socket.socket:
         except OSError as error:
             failed = error
     raise failed
-
-
-def dial_blocking(path: str, limit_s: float) -> socket.socket:
-    """A socket connected to the Unix socket `path`, without an event loop.
-
-    Raises:
-        OSError: no process listens there, or there was no room within `limit_s`.
-    """
-    with _closed_on_error(socket.AF_UNIX) as sock:
-        # For connecting alone: with a timeout of Python's, a full queue would be an error at once.
-        seconds, fraction = divmod(limit_s, 1)
-        limit = struct.pack("ll", int(seconds), int(fraction * 1e6))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        sock.connect(path)
-    return sock
 
 
 def tune(sock: socket.socket) -> None:
@@ -174,21 +167,6 @@ def prove(token: str | None, nonce: bytes) -> bytes:
 def is_proof(proof: bytes, token: str, nonce: bytes) -> bool:
     """Whether `proof` is that of the token, in a time that says nothing of either."""
     return hmac.compare_digest(proof, prove(token, nonce))
-
-
-async def connect_unix(path: str) -> socket.socket:
-    """A non-blocking socket connected to `path`, as soon as there is room; OSError if no process listens."""
-    with _closed_on_error(socket.AF_UNIX) as sock:
-        sock.setblocking(False)
-        # Not `sock_connect`: it waits for a full queue as for a connection that is being made, which it is
-        # not, and fails with EINVAL.
-        while True:
-            try:
-                sock.connect(path)
-            except BlockingIOError:
-                await asyncio.sleep(RETRY_S)
-            else:
-                return sock
 
 
 @contextmanager

@@ -357,8 +357,8 @@ class BlockingChannel:
                 _drop(left, number)
         return incoming.message, incoming.buffers
 
-    def beat(self, sign: Message, pause_s: float, lives: Callable[[], bool] = lambda: True) -> None:
-        """Send `sign` every `pause_s` seconds from a thread, while `lives` and until the end.
+    def beat(self, sign: Message, pause_s: float) -> None:
+        """Send `sign` every `pause_s` seconds from a thread, until the end.
 
         consumes: nothing / waits for: the next beat, or the end / woken by: the clock, `close`, a broken
         connection / produces: signs of life
@@ -366,12 +366,11 @@ class BlockingChannel:
 
         def run() -> None:
             while not self._ended.wait(pause_s):
-                if lives():
-                    try:
-                        self.send(sign)
-                    except OSError:
-                        # The thread that receives is told why.
-                        return
+                try:
+                    self.send(sign)
+                except OSError:
+                    # The thread that receives is told why.
+                    return
 
         threading.Thread(target=run, name="signs of life", daemon=True).start()
 

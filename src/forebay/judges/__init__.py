@@ -7,7 +7,6 @@ from forebay.judges.base import GroupJudge as GroupJudge
 from forebay.judges.base import Judge as Judge
 from forebay.judges.base import JudgeError as JudgeError
 from forebay.judges.base import TransientJudgeError as TransientJudgeError
-from forebay.judges.base import mean_parts as mean_parts
 from forebay.judges.build import JUDGES as JUDGES
 from forebay.judges.build import JudgeConfig as JudgeConfig
 from forebay.judges.build import build_judge as build_judge

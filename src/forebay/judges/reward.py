@@ -18,7 +18,7 @@ from forebay.config import ConfigError, parse_config
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge
 from forebay.judges.libraries import JudgeProcesses
 from forebay.judges.servers import JudgeServer, ServerArguments
-from forebay.models.config import DEVICE_PATTERN
+from forebay.models import DEVICE_PATTERN, find_device, forgo_cudnn, load_tokenizer, precision_on, resolve_model
 from forebay.types import Message, RolloutState
 
 
@@ -99,8 +99,6 @@ class RewardModelJudge(Judge):
 
     def _make_process(self) -> JudgeProcesses:
         """It starts with the first batch. Its model is found here, as a download has no time limit."""
-        from forebay.models import resolve_model
-
         given = (str(resolve_model(self._settings.model)), self._settings.device)
         factory = f"{__name__}:make_reward_scorer"
         return JudgeProcesses(factory, self._timeout_s, 1, arguments=given, memory_bytes=0)
@@ -127,8 +125,6 @@ def make_reward_scorer(model: str, device: str) -> Callable[[list[list[Message]]
     import torch
     from torch.nn.utils.rnn import pad_sequence
     from transformers import AutoModelForSequenceClassification
-
-    from forebay.models import find_device, forgo_cudnn, load_tokenizer, precision_on, resolve_model
 
     folder, where = resolve_model(model), find_device(device)
     tokenizer = load_tokenizer(folder)

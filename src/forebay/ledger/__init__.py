@@ -3,8 +3,6 @@
 from forebay.ledger.accounts import Balance as Balance
 from forebay.ledger.accounts import Ledger as Ledger
 from forebay.ledger.bias import Comparison as Comparison
-from forebay.ledger.bias import Summary as Summary
 from forebay.ledger.bias import compare_dropped as compare_dropped
-from forebay.ledger.bias import length_bias as length_bias
 from forebay.ledger.histories import GroupId as GroupId
 from forebay.ledger.histories import GroupLife as GroupLife

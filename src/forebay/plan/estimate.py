@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError
 
-from forebay.agents import prompt_tools
+from forebay.agents.build import prompt_tools
 from forebay.config import ConfigError, errors_about
 from forebay.models import Precision, attention, load_tokenizer, resolve_model
 from forebay.models.config import TINY, ModelConfig

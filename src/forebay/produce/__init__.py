@@ -13,7 +13,6 @@ from forebay.produce.sampler import Sampler as Sampler
 from forebay.produce.strategies.asynchronous import AsyncProduceStrategy as AsyncProduceStrategy
 from forebay.produce.strategies.asynchronous import AsyncProduceStrategyConfig as AsyncProduceStrategyConfig
 from forebay.produce.strategies.base import STALENESS_RULES as STALENESS_RULES
-from forebay.produce.strategies.base import AdmitRule as AdmitRule
 from forebay.produce.strategies.base import Outlook as Outlook
 from forebay.produce.strategies.base import ProduceBatchStatus as ProduceBatchStatus
 from forebay.produce.strategies.base import ProduceStrategy as ProduceStrategy
@@ -28,4 +27,3 @@ from forebay.produce.strategies.context import default_is_valid_sample_fn as def
 from forebay.produce.strategies.context import default_should_continue_fn as default_should_continue_fn
 from forebay.produce.strategies.context import has_reward_variance as has_reward_variance
 from forebay.produce.strategies.pending import ProductionError as ProductionError
-from forebay.produce.strategies.rules import GroupRules as GroupRules

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from forebay.agents.extra_fields import mean_counts
-from forebay.judges import mean_parts
+from forebay.judges.base import mean_parts
 from forebay.metrics import nearest_rank
 from forebay.produce.strategies.base import ProduceBatchStatus, worst_status
 from forebay.produce.strategies.context import GROUP_GENERATE_TIME_KEY
@@ -80,16 +80,15 @@ def summarize(results: dict[str, TaskResult], task_batch_sizes: dict[str, int]) 
         rollout_states=[group for part in parts for group in part.rollout_states],
         status=worst_status(part.status for part in parts),
         leftovers={s: sum(part.leftovers.get(s, 0) for part in parts) for s in LEFTOVER_STATUSES},
-        group_gen_pause_time_s=sum(part.group_gen_pause_time_s for part in parts),
-        produced_samples=sum(part.produced_samples for part in parts),
-        produced_tokens=sum(part.produced_tokens for part in parts),
-        raw_rewards_sum=sum(part.raw_rewards_sum for part in parts),
-        raw_rewards_count=sum(part.raw_rewards_count for part in parts),
+        **{name: sum(getattr(part, name) for part in parts) for name in _SUMMED},
         group_gen_times_s=[time_s for part in parts for time_s in part.group_gen_times_s],
         reuse=sum((part.reuse for part in parts), Counter()),
         task_batch_sizes=task_batch_sizes,
         task_results=results,
     )
+
+
+_SUMMED = ("group_gen_pause_time_s", "produced_samples", "produced_tokens", "raw_rewards_sum", "raw_rewards_count")
 
 
 def _metrics(result: TaskResult, prefix: str) -> dict[str, float]:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from forebay.replay.remote.client import RemoteReplayBuffer as RemoteReplayBuffer
     from forebay.replay.remote.messages import ConnectionLost as ConnectionLost
     from forebay.replay.remote.messages import ServerClosed as ServerClosed
-    from forebay.replay.remote.server import BufferServer as BufferServer
     from forebay.replay.remote.server import serve as serve
     from forebay.replay.stores.sql.store import SQLStorage as SQLStorage
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from forebay.agents import prompt_tools
+from forebay.agents.build import prompt_tools
 from forebay.config import ConfigError, errors_about
 from forebay.evaluate import Evaluator
 from forebay.io.safe_files import DamagedError, check, publish, unfinished, write_text

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal, Self
 import tomli_w
 from pydantic import BaseModel, Field, PositiveInt, field_validator, model_validator
 
-from forebay.agents import check_agent
+from forebay.agents.build import check_agent
 from forebay.config import Component, ConfigError, StrictModel, check_arguments, errors_about, import_object, look_up
-from forebay.engines import EngineConfig, find_engine
+from forebay.engines.build import EngineConfig, find_engine
 from forebay.evaluate import EvalConfig, TaskEvalConfig
 from forebay.io.forked import start_loading
 from forebay.judges import JudgeConfig, build_judge

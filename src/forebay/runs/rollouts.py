@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forebay.agents import AgentLoop, build_agent_loop, prompt_tools, with_max_context
+from forebay.agents import AgentLoop
 from forebay.agents.base import Generator
+from forebay.agents.build import build_agent_loop, prompt_tools, with_max_context
 from forebay.config import Component, ConfigError, errors_about, look_up
 from forebay.engines import Engine, EngineSurroundings, RolloutController, build_engines
 from forebay.engines.pool import EnginePool
@@ -33,7 +34,6 @@ from forebay.models.tiny import DEFAULT_ALPHABET
 from forebay.produce import (
     AgentLoopManager,
     AsyncProduceStrategyConfig,
-    GroupRules,
     ProduceStrategy,
     Prompt,
     Sampler,
@@ -44,6 +44,7 @@ from forebay.produce.prompts.dataset import check_prompt_lengths, hold_out, load
 from forebay.produce.prompts.orders import build_order
 from forebay.produce.strategies.base import find_staleness_rule
 from forebay.produce.strategies.context import GroupGenerator
+from forebay.produce.strategies.rules import GroupRules
 from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, StorageBackend, SyncReplayBufferConfig
 from forebay.runs.config import ASYNC_ONLY, FILTERS, RunConfig, TaskConfig
 from forebay.runs.placement import SERVERS, Cluster, engine_seat, shared_gpu, tries_beside

@@ -17,17 +17,15 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forebay import replay
 from forebay.config import ConfigError
 from forebay.extras import needed_by
 from forebay.io.safe_files import write_text
-from forebay.replay import IndexedStorage, StorageBackend
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import ID_FILE
 
 if TYPE_CHECKING:
     from sqlalchemy import URL
-
-    from forebay.replay import SQLStorage
 
 STORE_FILE = "buffer.db"
 URL_VARIABLE = "FOREBAY_REPLAY_URL"
@@ -76,7 +74,7 @@ def keeps_consumed(config: RunConfig) -> bool:
     return config.checkpoint_every > 0 and (loses_trainer or store_of(config) != "memory")
 
 
-def open_storage(config: RunConfig, folder: Path, *, is_new: bool) -> StorageBackend:
+def open_storage(config: RunConfig, folder: Path, *, is_new: bool) -> replay.StorageBackend:
     """The store of the run in `folder`, which is empty if the run `is_new`.
 
     Raises:
@@ -85,14 +83,12 @@ def open_storage(config: RunConfig, folder: Path, *, is_new: bool) -> StorageBac
     """
     kind = store_of(config)
     if kind == "memory":
-        return IndexedStorage()
+        return replay.IndexedStorage()
     with needed_by("replay.store"):
         from sqlalchemy.exc import SQLAlchemyError
-
-        from forebay.replay import SQLStorage
     url: str | URL = _url() if kind == "postgresql" else _local_file(config, folder)
     try:
-        storage = SQLStorage(url)
+        storage = replay.SQLStorage(url)
     except (SQLAlchemyError, ValueError) as error:
         raise ConfigError(f"replay.store = {kind!r} cannot be opened: {plain_reason(error)}") from None
     try:
@@ -117,7 +113,7 @@ def holder_name(folder: Path) -> str:
     return f"{file.read_text('ascii')}:{folder.resolve()}"
 
 
-def _take_over(storage: "SQLStorage", folder: Path, *, is_new: bool, is_in_folder: bool) -> None:
+def _take_over(storage: "replay.SQLStorage", folder: Path, *, is_new: bool, is_in_folder: bool) -> None:
     name = holder_name(folder)
     run_id, _, path = (storage.holder or name).partition(":")
     here, there = folder / ID_FILE, Path(path) / ID_FILE
@@ -132,7 +128,7 @@ def _take_over(storage: "SQLStorage", folder: Path, *, is_new: bool, is_in_folde
         )
     if is_new:
         # Emptied: what it holds is of an earlier run in this folder, which is replaced.
-        storage.load_state_dict(IndexedStorage().state_dict())
+        storage.load_state_dict(replay.IndexedStorage().state_dict())
         storage.holder = name
     storage.claim_now()
 
@@ -183,12 +179,10 @@ def wait_for_database(config: RunConfig) -> None:
         return
     from sqlalchemy.exc import OperationalError
 
-    from forebay.replay import SQLStorage
-
     deadline_s = time.monotonic() + REACH_LIMIT_S
     while True:
         try:
-            return SQLStorage(_url(), create=False).close()
+            return replay.SQLStorage(_url(), create=False).close()
         except OperationalError as error:
             if time.monotonic() > deadline_s:
                 raise ConfigError(f"replay.store: no answer, {plain_reason(error)}") from None

@@ -1,9 +1,6 @@
 """Tools that a model may call while it answers: a calculator, Python, search, and functions of your own."""
 
 from forebay.tools.base import FunctionTool as FunctionTool
-from forebay.tools.base import build_tool as build_tool
-from forebay.tools.base import find_tool as find_tool
-from forebay.tools.base import schema_of as schema_of
 from forebay.tools.calculator import Calculator as Calculator
 from forebay.tools.contract import Tool as Tool
 from forebay.tools.contract import ToolError as ToolError

@@ -18,7 +18,6 @@ from forebay.train.packing import Packer as Packer
 
 if TYPE_CHECKING:
     from forebay.train.controller import TrainController as TrainController
-    from forebay.train.model.critic import Critic as Critic
     from forebay.train.objective.losses import PolicyInputs as PolicyInputs
     from forebay.train.objective.losses import PolicyLoss as PolicyLoss
     from forebay.train.parallel.ranks import LocalRanks as LocalRanks

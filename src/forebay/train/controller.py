@@ -35,7 +35,6 @@ from forebay.train import checkpoint, measures, presets, weight_sync
 from forebay.train.batch import Groups, TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Learner
-from forebay.train.model.critic import Critic
 from forebay.train.objective.advantages import AdvantageFunction, find_advantage, spread
 from forebay.train.objective.corrections import Corrector
 from forebay.train.objective.losses import batch_token_weights, steered
@@ -56,8 +55,8 @@ class TrainController:
 
     With ``lora_rank`` the given model gets adapters in place. With ``kl_coef`` and neither LoRA nor a
     `ref_model`, the reference is a frozen copy of the model as given; a `ref_model` with the same tokenizer
-    is a teacher (``config.teacher`` is read by the run, not here). With ``critic_lr`` and no `value_model`,
-    the critic starts as a copy of the model's body.
+    is a teacher (``config.teacher`` is read by the run, not here). With ``critic_lr`` a critic
+    starts as a copy of the model's body.
 
     Trained weights and their moments are float32: a model given in another dtype is cast, in place (with
     `lora_rank` the adapters are float32, and what lies below them stays). Engines get `engine_dtype`. With
@@ -90,8 +89,6 @@ class TrainController:
         *,
         pad_token_id: int,
         ref_model: nn.Module | ModelFolder | None = None,
-        value_model: Critic | None = None,
-        temperature: float = 1.0,
         seed: int = 0,
         total_steps: int | None = None,
         tokenizer: Any = None,
@@ -112,7 +109,6 @@ class TrainController:
         """Completed train steps."""
         self._turn = threading.Lock()
         """Held while weights change or move: an engine that comes back may read them at any time."""
-        self._temperature = temperature
         self._seed = seed
         self._engine_dtype: Precision = engine_dtype
         self._tokenizer = tokenizer
@@ -126,7 +122,7 @@ class TrainController:
             # A folder says no device.
             at = torch.device(device or ("cpu" if isinstance(model, ModelFolder) else next(model.parameters()).device))
             ranks = self._own_ranks = LocalRanks(config.ranks, device=str(at), imports_main=config.ranks > 1)
-        models: dict[str, Any] = {"model": model, "ref_model": ref_model, "value_model": value_model}
+        models: dict[str, Any] = {"model": model, "ref_model": ref_model}
         settings: dict[str, Any] = {
             "pad_token_id": pad_token_id,
             "total_steps": total_steps,
@@ -193,7 +189,7 @@ class TrainController:
             ValueError: as `TrainBatch.from_groups` and `Packer.pack_pad_dispatch`.
         """
         if not isinstance(groups, TrainBatch):
-            groups = TrainBatch.from_groups(groups, temperature=self._temperature, overlong=self.config.overlong)
+            groups = TrainBatch.from_groups(groups, overlong=self.config.overlong)
         # In the batch, because a learner, on whatever rank, knows no controller.
         groups.penalties = self.penalties
         return self._packer.pack_pad_dispatch(groups, seed=(self._seed, self.train_step))

@@ -35,6 +35,8 @@ MAX_FOLDER_BYTES = 80
 """Of the path of the folder for temporary files: what is left of 107 bytes is for the socket's own name."""
 START_LIMIT_S = 300.0
 """For a worker to connect: many that start together on a few cores load their libraries for minutes."""
+WORK_LIMIT_S = 900.0
+"""Without a report for so long an environment hangs: none takes a quarter of an hour for a few steps."""
 NUM_RECENT = 100
 """Episodes behind the mean return of a step: what CartPole is judged by."""
 
@@ -53,15 +55,8 @@ class Hub:
     buffer hears of their version; after `forget` nothing of that worker reaches the buffer any more.
     """
 
-    def __init__(
-        self,
-        buffer: ReplayBufferActor,
-        session_id: str,
-        *,
-        limit_s: float = SILENCE_LIMIT_S,
-        start_limit_s: float = START_LIMIT_S,
-    ) -> None:
-        """A worker has `start_limit_s` to connect; later, one that is silent for `limit_s` is given up."""
+    def __init__(self, buffer: ReplayBufferActor, session_id: str, *, limit_s: float = SILENCE_LIMIT_S) -> None:
+        """A worker that is silent for `limit_s` after it connected is given up."""
         self.num_steps = 0
         """Environment steps so far."""
         self.num_episodes = 0
@@ -71,7 +66,7 @@ class Hub:
         self.address = ""
         """Path of the Unix socket, while `listening`."""
         self.limit_s = limit_s
-        self._buffer, self._session_id, self._start_limit_s = buffer, session_id, start_limit_s
+        self._buffer, self._session_id = buffer, session_id
         self._version, self._weights = -1, b""
         self._ready = asyncio.Event()
         self._taking: dict[str, asyncio.Task[None]] = {}
@@ -123,6 +118,7 @@ class Hub:
         """
         if report.worker_uuid in self._forgotten:
             return Orders(True, self._version, b"")
+        self.expect(report.worker_uuid, None)
         if not self.stopping:
             task = asyncio.ensure_future(self._take(report))
             self._taking[report.worker_uuid] = task
@@ -131,6 +127,7 @@ class Hub:
             if not task.cancelled():
                 task.result()
         await self._ready.wait()
+        self.expect_report(report.worker_uuid)
         newer = b"" if report.version == self._version else self._weights
         return Orders(self.stopping, self._version, newer)
 
@@ -158,7 +155,7 @@ class Hub:
         Raises:
             WorkerDied: the worker is frozen, or hangs before its connection or after it.
         """
-        limit_s = self._start_limit_s
+        limit_s = START_LIMIT_S
         try:
             async with timeout(limit_s, lambda: WorkerDied(f"it {watch.reason}: it hangs or was stopped")) as limit:
                 watch = _Watch(limit, f"did not connect to its trainer within {limit_s:g} s")
@@ -173,6 +170,10 @@ class Hub:
         if watch is not None and not watch.limit.expired():
             watch.reason = otherwise
             watch.limit.reschedule(None if within_s is None else asyncio.get_running_loop().time() + within_s)
+
+    def expect_report(self, worker_uuid: str) -> None:
+        """Give the worker up if it works for `WORK_LIMIT_S` without a report."""
+        self.expect(worker_uuid, WORK_LIMIT_S, f"has worked for {WORK_LIMIT_S:g} s without a report")
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
@@ -213,7 +214,7 @@ class _WorkerSession(Session):
     def dispatch(self, message: Message, buffers: list[Any] | None) -> None:
         if isinstance(message, Note):
             self.worker_uuid = msgspec.msgpack.decode(message.value, type=str)
-            self._hub.expect(self.worker_uuid, None)
+            self._hub.expect_report(self.worker_uuid)
         else:
             super().dispatch(message, buffers)
 

@@ -8,9 +8,10 @@
 The same function in a thread or a process; it ends when the hub says so, or is gone.
 """
 
+import asyncio
 import sys
-import time
 from contextlib import closing, suppress
+from pathlib import Path
 
 import msgspec
 import torch
@@ -20,11 +21,8 @@ from forebay.environments.workers.messages import Orders, Report, WorkerSpec
 from forebay.environments.workers.stepper import Stepper, make_vector
 from forebay.fragments import FragmentStore
 from forebay.io import messages
-from forebay.io.address import dial_blocking
+from forebay.io.address import Address, dial
 from forebay.io.channel import BlockingChannel
-
-WORK_LIMIT_S = 900.0
-"""Without a report for so long an environment hangs: none takes a quarter of an hour for a few steps."""
 
 
 class HubLink:
@@ -33,18 +31,12 @@ class HubLink:
     def __init__(self, address: str, worker_uuid: str, *, limit_s: float = messages.SILENCE_LIMIT_S) -> None:
         """A hub that is silent for `limit_s` is gone."""
         self._limit_s = limit_s
-        self._working_since: float | None = time.monotonic()
-        sock = dial_blocking(address, limit_s)
+        sock = asyncio.run(dial(Address(Path(address))))
         # Weights may be of any size.
         self._channel = BlockingChannel(sock, limit_s=limit_s, max_frame_bytes=sys.maxsize)
         self._channel.send(messages.Note(messages.encode_value(worker_uuid)))
-
-        def is_alive() -> bool:
-            since = self._working_since
-            return since is None or time.monotonic() - since < WORK_LIMIT_S
-
-        # A thread beats, also while an environment hangs: `is_alive` stops it then.
-        self._channel.beat(messages.Alive(), limit_s / messages.BEATS, is_alive)
+        # A thread beats, also while an environment hangs, for which the hub has a limit.
+        self._channel.beat(messages.Alive(), limit_s / messages.BEATS)
 
     def report(self, report: Report) -> Orders:
         """Send the report and wait for the answer, however long the buffer keeps writers waiting.
@@ -52,8 +44,6 @@ class HubLink:
         Raises:
             EOFError: the trainer is gone.
         """
-        # Waiting for orders is not work: `WORK_LIMIT_S` does not run meanwhile.
-        self._working_since = None
         try:
             self._channel.send(messages.Call(0, "report", messages.encode_value(report)))
             while isinstance((received := self._channel.receive())[0], messages.Alive):
@@ -62,8 +52,6 @@ class HubLink:
             raise EOFError(f"the trainer is gone: it has been silent for {self._limit_s:g} s") from None
         except (ConnectionError, EOFError) as error:
             raise EOFError(f"the trainer is gone: {error}") from error
-        finally:
-            self._working_since = time.monotonic()
         message, weights = received
         if isinstance(message, messages.Failure):
             raise messages.error_of(message)

@@ -53,24 +53,18 @@ class LiveView:
 
     ::
 
-        live = LiveView(console, lambda: Text("step 1"), look=status.count_buffer)
+        live = LiveView(console, lambda: Text("step 1"))
+        live.look = status.count_buffer
         live.close()
     """
 
-    def __init__(
-        self,
-        console: Console,
-        render: Callable[[], RenderableType],
-        *,
-        look: Callable[[], Awaitable[None]] | None = None,
-        cpu_clock: Callable[[], float] = time.thread_time,
-    ) -> None:
-        """`look` is awaited before each drawing, to bring up to date what `render` reads."""
-        self.look = look
+    def __init__(self, console: Console, render: Callable[[], RenderableType]) -> None:
+        self.look: Callable[[], Awaitable[None]] | None = None
+        """Awaited before each drawing, to bring up to date what `render` reads."""
         # Refreshed from here and not by a thread, which would fight for the compute cores.
         self._live = Live(get_renderable=render, console=console, auto_refresh=False, transient=True)
         self._live.start(refresh=True)
-        self._task = asyncio.create_task(self._redraw(cpu_clock), name="live view")
+        self._task = asyncio.create_task(self._redraw(), name="live view")
 
     def draw(self) -> None:
         """Draw at once, whatever it costs, as of the last `look`."""
@@ -82,9 +76,9 @@ class LiveView:
         self._task.cancel()
         self._live.stop()
 
-    async def _redraw(self, cpu_clock: Callable[[], float]) -> None:
+    async def _redraw(self) -> None:
         try:
-            await look_again_and_again(self._look_and_draw, PERIOD_S, MAX_CPU_SHARE, cpu_clock)
+            await look_again_and_again(self._look_and_draw, PERIOD_S, MAX_CPU_SHARE)
         # Whatever a terminal or a store does: a view of the run must not end the run.
         except Exception as error:
             self._live.stop()
@@ -96,17 +90,12 @@ class LiveView:
         self.draw()
 
 
-async def look_again_and_again(
-    look: Callable[[], Awaitable[None]],
-    period_s: float,
-    cpu_share: float,
-    cpu_clock: Callable[[], float] = time.thread_time,
-) -> None:
+async def look_again_and_again(look: Callable[[], Awaitable[None]], period_s: float, cpu_share: float) -> None:
     """Await `look` every `period_s`; after an expensive one the next is put off, to keep the `cpu_share`."""
     while True:
-        started_s = cpu_clock()
+        started_s = time.thread_time()
         await look()
-        await asyncio.sleep(max(period_s, (cpu_clock() - started_s) / cpu_share))
+        await asyncio.sleep(max(period_s, (time.thread_time() - started_s) / cpu_share))
 
 
 def panel(step: StepNow, now: Now | None, *, width: int, ascii_only: bool = False) -> RenderableType:

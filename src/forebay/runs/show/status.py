@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forebay.engines.pool import EnginePool
-from forebay.ledger import length_bias
+from forebay.ledger.bias import length_bias
 from forebay.metrics import RESPONSE_TOKENS, SAMPLES
 from forebay.models.devices import gpu_use
 from forebay.produce import AgentLoopManager

@@ -26,7 +26,6 @@ from forebay.models.config import Precision
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Update
-from forebay.train.model.critic import Critic
 from forebay.train.parallel.ranks import Ranks
 from forebay.train.parallel.sharding import no_progress_bars
 from forebay.types import FloatArray
@@ -160,8 +159,6 @@ def source_of(model: nn.Module | ModelFolder, scratch: Path) -> dict[str, Any]:
         folder = str(model.folder.absolute())
         own: dict[str, Any] = {"class": None, "attention": None, "dtype": model.dtype, "frozen": []}
         return {"folder": folder, "name": folder, **own}
-    if isinstance(model, Critic):
-        return source_of(model.body, scratch) | {"head": dict(model.head.state_dict())}
     transformers_model: Any = model
     if not hasattr(model, "save_pretrained") or getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(

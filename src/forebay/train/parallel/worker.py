@@ -105,17 +105,12 @@ class RankWorker:
             models["ref_model"] = load(reference or policy)
         if train.uses_critic:
             kind = type(models["model"].base_model)
-            own = {**policy, "class": f"{kind.__module__}:{kind.__qualname__}", "frozen": []}
-            source = {**sources.get("value_model", own), "dtype": "float32"}
-            body, size = load(source), models["model"].config.get_text_config().hidden_size
-            # A head draws numbers, too, though they become 0: where one rank would draw them, so does each.
-            torch.set_rng_state(random_state)
+            own = {"class": f"{kind.__module__}:{kind.__qualname__}", "frozen": [], "dtype": "float32"}
+            body, size = load({**policy, **own}), models["model"].config.get_text_config().hidden_size
+        # Where one rank draws the head of a critic (numbers that become 0), and then adapters, so does each.
+        torch.set_rng_state(random_state)
+        if train.uses_critic:
             models["value_model"] = Critic(body, size)
-            if "head" in source:
-                models["value_model"].head.load_state_dict(source["head"])
-        # One rank draws the head of a critic that it makes itself, and the adapters after it.
-        if not train.uses_critic or "value_model" in sources:
-            torch.set_rng_state(random_state)
         self._models = models
 
     def build(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any] | None, Layout, float]:

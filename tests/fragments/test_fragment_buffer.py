@@ -16,7 +16,7 @@ async def test_a_fragment_is_served_with_its_index_and_its_payload(make, store):
     assert batch == [(FragmentIndex("w", 0), fragment_id)]
     assert isinstance(batch.lease, Lease)
     assert batch.staleness == [0]
-    assert store.get_fragments([fragment_id])[0].index == FragmentIndex("w", 0)
+    assert store.get_fragment(fragment_id).index == FragmentIndex("w", 0)
     assert await buffer.prepared_fragments() == batch
     assert (await buffer.prepared_fragments()).lease == batch.lease
 
@@ -30,7 +30,7 @@ async def test_nothing_is_prepared_before_the_first_fetch(make):
 async def test_the_database_config_opens_the_same_store(make, store):
     (fragment_id,) = await send(buffer := make(), store, "w", [3])
     other = FragmentStore(**await buffer.get_database_config())
-    assert other.get_fragments([fragment_id])[0].fid_in_worker == 3
+    assert other.get_fragment(fragment_id).fid_in_worker == 3
 
 
 async def test_consecutive_fragments_of_one_worker_form_a_chunk(make, store):
@@ -180,7 +180,7 @@ async def test_a_second_fetch_leaves_the_payloads_of_the_first(make, store):
     assert store.stack(first.fragment_ids).fid_in_worker == fids(first)
     assert await buffer.release(first.lease)
     with pytest.raises(KeyError, match="its lease was released"):
-        store.get_fragments([first[0][1]])[0]
+        store.get_fragment(first[0][1])
     assert store.stack(second.fragment_ids).fid_in_worker == fids(second)
 
 
@@ -287,7 +287,7 @@ async def test_equal_seeds_draw_equal_batches(make_plain, tmp_path):
 async def test_opening_a_buffer_keeps_the_store(make, store):
     fragment_id = store.add_fragment(make_fragment())
     await make().metrics()
-    assert store.get_fragments([fragment_id])[0].fid_in_worker == 0
+    assert store.get_fragment(fragment_id).fid_in_worker == 0
 
 
 async def test_a_saved_buffer_goes_on_elsewhere(make, make_plain, store, tmp_path):

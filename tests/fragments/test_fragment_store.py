@@ -32,7 +32,7 @@ def test_what_is_added_is_there_until_it_is_deleted(make_store):
     assert not store.delete_fragments([ids[0]])
     assert ids[0] not in store
     with pytest.raises(KeyError, match=ids[0]):
-        store.get_fragments([ids[0]])[0]
+        store.get_fragment(ids[0])
     store.delete_fragments(store.ids())
     # No fragment, and no byte of one.
     left = store._environment.read().stat(store._payloads)
@@ -41,7 +41,7 @@ def test_what_is_added_is_there_until_it_is_deleted(make_store):
 
 def test_stores_on_one_folder_are_one_store(make_store):
     (fragment_id,) = make_store().add_fragments([make_fragment(fid=3)])
-    assert pickle.loads(pickle.dumps(make_store())).get_fragments([fragment_id])[0].fid_in_worker == 3
+    assert pickle.loads(pickle.dumps(make_store())).get_fragment(fragment_id).fid_in_worker == 3
 
 
 def test_another_process_reads_and_writes_the_same_fragments(make_store):
@@ -49,11 +49,11 @@ def test_another_process_reads_and_writes_the_same_fragments(make_store):
     fragment_id = store.add_fragment(big(7))
     code = (
         "import sys; from forebay.fragments import FragmentStore\n"
-        "store = FragmentStore(sys.argv[1]); fragment = store.get_fragments([sys.argv[2]])[0]\n"
+        "store = FragmentStore(sys.argv[1]); fragment = store.get_fragment(sys.argv[2])\n"
         "assert (fragment.obs == 7).all(); print(store.add_fragment(fragment)); import os; os._exit(9)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(store.path), fragment_id], capture_output=True, text=True)
-    copy = store.get_fragments([done.stdout.strip()])[0]
+    copy = store.get_fragment(done.stdout.strip())
     assert (copy.obs == 7).all(), done.stderr
     assert len(store) == 2
 
@@ -61,17 +61,17 @@ def test_another_process_reads_and_writes_the_same_fragments(make_store):
 def test_what_is_read_is_a_copy_aligned_and_to_be_written_to(make_store):
     store = make_store()
     for fragment_id in store.add_fragments([big(1), make_fragment()]):
-        read = store.get_fragments([fragment_id])[0].obs
+        read = store.get_fragment(fragment_id).obs
         assert read.ctypes.data % 16 == 0
         read[:] = 7
-        assert not (store.get_fragments([fragment_id])[0].obs == 7).any()
+        assert not (store.get_fragment(fragment_id).obs == 7).any()
 
 
 def test_freed_room_is_used_again(make_store):
     store = make_store(max_bytes=4 << 20)
     for fid in range(500):  # 200 MB in all
         fragment_id = store.add_fragment(big(fid))
-        assert (store.get_fragments([fragment_id])[0].obs == fid).all()
+        assert (store.get_fragment(fragment_id).obs == fid).all()
         store.delete_fragments([fragment_id])
     assert sum(file.stat().st_blocks * 512 for file in store.path.glob("shard-0/*")) < 20 << 20
 
@@ -83,7 +83,7 @@ def test_a_full_store_refuses_more_and_goes_on_when_there_is_room(make_store):
         store.add_fragment(big(2))
     assert len(store) == 2
     store.delete_fragments([ids[0]])
-    assert (store.get_fragments([store.add_fragment(big(3))])[0].obs == 3).all()
+    assert (store.get_fragment(store.add_fragment(big(3))).obs == 3).all()
 
 
 def test_threads_share_a_store(make_store):
@@ -94,7 +94,7 @@ def test_threads_share_a_store(make_store):
         try:
             for fid in range(50):
                 fragment_id = store.add_fragment(big(number * 50 + fid))
-                assert (store.get_fragments([fragment_id])[0].obs == number * 50 + fid).all()
+                assert (store.get_fragment(fragment_id).obs == number * 50 + fid).all()
                 store.delete_fragments([fragment_id])
         except Exception as error:
             failures.append(error)

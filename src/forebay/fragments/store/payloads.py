@@ -39,7 +39,7 @@ class FragmentStore:
     >>> store = FragmentStore(path=tempfile.mkdtemp())
     >>> steps = {name: np.ones(3, np.float32) for name in ("obs", "action", "next_done", "reward", "first")}
     >>> fragment = SampleFragment(**steps, in_state=[], worker_uuid="worker-0", fid_in_worker=0)
-    >>> store.get_fragments([store.add_fragment(fragment)])[0].reward
+    >>> store.get_fragment(store.add_fragment(fragment)).reward
     array([1., 1., 1.], dtype=float32)
     """
 
@@ -115,6 +115,10 @@ class FragmentStore:
         # Only now: a transaction that failed has stored no schema.
         self._schemas |= new
         return ids
+
+    def get_fragment(self, fragment_id: str) -> SampleFragment:
+        """The fragment, with arrays of its own; KeyError if it is not there."""
+        return self.get_fragments([fragment_id])[0]
 
     def get_fragments(self, fragment_ids: Sequence[str]) -> list[SampleFragment]:
         """The fragments, in order; their arrays are copies, and may be written to.

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from replay_factory import make_group, make_row, make_state, names, same, uids
+from replay_factory import make_group, make_row, make_state, names, same, statements, uids
 
 from forebay.replay import (
     FIFOReplayPolicy,
@@ -432,27 +432,22 @@ async def test_the_common_questions_use_an_index(tmp_path):
     store = SQLStorage(tmp_path / "buffer.db")
     await store.put(make_row("a", step=1))
     await store.set_train_step("math", 5)
-    statements = []
-
-    def note(connection, cursor, statement, parameters, context, executemany):
-        if "FROM forebay_groups" in statement:
-            statements.append((statement, parameters))
-
-    sa.event.listen(store._engine, "before_cursor_execute", note)
     of_task = {"task_name": "math", "status": "completed"}
-    await store.get(of_task, order="timestamp_id", limit=5, rows_only=True)
-    await store.get(of_task, order="-staleness", limit=5, rows_only=True)
-    await store.get({**of_task, "staleness": {"$gte": 3}}, order="-staleness", limit=5, rows_only=True)
-    await store.get({}, limit=5, rows_only=True)
-    await store.count(of_task)
-    len(store)
-    await store.evict(5)
-    assert len(statements) == 7, "counts by task and status read no groups"
-    await store.delete_where({"status": "archived", "train_step": {"$lte": 3}})
+    with statements() as sent:
+        await store.get(of_task, order="timestamp_id", limit=5, rows_only=True)
+        await store.get(of_task, order="-staleness", limit=5, rows_only=True)
+        await store.get({**of_task, "staleness": {"$gte": 3}}, order="-staleness", limit=5, rows_only=True)
+        await store.get({}, limit=5, rows_only=True)
+        await store.count(of_task)
+        len(store)
+        await store.evict(5)
+        assert sum("FROM forebay_groups" in text for text, _ in sent) == 7, "counts by task and status read no groups"
+        await store.delete_where({"status": "archived", "train_step": {"$lte": 3}})
     store.close()
-    assert len(statements) == 8
+    found = [(text, values) for text, values in sent if "FROM forebay_groups" in text]
+    assert len(found) == 8
     database = sqlite3.connect(tmp_path / "buffer.db")
-    for statement, parameters in statements:
+    for statement, parameters in found:
         plan = " ".join(line[3] for line in database.execute(f"EXPLAIN QUERY PLAN {statement}", parameters))
         assert "INDEX forebay_" in plan, statement
         # What a commit deletes is found by its train step and then locked by uid.
@@ -516,18 +511,14 @@ async def test_a_store_in_memory_is_gone_with_the_store():
 
 
 async def test_values_are_bound_and_never_written_into_a_statement(store):
-    statements = []
     evil = "'; DROP TABLE forebay_groups; --"
-
-    def note(connection, cursor, statement, parameters, context, executemany):
-        statements.append(statement)
-
-    sa.event.listen(store._engine, "before_cursor_execute", note)
-    uid = await store.put(make_row(evil, evil, evil, tags={evil: evil}))
-    query = {"task_name": evil, "status": {"$in": [evil, "x"]}, f"tags.{evil}": {"$gte": evil}}
-    assert uids(await store.get(query, order="-staleness")) == [uid]
-    assert await store.count({"$or": [{"status_before": evil}, {"task_name": {"$ne": evil}}]}) == 0
-    assert not any("DROP" in statement for statement in statements)
+    with statements() as sent:
+        uid = await store.put(make_row(evil, evil, evil, tags={evil: evil}))
+        query = {"task_name": evil, "status": {"$in": [evil, "x"]}, f"tags.{evil}": {"$gte": evil}}
+        assert uids(await store.get(query, order="-staleness")) == [uid]
+        assert await store.count({"$or": [{"status_before": evil}, {"task_name": {"$ne": evil}}]}) == 0
+    assert sent
+    assert not any("DROP" in text for text, _ in sent)
 
 
 async def test_a_file_whose_trigger_counted_puts_counts_each_once(tmp_path):

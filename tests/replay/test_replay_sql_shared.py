@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import sqlalchemy as sa
-from replay_factory import make_group, make_row, names
+from replay_factory import make_group, make_row, names, statements
 
 from forebay.replay import FIFOReplayPolicy, NaiveStorage, ReplayBuffer, SQLStorage
 from forebay.replay.stores.sql import writes
@@ -19,18 +19,12 @@ def store(open_store):
     return open_store()
 
 
-def count_commits(store):
-    commits = []
-    sa.event.listen(store._engine, "commit", commits.append)
-    return commits
-
-
 async def test_puts_that_wait_together_share_a_commit(store):
-    commits = count_commits(store)
-    ids = await asyncio.gather(*(store.put(make_row(number)) for number in range(60)))
+    with statements() as sent:
+        ids = await asyncio.gather(*(store.put(make_row(number)) for number in range(60)))
+    assert 0 < [text for text, _ in sent].count("COMMIT") < 5
     assert sorted(ids) == list(range(60))
     assert [row.item for row in await store.get({})] == list(range(60))
-    assert len(commits) < 5
 
 
 async def test_a_put_that_fails_does_not_fail_its_neighbors(store):
@@ -59,21 +53,17 @@ async def test_callers_that_shared_a_commit_go_on_a_few_at_a_time(store):
 
 async def test_a_train_step_is_written_when_it_is_new(open_store):
     store, rival = open_store(), open_store()
-    writes = []
-
-    def note(connection, cursor, statement, parameters, context, executemany):
-        writes.extend([statement] * statement.startswith("UPDATE"))
-
-    sa.event.listen(store._engine, "before_cursor_execute", note)
-    for step in (3, 3, 4, 4, 3, 3):
-        await store.set_train_step("math", step)
-    assert len(writes) == 2
+    with statements() as sent:
+        for step in (3, 3, 4, 4, 3, 3):
+            await store.set_train_step("math", step)
+        assert sum(text.startswith("UPDATE") for text, _ in sent) == 2
     await rival.set_train_step("math", 9)
-    await store.set_train_step("math", 5)
-    assert await store.get_train_step("math") == 9, "the latest that was seen by anybody"
-    await asyncio.gather(*(store.set_train_step("math", step) for step in (10, 12, 11)))
+    with statements() as sent:
+        await store.set_train_step("math", 5)
+        assert await store.get_train_step("math") == 9, "the latest that was seen by anybody"
+        await asyncio.gather(*(store.set_train_step("math", step) for step in (10, 12, 11)))
+        assert sum(text.startswith("UPDATE") for text, _ in sent) == 1
     assert await rival.get_train_step("math") == 12
-    assert len(writes) == 3
     store.load_state_dict(NaiveStorage().state_dict())
     await store.set_train_step("math", 5)
     assert await store.get_train_step("math") == 5

@@ -23,8 +23,8 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from functools import lru_cache, partial
+from contextlib import AbstractContextManager, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from sqlalchemy import event
 
 from forebay.replay.stores.errors import OwnerLost, StoreBusy
 from forebay.replay.stores.sql import schema
+from forebay.replay.stores.sql.direct import Connection, Direct
 
 LIMIT_S = 60.0
 """A turn takes milliseconds; SQLite's own lock is waited for as long (`BUSY_S`)."""
@@ -52,43 +53,37 @@ class Transactions:
             schema.insert_or_update(connection, schema.meta, [{"name": "owner", "value": owner}], "value")
         self._owner = owner
 
-    @contextmanager
-    def reading(self) -> Iterator[sa.Connection]:
+    def reading(self) -> AbstractContextManager[Connection]:
         """A transaction that sees one moment of the database."""
-        with self._engine.connect() as connection:
-            if connection.dialect.name == "postgresql":
-                connection = connection.execution_options(isolation_level="REPEATABLE READ")
-            with connection.begin():
-                yield connection
-
-    def glance(self, statement: sa.Select[Any]) -> list[Any]:
-        """The lines of a short question without values, of SQLite and in the calling thread.
-
-        Past SQLAlchemy and the threads, which take ten times as long as the answer; a writer does not
-        block readers (write-ahead log).
-        """
-        text = _text_of(statement)
-        connection = self._engine.raw_connection()
-        try:
-            return list(connection.cursor().execute(text))
-        except sqlite3.Error as error:
-            raise sa.exc.DBAPIError.instance(text, None, error, sqlite3.Error) from error
-        finally:
-            connection.close()
+        return self._begin("BEGIN", isolation_level="REPEATABLE READ")
 
     @contextmanager
-    def writing(self, *, is_fenced: bool = True) -> Iterator[sa.Connection]:
+    def _begin(self, sqlite: str, **postgresql: Any) -> Iterator[Connection]:
+        """A transaction that SQLite begins with this statement, and PostgreSQL with these options."""
+        if self._engine.dialect.name == "postgresql":
+            with self._engine.connect().execution_options(**postgresql) as connection, connection.begin():
+                yield connection
+            return
+        try:
+            # Given back to the pool, it is rolled back unless it was committed.
+            with closing(self._engine.raw_connection()) as pooled:
+                driver: Any = pooled.driver_connection
+                direct = Direct(self._engine.dialect, driver)
+                direct.exec_driver_sql(sqlite)
+                yield direct
+                direct.exec_driver_sql("COMMIT")
+        except sqlite3.Error as error:
+            raise sa.exc.DBAPIError.instance(None, None, error, sqlite3.Error) from error
+
+    @contextmanager
+    def writing(self, *, is_fenced: bool = True) -> Iterator[Connection]:
         """A transaction that is committed at the end, or rolled back by an error.
 
         Raises:
             OwnerLost: this store has claimed the content, and another one has done so since.
             StoreBusy: another process writes and does not come to an end.
         """
-        with (
-            write_turn(self._engine.url),
-            self._engine.connect().execution_options(forebay_write=True) as connection,
-            connection.begin(),
-        ):
+        with write_turn(self._engine.url), self._begin("BEGIN IMMEDIATE") as connection:
             if is_fenced and self._owner is not None and connection.scalar(_OWNER) != self._owner:
                 raise OwnerLost(
                     "another process owns the database of the replay buffer by now, and this one must not "
@@ -99,10 +94,6 @@ class Transactions:
 
 _OWNER = sa.select(schema.meta.c.value).where(schema.meta.c.name == "owner").with_for_update(read=True)
 """Locked, so that a claim waits for the transaction, or is seen by it."""
-
-
-_text_of = lru_cache(str)
-"""The text of a statement; SQLAlchemy makes it anew each time."""
 
 
 @contextmanager

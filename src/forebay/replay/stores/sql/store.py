@@ -33,6 +33,7 @@ from forebay.replay.stores.errors import StoreBusy
 from forebay.replay.stores.sql import ranking, writes
 from forebay.replay.stores.sql import rows as sql_rows
 from forebay.replay.stores.sql.connections import Transactions, is_in_memory, open_engine
+from forebay.replay.stores.sql.direct import Connection
 from forebay.replay.stores.sql.schema import ID_NAMES, groups, insert_or_update, meta, payloads, receipts, tags, tasks
 from forebay.replay.stores.sql.worker import Worker
 from forebay.replay.stores.state import check_state
@@ -111,7 +112,7 @@ class SQLStorage(StorageBackend):
     ) -> list[StorageItem]:
         asked = ranking.Ranking.of(query, order, limit)
 
-        def work(connection: sa.Connection) -> list[StorageItem]:
+        def work(connection: Connection) -> list[StorageItem]:
             rows = ranking.ranked_rows(connection, asked, self.codec)
             if not rows_only:
                 sql_rows.attach_payloads(connection, rows, self.codec)
@@ -138,7 +139,7 @@ class SQLStorage(StorageBackend):
         parsed = None if query is None else parse_query(query)
         wanted = sql_rows.storable_uids(uids)
 
-        def choose(connection: sa.Connection) -> list[StorageItem]:
+        def choose(connection: Connection) -> list[StorageItem]:
             found = sql_rows.lock_rows(connection, wanted, self.codec, ranking.train_steps(connection))
             rows = [found[uid] for uid in wanted if uid in found]
             return [row for row in rows if parsed is None or matches(parsed, row)]
@@ -186,7 +187,7 @@ class SQLStorage(StorageBackend):
     ) -> int:
         parsed = parse_query(query)
 
-        def work(connection: sa.Connection) -> int:
+        def work(connection: Connection) -> int:
             uids = ranking.lock_matching(connection, parsed, self.codec)
             if expected in (None, len(uids)):
                 sql_rows.delete_rows(connection, uids)
@@ -245,7 +246,7 @@ class SQLStorage(StorageBackend):
         """Groups evicted by task, by all processes since the database was made."""
         counts = sa.select(tasks.c.task_name, tasks.c.num_evicted).where(tasks.c.num_evicted > 0)
         with self._reading() as connection:
-            return dict(connection.execute(counts).all())
+            return dict(connection.execute(counts).fetchall())
 
     @num_evicted.setter
     def num_evicted(self, counts: Mapping[str, int]) -> None:
@@ -291,7 +292,7 @@ class SQLStorage(StorageBackend):
                 "train_steps": {name: step for name, step in steps.items() if step is not None},
             }
 
-    def _with_payloads(self, connection: sa.Connection, rows: list[StorageItem]) -> Iterator[StorageItem]:
+    def _with_payloads(self, connection: Connection, rows: list[StorageItem]) -> Iterator[StorageItem]:
         """The rows, which get their payloads when they are walked; ValueError if one is damaged."""
         # Popped from the end, so that no list holds a row that was walked already.
         rows.reverse()
@@ -317,20 +318,22 @@ class SQLStorage(StorageBackend):
     async def _ask(self, statement: sa.Select[Any]) -> Sequence[Any]:
         """The few lines of `statement`, which names no values."""
         if not self._glances:
-            return await self._read(lambda connection: connection.execute(statement).all())
+            return await self._read(lambda connection: connection.execute(statement).fetchall())
+        # Threads take ten times as long as the answer, and a writer does not block readers (write-ahead log).
         self._reader.require_open()
-        return self._transactions.glance(statement)
+        with self._reading() as connection:
+            return connection.execute(statement).fetchall()
 
-    async def _read(self, work: Callable[[sa.Connection], Result]) -> Result:
+    async def _read(self, work: Callable[[Connection], Result]) -> Result:
         """`work(connection)` in a transaction, in the thread that only reads."""
         return await self._reader.call(partial(_within, self._reading, work))
 
-    async def _write(self, work: Callable[[sa.Connection], Result]) -> Result:
+    async def _write(self, work: Callable[[Connection], Result]) -> Result:
         """`work(connection)` in a transaction, in the thread that writes."""
         return await self._worker.call(partial(_within, self._writing, work))
 
     async def _take(
-        self, choose: Callable[[sa.Connection], list[StorageItem]], train_step: int | None
+        self, choose: Callable[[Connection], list[StorageItem]], train_step: int | None
     ) -> list[StorageItem]:
         """Remove or archive the rows that `choose` returns, locked, within the transaction."""
 
@@ -381,9 +384,7 @@ class SQLStorage(StorageBackend):
         return evicted
 
 
-def _within(
-    begin: Callable[[], AbstractContextManager[sa.Connection]], work: Callable[[sa.Connection], Result]
-) -> Result:
+def _within(begin: Callable[[], AbstractContextManager[Connection]], work: Callable[[Connection], Result]) -> Result:
     with begin() as connection:
         return work(connection)
 

@@ -20,6 +20,7 @@ from forebay.replay.stores.contract import ARRIVAL, Codec, StorageItem
 from forebay.replay.stores.errors import StepPassed
 from forebay.replay.stores.sql import rows as sql_rows
 from forebay.replay.stores.sql.connections import Transactions
+from forebay.replay.stores.sql.direct import Connection
 from forebay.replay.stores.sql.ranking import STEPS, Ranking, count_live, ranked_rows
 from forebay.replay.stores.sql.schema import EVICT_LOCK, LIVE, groups, insert_missing, receipts, tasks
 
@@ -77,15 +78,15 @@ def later_steps(lines: Sequence[Any], writes: Sequence[Write]) -> dict[str, int]
     return later
 
 
-def raise_steps(connection: sa.Connection, writes: Sequence[Write]) -> dict[str, int | None]:
+def raise_steps(connection: Connection, writes: Sequence[Write]) -> dict[str, int | None]:
     """Write the later steps; the train steps of all tasks, of which the named ones stay until the commit.
 
     On PostgreSQL another process may name a later step at the same time, and expire what is too old by then.
     It must either be seen here, or wait until the rows of this transaction can be seen there. Tasks are
     locked one after another in one order, and none twice, so that two processes never wait for each other.
     """
-    lines = connection.execute(STEPS).all()
-    steps: dict[str, int | None] = {line.task_name: line.train_step for line in lines}
+    lines = connection.execute(STEPS).fetchall()
+    steps: dict[str, int | None] = {task: step for task, step, _ in lines}
     later = later_steps(lines, writes)
     sql_rows.insert_tasks(connection, {task for write in writes for task in write.task_names} - steps.keys())
     is_postgres = connection.dialect.name == "postgresql"
@@ -109,7 +110,7 @@ _RAISE = (
 _HELD = sa.select(tasks.c.train_step).where(_OF_TASK).with_for_update(read=True)
 
 
-def keep_receipts(connection: sa.Connection, *kept: bytes | None) -> None:
+def keep_receipts(connection: Connection, *kept: bytes | None) -> None:
     """Remember that the calls with these receipts have happened; now and then, forget the old ones."""
     now = int(time.time())
     lines = [{"receipt": receipt, "at": now} for receipt in kept if receipt is not None]
@@ -137,7 +138,7 @@ def evict_together(transactions: Transactions, limits: Sequence[int], codec: Cod
     return evicted
 
 
-def _evict(connection: sa.Connection, limit: int, codec: Codec) -> sql_rows.Removed:
+def _evict(connection: Connection, limit: int, codec: Codec) -> sql_rows.Removed:
     if _at_most_live(connection) <= limit:
         return sql_rows.Removed([], {})
     excess = count_live(connection, codec) - limit
@@ -151,15 +152,17 @@ def _evict(connection: sa.Connection, limit: int, codec: Codec) -> sql_rows.Remo
     return sql_rows.Removed(rows, data, is_evicted=True)
 
 
-def count_evicted(connection: sa.Connection, rows: Sequence[StorageItem], sign: Literal[1, -1]) -> None:
+def count_evicted(connection: Connection, rows: Sequence[StorageItem], sign: Literal[1, -1]) -> None:
     """Add the rows to the evictions of their tasks, or take them off."""
     for task, number in sorted(Counter(row.task_name for row in rows).items()):
         counted = tasks.c.num_evicted + sign * number
         connection.execute(tasks.update().where(tasks.c.task_name == task).values(num_evicted=counted))
 
 
-def _at_most_live(connection: sa.Connection) -> int:
+def _at_most_live(connection: Connection) -> int:
     """A bound of the number of live rows, from the ids of the oldest one and of the next; reads no others."""
-    oldest = sa.select(groups.c.timestamp_id).where(LIVE).order_by(groups.c.timestamp_id).limit(1)
-    first = connection.scalar(oldest)
+    first = connection.scalar(_OLDEST)
     return 0 if first is None else sql_rows.next_ids(connection)["timestamp_id"] - first
+
+
+_OLDEST = sa.select(groups.c.timestamp_id).where(LIVE).order_by(groups.c.timestamp_id).limit(1)

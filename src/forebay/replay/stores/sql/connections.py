@@ -59,7 +59,10 @@ class Transactions:
 
     @contextmanager
     def _begin(self, sqlite: str, **postgresql: Any) -> Iterator[Connection]:
-        """A transaction that SQLite begins with this statement, and PostgreSQL with these options."""
+        """A transaction that SQLite begins with this statement, and PostgreSQL with these options.
+
+        One that begins as a reader of SQLite and then writes would fail if another process wrote in between.
+        """
         if self._engine.dialect.name == "postgresql":
             with self._engine.connect().execution_options(**postgresql) as connection, connection.begin():
                 yield connection
@@ -68,7 +71,7 @@ class Transactions:
             # Given back to the pool, it is rolled back unless it was committed.
             with closing(self._engine.raw_connection()) as pooled:
                 driver: Any = pooled.driver_connection
-                direct = Direct(self._engine.dialect, driver)
+                direct = Direct(driver)
                 direct.exec_driver_sql(sqlite)
                 yield direct
                 direct.exec_driver_sql("COMMIT")
@@ -193,7 +196,7 @@ def _is_checked(connection: sa.Connection) -> bool:
 
 def _create(engine: sa.Engine) -> None:
     """Make the tables, unless another process has done so meanwhile."""
-    with engine.connect().execution_options(forebay_write=True) as connection, connection.begin():
+    with write_turn(engine.url), engine.begin() as connection:
         if engine.dialect.name == "postgresql":
             # Two processes that create the tables at once: one waits for the other.
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(schema.CREATE_LOCK)))
@@ -218,8 +221,6 @@ _in_memory = itertools.count()
 
 def make_engine(url: str | os.PathLike[str] | sa.URL, *, create: bool) -> sa.Engine:
     """An engine for the database at `url`; nothing was asked of it yet.
-
-    A transaction of it that is going to write says so: ``execution_options(forebay_write=True)``.
 
     Raises:
         FileNotFoundError: there is no such file, and it is not to be created.
@@ -253,7 +254,8 @@ def make_engine(url: str | os.PathLike[str] | sa.URL, *, create: bool) -> sa.Eng
         raise FileNotFoundError(f"there is no file {parsed.database!r}")
     engine = sa.create_engine(parsed, connect_args={"timeout": BUSY_S})
     event.listen(engine, "connect", partial(_prepare_sqlite, synchronous))
-    event.listen(engine, "begin", _begin_sqlite)
+    # Python's driver begins transactions on its own unless told not to, as `_prepare_sqlite` does.
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
     return engine
 
 
@@ -270,7 +272,6 @@ def shown(engine: sa.Engine) -> str:
 
 
 def _prepare_sqlite(synchronous: str, connection: Any, _: object) -> None:
-    # Python's driver begins transactions on its own unless told not to; `_begin_sqlite` does.
     connection.isolation_level = None
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if tables and "forebay_meta" not in tables:
@@ -290,9 +291,3 @@ def _prepare_sqlite(synchronous: str, connection: Any, _: object) -> None:
         "secure_delete=OFF",
     ):
         connection.execute(f"PRAGMA {pragma}").close()
-
-
-def _begin_sqlite(connection: sa.Connection) -> None:
-    # A transaction that begins as a reader and then writes fails if another process wrote in between.
-    write = connection.get_execution_options().get("forebay_write", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")

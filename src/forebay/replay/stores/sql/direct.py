@@ -1,73 +1,62 @@
-"""Statements of SQLAlchemy run past it, on Python's driver of SQLite.
+"""Statements run past SQLAlchemy, on Python's driver of SQLite.
 
-::
-
-    statement --compiled once, for these names of values--> text, order of its values --> cursor of `sqlite3`
-
-SQLite needs some microseconds for a small statement, and SQLAlchemy ten times as long to hand it over.
+SQLite needs some microseconds for a small statement, and SQLAlchemy ten times as long to hand it over. Here
+it compiles each once, for the names of its values.
 """
 
 import sqlite3
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import sqlite
 
 Values = dict[str, Any]
-Bind = Callable[[Values], tuple[str, tuple[Any, ...]]]
-"""The text of a statement for these values, and the values in its order."""
 
 
 class Direct:
     """A connection to SQLite: of SQLAlchemy's methods those that a store uses."""
 
-    def __init__(self, dialect: sa.Dialect, driver: sqlite3.Connection) -> None:
-        self.dialect = dialect
+    dialect = sqlite.dialect(paramstyle="named")
+
+    def __init__(self, driver: sqlite3.Connection) -> None:
         self._driver = driver
 
     def execute(self, statement: sa.Executable, values: Values | list[Values] | None = None) -> sqlite3.Cursor:
         """Run the statement, or run it once for each values of a list."""
-        each = values if isinstance(values, list) else [values or {}]
-        names = tuple(each[0])
+        first: Values = (values[0] if isinstance(values, list) else values) or {}
         texts = _TEXTS.setdefault(statement, {})
-        if (bind := texts.get(names)) is None:
-            bind = texts[names] = _compile(statement, names, self.dialect)
-        bound = [bind(some) for some in each]
-        text, ordered = bound[0]
-        return self.exec_driver_sql(text, [ordered for _, ordered in bound] if each is values else ordered)
+        if (found := texts.get(names := tuple(first))) is None:
+            found = texts[names] = _compile(statement, names)
+        text, fixed, lists = found
+        if isinstance(values, list):
+            return self.exec_driver_sql(text, [fixed | some for some in values] if fixed else values)
+        given = fixed | first
+        for name in lists:
+            listed = {f"{name}_{number}": value for number, value in enumerate(given.pop(name))}
+            text = text.replace(f"__[POSTCOMPILE_{name}]", ", ".join([f":{key}" for key in listed]))
+            given |= listed
+        return self.exec_driver_sql(text, given)
 
     def scalar(self, statement: sa.Executable, values: Values | None = None) -> Any:
         """The first value of the first line; None if there is no line."""
         line = self.execute(statement, values).fetchone()
         return None if line is None else line[0]
 
-    def exec_driver_sql(self, text: str, values: tuple[Any, ...] | list[tuple[Any, ...]] = ()) -> sqlite3.Cursor:
+    def exec_driver_sql(self, text: str, values: Any = ()) -> sqlite3.Cursor:
         """Run a statement's text, or run it once for each values of a list."""
-        run = self._driver.executemany if isinstance(values, list) else self._driver.execute
-        return run(text, values)
+        return (
+            self._driver.executemany(text, values) if isinstance(values, list) else self._driver.execute(text, values)
+        )
 
 
 Connection = sa.Connection | Direct
 
-_TEXTS: WeakKeyDictionary[sa.Executable, dict[tuple[str, ...], Bind]] = WeakKeyDictionary()
-"""Kept as long as their statements."""
+_TEXTS: WeakKeyDictionary[sa.Executable, dict[tuple[str, ...], tuple[str, Values, list[str]]]] = WeakKeyDictionary()
+"""For each statement and the names of its values: the text, other values, and the names of those that are lists."""
 
 
-def _compile(statement: Any, names: tuple[str, ...], dialect: sa.Dialect) -> Bind:
-    compiled = statement.compile(dialect=dialect, column_keys=[*names])
-    text, order, parameters = compiled.string, compiled.positiontup, compiled.binds
-    fixed = {name: parameters[name].value for name in order if name not in names}
-    lists = {name for name in order if parameters[name].expanding}
-
-    def bind(values: Values) -> tuple[str, tuple[Any, ...]]:
-        given = {**fixed, **values} if fixed else values
-        if not lists:
-            return text, tuple([given[name] for name in order])
-        parts = [given[name] if name in lists else [given[name]] for name in order]
-        shown = text
-        for name in lists:
-            shown = shown.replace(f"__[POSTCOMPILE_{name}]", ", ".join("?" * len(given[name])))
-        return shown, tuple([value for part in parts for value in part])
-
-    return bind
+def _compile(statement: Any, names: tuple[str, ...]) -> tuple[str, Values, list[str]]:
+    compiled = statement.compile(dialect=Direct.dialect, column_keys=[*names])
+    fixed = {name: bound.value for name, bound in compiled.binds.items() if name not in names}
+    return compiled.string, fixed, [name for name, bound in compiled.binds.items() if bound.expanding]

@@ -21,7 +21,7 @@ from forebay.replay import (
     serve,
 )
 from forebay.replay.format.packed import GroupCodec
-from forebay.replay.stores.sql import ranking, rows
+from forebay.replay.stores.sql import ranking, rows, schema
 from forebay.types import Status
 
 COMPLETED = Status.COMPLETED
@@ -536,3 +536,30 @@ async def test_a_file_whose_trigger_counted_puts_counts_each_once(tmp_path):
     await again.put(make_row("b"))
     assert await again.count({}) == len(await again.get({})) == 2
     again.close()
+
+
+def test_an_error_of_sqlite_is_one_of_sqlalchemy_and_undoes_the_transaction(tmp_path):
+    store = SQLStorage(tmp_path / "buffer.db")
+
+    def fail_late():
+        with store._writing() as connection:
+            connection.execute(schema.tasks.insert(), [{"task_name": "a"}, {"task_name": "b"}])
+            connection.exec_driver_sql("SELECT * FROM nowhere")
+
+    with pytest.raises(sa.exc.OperationalError, match="no such table: nowhere"):
+        fail_late()
+    names = sa.select(schema.tasks.c.task_name)
+    with store._writing() as connection:
+        assert connection.execute(names).fetchall() == []
+        connection.execute(schema.tasks.insert(), [{"task_name": "a"}, {"task_name": "b"}, {"task_name": "c"}])
+    # Values of the statement, one that is named, and two lists, of which one is named.
+    name, wanted_names = schema.tasks.c.task_name, sa.bindparam("wanted", expanding=True)
+    some = names.where(name.in_(wanted_names), name.in_(["a", "c"]))
+    limited = some.where(schema.tasks.c.may_fall == sa.bindparam("may_fall")).order_by(name).limit(2)
+    for wanted, found in ((["a", "b", "c"], "ac"), (["c"], "c"), (["b"], "")):
+        with store._reading() as connection:
+            lines = connection.execute(limited, {"wanted": wanted, "may_fall": 0})
+            assert "".join(task for (task,) in lines) == found
+    with pytest.raises(sa.exc.DBAPIError, match="may_fall"), store._reading() as connection:
+        connection.execute(limited, {"wanted": ["a"]})
+    store.close()

@@ -30,7 +30,7 @@ class Direct:
             found = texts[names] = _compile(statement, names)
         text, fixed, lists = found
         if isinstance(values, list):
-            return self.exec_driver_sql(text, [fixed | some for some in values] if fixed else values)
+            return self.exec_driver_sql(text, values)
         given = fixed | first
         for name in lists:
             listed = {f"{name}_{number}": value for number, value in enumerate(given.pop(name))}
@@ -45,9 +45,8 @@ class Direct:
 
     def exec_driver_sql(self, text: str, values: Any = ()) -> sqlite3.Cursor:
         """Run a statement's text, or run it once for each values of a list."""
-        return (
-            self._driver.executemany(text, values) if isinstance(values, list) else self._driver.execute(text, values)
-        )
+        run = self._driver.executemany if isinstance(values, list) else self._driver.execute
+        return run(text, values)
 
 
 Connection = sa.Connection | Direct
@@ -58,5 +57,5 @@ _TEXTS: WeakKeyDictionary[sa.Executable, dict[tuple[str, ...], tuple[str, Values
 
 def _compile(statement: Any, names: tuple[str, ...]) -> tuple[str, Values, list[str]]:
     compiled = statement.compile(dialect=Direct.dialect, column_keys=[*names])
-    fixed = {name: bound.value for name, bound in compiled.binds.items() if name not in names}
+    fixed = {name: bound.value for name, bound in compiled.binds.items() if not bound.required and name not in names}
     return compiled.string, fixed, [name for name, bound in compiled.binds.items() if bound.expanding]

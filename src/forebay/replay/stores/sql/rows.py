@@ -54,6 +54,7 @@ _TAG_COLUMNS: Mapping[type[TagValue], tuple[str, Callable[[Any], bytes | int | f
     bool: ("bool_value", int),
 }
 """By the type of a tag's value: its column, and the form that the column holds."""
+_NO_VALUE = dict.fromkeys(column for column, _ in _TAG_COLUMNS.values())
 
 _FIELDS = [field.name for field in fields(StorageItem) if field.name != "item"]
 _read_fields = attrgetter(*_FIELDS)
@@ -218,8 +219,7 @@ def _insert_tags(connection: Connection, rows: Sequence[PreparedRow]) -> None:
         for name, value in row.tags.items():
             column, form = _TAG_COLUMNS[type(value)]
             # Every line names all columns, so that one statement inserts them together.
-            empty = dict.fromkeys(other for other, _ in _TAG_COLUMNS.values())
-            lines.append({"uid": row.uid, "name": encode_text(name), **empty, column: form(value)})
+            lines.append({"uid": row.uid, "name": encode_text(name), **_NO_VALUE, column: form(value)})
     if lines:
         connection.execute(_INSERT_TAGS, lines)
 

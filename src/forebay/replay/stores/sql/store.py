@@ -27,13 +27,14 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from forebay.replay.query import QueryLike, matches, parse_query
+from forebay.replay.query import Query, QueryLike, matches, parse_query
 from forebay.replay.stores.contract import STATE_VERSION, Codec, StorageBackend, StorageItem
 from forebay.replay.stores.errors import StoreBusy
 from forebay.replay.stores.sql import ranking, writes
 from forebay.replay.stores.sql import rows as sql_rows
 from forebay.replay.stores.sql.connections import Transactions, is_in_memory, open_engine
 from forebay.replay.stores.sql.direct import Connection
+from forebay.replay.stores.sql.query import needs_scan
 from forebay.replay.stores.sql.schema import ID_NAMES, groups, insert_or_update, meta, payloads, receipts, tags, tasks
 from forebay.replay.stores.sql.worker import Worker
 from forebay.replay.stores.state import check_state
@@ -118,7 +119,11 @@ class SQLStorage(StorageBackend):
                 sql_rows.attach_payloads(connection, rows, self.codec)
             return rows
 
-        return await self._read(work)
+        if rows_only and limit is not None and limit <= FEW_LINES:
+            return await self._look(work, [asked.query])
+        # To look for the groups that have grown too old mostly finds nothing.
+        is_empty = limit is not None and not await self.get(query, order=order, limit=min(limit, 1), rows_only=True)
+        return [] if is_empty else await self._read(work)
 
     async def count(self, query: QueryLike) -> int:
         [number] = await self.count_many([query])
@@ -131,7 +136,7 @@ class SQLStorage(StorageBackend):
             numbers = ranking.count_cells(await self._ask(ranking.CELLS), parsed)
             if numbers is not None:
                 return numbers
-        return await self._read(lambda connection: ranking.count_rows(connection, parsed, self.codec))
+        return await self._look(lambda connection: ranking.count_rows(connection, parsed, self.codec), parsed)
 
     async def take(
         self, uids: Iterable[int], *, query: QueryLike | None = None, train_step: int | None = None
@@ -317,12 +322,24 @@ class SQLStorage(StorageBackend):
 
     async def _ask(self, statement: sa.Select[Any]) -> Sequence[Any]:
         """The few lines of `statement`, which names no values."""
-        if not self._glances:
-            return await self._read(lambda connection: connection.execute(statement).fetchall())
-        # Threads take ten times as long as the answer, and a writer does not block readers (write-ahead log).
-        self._reader.require_open()
-        with self._reading() as connection:
+
+        def work(connection: Connection) -> Sequence[Any]:
             return connection.execute(statement).fetchall()
+
+        return self._read_here(work) if self._glances else await self._read(work)
+
+    async def _look(self, work: Callable[[Connection], Result], queries: Sequence[Query]) -> Result:
+        """As `_read`, of rows alone; in a small database here, because a change of threads would take longer."""
+        if self._glances and not any(map(needs_scan, queries)):
+            cells = await self._ask(ranking.CELLS)
+            if sum([number for _, _, number in cells]) <= FEW_ROWS:
+                return self._read_here(work)
+        return await self._read(work)
+
+    def _read_here(self, work: Callable[[Connection], Result]) -> Result:
+        # A writer does not block readers (write-ahead log).
+        self._reader.require_open()
+        return _within(self._reading, work)
 
     async def _read(self, work: Callable[[Connection], Result]) -> Result:
         """`work(connection)` in a transaction, in the thread that only reads."""
@@ -391,5 +408,7 @@ def _within(begin: Callable[[], AbstractContextManager[Connection]], work: Calla
 
 HOLDER = "holder"
 """The name of its line in the table of facts about the store."""
+FEW_ROWS, FEW_LINES = 4096, 64
+"""Rows of a database, and lines of an answer, that are read within a millisecond or two."""
 GROUPS_AT_ONCE = 32
 """Payloads of a save in memory beyond those that its writer holds: of long groups, of 5 MB each, 160 MB."""

@@ -123,19 +123,12 @@ def keep_receipts(connection: Connection, *kept: bytes | None) -> None:
 
 def evict_together(transactions: Transactions, limits: Sequence[int], codec: Codec) -> list[sql_rows.Removed]:
     """Evict until so many live rows are left, and count it; the first of equal calls gets what is removed."""
-    evicted: list[sql_rows.Removed] = []
     with transactions.writing() as connection:
         if connection.dialect.name == "postgresql":
             # Two that count at once would both remove the excess.
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(EVICT_LOCK)))
-        reached: int | None = None
-        for limit in limits:
-            if reached is not None and limit >= reached:
-                evicted.append(sql_rows.Removed([], {}))
-            else:
-                evicted.append(_evict(connection, limit, codec))
-                reached = limit
-    return evicted
+        evicted = {limit: _evict(connection, limit, codec) for limit in dict.fromkeys(limits)}
+    return [evicted.pop(limit, sql_rows.Removed([], {})) for limit in limits]
 
 
 def _evict(connection: Connection, limit: int, codec: Codec) -> sql_rows.Removed:

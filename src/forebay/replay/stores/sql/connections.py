@@ -2,7 +2,7 @@
 
 ::
 
-    path, sqlite:///path --> write-ahead log; a transaction that may write takes the file at once
+    path, sqlite:///path --> write-ahead log; a transaction that may write takes the file at once (`direct`)
     postgresql://...     --> `postgres`: connections that notice when the server is lost
 
     claim ------> a new owner in the database

@@ -147,9 +147,9 @@ def _evict(connection: Connection, limit: int, codec: Codec) -> sql_rows.Removed
 
 def count_evicted(connection: Connection, rows: Sequence[StorageItem], sign: Literal[1, -1]) -> None:
     """Add the rows to the evictions of their tasks, or take them off."""
-    for task, number in sorted(Counter(row.task_name for row in rows).items()):
-        counted = tasks.c.num_evicted + sign * number
-        connection.execute(tasks.update().where(tasks.c.task_name == task).values(num_evicted=counted))
+    numbers = sorted(Counter(row.task_name for row in rows).items())
+    if numbers:
+        connection.execute(_COUNT_EVICTED, [{"task": task, "more": sign * number} for task, number in numbers])
 
 
 def _at_most_live(connection: Connection) -> int:
@@ -158,4 +158,5 @@ def _at_most_live(connection: Connection) -> int:
     return 0 if first is None else sql_rows.next_ids(connection)["timestamp_id"] - first
 
 
+_COUNT_EVICTED = tasks.update().where(_OF_TASK).values(num_evicted=tasks.c.num_evicted + sa.bindparam("more"))
 _OLDEST = sa.select(groups.c.timestamp_id).where(LIVE).order_by(groups.c.timestamp_id).limit(1)

@@ -1,5 +1,7 @@
 """Rollouts and rows for the replay tests."""
 
+from contextlib import contextmanager
+
 import numpy as np
 
 from forebay.replay import StorageItem
@@ -73,3 +75,34 @@ async def refusal(call):
         return None
     assert 0 < len(message) < 1000
     return message
+
+
+@contextmanager
+def statements():
+    """The statements that all SQL stores send, with their values: through SQLAlchemy, and past it to SQLite."""
+    # Here, as the tests of other stores need no SQL.
+    import sqlalchemy as sa
+
+    from forebay.replay.stores.sql.direct import Direct
+
+    sent, run = [], Direct.exec_driver_sql
+
+    def note(connection, cursor, statement, values, *rest):
+        sent.append((statement, values))
+
+    def note_commit(connection):
+        sent.append(("COMMIT", ()))
+
+    def note_and_run(direct, text, values=()):
+        sent.append((text, values))
+        return run(direct, text, values)
+
+    Direct.exec_driver_sql = note_and_run
+    sa.event.listen(sa.Engine, "before_cursor_execute", note)
+    sa.event.listen(sa.Engine, "commit", note_commit)
+    try:
+        yield sent
+    finally:
+        Direct.exec_driver_sql = run
+        sa.event.remove(sa.Engine, "before_cursor_execute", note)
+        sa.event.remove(sa.Engine, "commit", note_commit)

@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 import sqlalchemy as sa
-from replay_factory import make_group, make_row, make_state, names, same, uids
+from replay_factory import make_group, make_row, make_state, names, same, statements, uids
 
 from forebay.replay import (
     FIFOReplayPolicy,
@@ -21,7 +21,7 @@ from forebay.replay import (
     serve,
 )
 from forebay.replay.format.packed import GroupCodec
-from forebay.replay.stores.sql import ranking, rows
+from forebay.replay.stores.sql import ranking, rows, schema
 from forebay.types import Status
 
 COMPLETED = Status.COMPLETED
@@ -432,27 +432,22 @@ async def test_the_common_questions_use_an_index(tmp_path):
     store = SQLStorage(tmp_path / "buffer.db")
     await store.put(make_row("a", step=1))
     await store.set_train_step("math", 5)
-    statements = []
-
-    def note(connection, cursor, statement, parameters, context, executemany):
-        if "FROM forebay_groups" in statement:
-            statements.append((statement, parameters))
-
-    sa.event.listen(store._engine, "before_cursor_execute", note)
     of_task = {"task_name": "math", "status": "completed"}
-    await store.get(of_task, order="timestamp_id", limit=5, rows_only=True)
-    await store.get(of_task, order="-staleness", limit=5, rows_only=True)
-    await store.get({**of_task, "staleness": {"$gte": 3}}, order="-staleness", limit=5, rows_only=True)
-    await store.get({}, limit=5, rows_only=True)
-    await store.count(of_task)
-    len(store)
-    await store.evict(5)
-    assert len(statements) == 7, "counts by task and status read no groups"
-    await store.delete_where({"status": "archived", "train_step": {"$lte": 3}})
+    with statements() as sent:
+        await store.get(of_task, order="timestamp_id", limit=5, rows_only=True)
+        await store.get(of_task, order="-staleness", limit=5, rows_only=True)
+        await store.get({**of_task, "staleness": {"$gte": 3}}, order="-staleness", limit=5, rows_only=True)
+        await store.get({}, limit=5, rows_only=True)
+        await store.count(of_task)
+        len(store)
+        await store.evict(5)
+        assert sum("FROM forebay_groups" in text for text, _ in sent) == 7, "counts by task and status read no groups"
+        await store.delete_where({"status": "archived", "train_step": {"$lte": 3}})
     store.close()
-    assert len(statements) == 8
+    found = [(text, values) for text, values in sent if "FROM forebay_groups" in text]
+    assert len(found) == 8
     database = sqlite3.connect(tmp_path / "buffer.db")
-    for statement, parameters in statements:
+    for statement, parameters in found:
         plan = " ".join(line[3] for line in database.execute(f"EXPLAIN QUERY PLAN {statement}", parameters))
         assert "INDEX forebay_" in plan, statement
         # What a commit deletes is found by its train step and then locked by uid.
@@ -516,18 +511,14 @@ async def test_a_store_in_memory_is_gone_with_the_store():
 
 
 async def test_values_are_bound_and_never_written_into_a_statement(store):
-    statements = []
     evil = "'; DROP TABLE forebay_groups; --"
-
-    def note(connection, cursor, statement, parameters, context, executemany):
-        statements.append(statement)
-
-    sa.event.listen(store._engine, "before_cursor_execute", note)
-    uid = await store.put(make_row(evil, evil, evil, tags={evil: evil}))
-    query = {"task_name": evil, "status": {"$in": [evil, "x"]}, f"tags.{evil}": {"$gte": evil}}
-    assert uids(await store.get(query, order="-staleness")) == [uid]
-    assert await store.count({"$or": [{"status_before": evil}, {"task_name": {"$ne": evil}}]}) == 0
-    assert not any("DROP" in statement for statement in statements)
+    with statements() as sent:
+        uid = await store.put(make_row(evil, evil, evil, tags={evil: evil}))
+        query = {"task_name": evil, "status": {"$in": [evil, "x"]}, f"tags.{evil}": {"$gte": evil}}
+        assert uids(await store.get(query, order="-staleness")) == [uid]
+        assert await store.count({"$or": [{"status_before": evil}, {"task_name": {"$ne": evil}}]}) == 0
+    assert sent
+    assert not any("DROP" in text for text, _ in sent)
 
 
 async def test_a_file_whose_trigger_counted_puts_counts_each_once(tmp_path):
@@ -545,3 +536,30 @@ async def test_a_file_whose_trigger_counted_puts_counts_each_once(tmp_path):
     await again.put(make_row("b"))
     assert await again.count({}) == len(await again.get({})) == 2
     again.close()
+
+
+def test_an_error_of_sqlite_is_one_of_sqlalchemy_and_undoes_the_transaction(tmp_path):
+    store = SQLStorage(tmp_path / "buffer.db")
+
+    def fail_late():
+        with store._writing() as connection:
+            connection.execute(schema.tasks.insert(), [{"task_name": "a"}, {"task_name": "b"}])
+            connection.exec_driver_sql("SELECT * FROM nowhere")
+
+    with pytest.raises(sa.exc.OperationalError, match="no such table: nowhere"):
+        fail_late()
+    names = sa.select(schema.tasks.c.task_name)
+    with store._writing() as connection:
+        assert connection.execute(names).fetchall() == []
+        connection.execute(schema.tasks.insert(), [{"task_name": "a"}, {"task_name": "b"}, {"task_name": "c"}])
+    # Values of the statement, one that is named, and two lists, of which one is named.
+    name, wanted_names = schema.tasks.c.task_name, sa.bindparam("wanted", expanding=True)
+    some = names.where(name.in_(wanted_names), name.in_(["a", "c"]))
+    limited = some.where(schema.tasks.c.may_fall == sa.bindparam("may_fall")).order_by(name).limit(2)
+    for wanted, found in ((["a", "b", "c"], "ac"), (["c"], "c"), (["b"], "")):
+        with store._reading() as connection:
+            lines = connection.execute(limited, {"wanted": wanted, "may_fall": 0})
+            assert "".join(task for (task,) in lines) == found
+    with pytest.raises(sa.exc.DBAPIError, match="may_fall"), store._reading() as connection:
+        connection.execute(limited, {"wanted": ["a"]})
+    store.close()

@@ -6,9 +6,10 @@ from collections import Counter
 
 import pytest
 import sqlalchemy as sa
-from replay_factory import make_group, make_row, names
+from replay_factory import make_group, make_row, names, statements
 
 from forebay.replay import FIFOReplayPolicy, NaiveStorage, ReplayBuffer, SQLStorage
+from forebay.replay.stores.sql import store as sql_store
 from forebay.replay.stores.sql import writes
 from forebay.replay.stores.sql.worker import SETTLED_AT_ONCE
 from forebay.types import Status
@@ -19,18 +20,12 @@ def store(open_store):
     return open_store()
 
 
-def count_commits(store):
-    commits = []
-    sa.event.listen(store._engine, "commit", commits.append)
-    return commits
-
-
 async def test_puts_that_wait_together_share_a_commit(store):
-    commits = count_commits(store)
-    ids = await asyncio.gather(*(store.put(make_row(number)) for number in range(60)))
+    with statements() as sent:
+        ids = await asyncio.gather(*(store.put(make_row(number)) for number in range(60)))
+    assert 0 < [text for text, _ in sent].count("COMMIT") < 5
     assert sorted(ids) == list(range(60))
     assert [row.item for row in await store.get({})] == list(range(60))
-    assert len(commits) < 5
 
 
 async def test_a_put_that_fails_does_not_fail_its_neighbors(store):
@@ -59,21 +54,17 @@ async def test_callers_that_shared_a_commit_go_on_a_few_at_a_time(store):
 
 async def test_a_train_step_is_written_when_it_is_new(open_store):
     store, rival = open_store(), open_store()
-    writes = []
-
-    def note(connection, cursor, statement, parameters, context, executemany):
-        writes.extend([statement] * statement.startswith("UPDATE"))
-
-    sa.event.listen(store._engine, "before_cursor_execute", note)
-    for step in (3, 3, 4, 4, 3, 3):
-        await store.set_train_step("math", step)
-    assert len(writes) == 2
+    with statements() as sent:
+        for step in (3, 3, 4, 4, 3, 3):
+            await store.set_train_step("math", step)
+        assert sum(text.startswith("UPDATE") for text, _ in sent) == 2
     await rival.set_train_step("math", 9)
-    await store.set_train_step("math", 5)
-    assert await store.get_train_step("math") == 9, "the latest that was seen by anybody"
-    await asyncio.gather(*(store.set_train_step("math", step) for step in (10, 12, 11)))
+    with statements() as sent:
+        await store.set_train_step("math", 5)
+        assert await store.get_train_step("math") == 9, "the latest that was seen by anybody"
+        await asyncio.gather(*(store.set_train_step("math", step) for step in (10, 12, 11)))
+        assert sum(text.startswith("UPDATE") for text, _ in sent) == 1
     assert await rival.get_train_step("math") == 12
-    assert len(writes) == 3
     store.load_state_dict(NaiveStorage().state_dict())
     await store.set_train_step("math", 5)
     assert await store.get_train_step("math") == 5
@@ -178,4 +169,43 @@ async def test_an_eviction_waits_for_a_taker_of_the_same_rows(postgres_url):
     taking.close()
     assert await evicting == []
     assert [row.item for row in await store.get({})] == [2, 3, 4]
+    store.close()
+
+
+async def test_limits_that_wait_together_are_each_kept_and_each_row_is_told_of_once(store):
+    await store.put_many([make_row(number) for number in range(9)])
+    limits = [6, 6, 8, 4, 6]
+    evicted = await asyncio.gather(*map(store.evict, limits))
+    assert [[row.item for row in rows] for rows in evicted] == [[0, 1, 2], [], [], [3, 4], []]
+    assert (len(store), store.num_evicted) == (4, {"math": 5})
+
+
+async def test_short_questions_to_a_small_file_wait_for_no_thread(tmp_path, monkeypatch):
+    store = SQLStorage(tmp_path / "buffer.db")
+    await store.put_many([make_row(number, step=number % 3) for number in range(9)])
+    await store.set_train_step("math", 3)
+    old = {"task_name": "math", "status": "completed", "staleness": {"$gte": 1}}
+
+    async def ask():
+        rows = await store.get(old, order="-staleness", limit=4, rows_only=True)
+        return [row.uid for row in rows], await store.count(old), await store.get({**old, "uid": 99}, limit=4)
+
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold():
+        begun.set()
+        assert go_on.wait(timeout=300)
+
+    held = asyncio.create_task(store._reader.call(hold))
+    await asyncio.to_thread(begun.wait)
+    answers = await ask()
+    assert answers == ([0, 3, 6, 1], 6, [])
+    # Of a large one they do, and the answers are the same.
+    monkeypatch.setattr(sql_store, "FEW_ROWS", 8)
+    asking = asyncio.create_task(ask())
+    await asyncio.sleep(0.02)
+    assert not asking.done()
+    go_on.set()
+    assert await asking == answers
+    await held
     store.close()

@@ -245,7 +245,7 @@ def test_sqlite_syncs_each_commit_if_the_run_file_says_so_also_after_a_resume(
     def reported(run, *arguments):
         report(run, *arguments)
         with run.manager.replay_buffer.storage._writing() as connection:
-            levels.append(connection.exec_driver_sql("PRAGMA synchronous").scalar())
+            levels.append(connection.exec_driver_sql("PRAGMA synchronous").fetchone()[0])
 
     monkeypatch.setattr(steps, "report", reported)
     run = config(tmp_path, "steps=2", f"replay.store={named.format(tmp_path)}")

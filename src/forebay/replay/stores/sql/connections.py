@@ -2,7 +2,7 @@
 
 ::
 
-    path, sqlite:///path --> write-ahead log; a transaction that may write takes the file at once
+    path, sqlite:///path --> write-ahead log; a transaction that may write takes the file at once (`direct`)
     postgresql://...     --> `postgres`: connections that notice when the server is lost
 
     claim ------> a new owner in the database
@@ -23,8 +23,8 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
-from functools import lru_cache, partial
+from contextlib import AbstractContextManager, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from sqlalchemy import event
 
 from forebay.replay.stores.errors import OwnerLost, StoreBusy
 from forebay.replay.stores.sql import schema
+from forebay.replay.stores.sql.direct import Connection, Direct
 
 LIMIT_S = 60.0
 """A turn takes milliseconds; SQLite's own lock is waited for as long (`BUSY_S`)."""
@@ -52,43 +53,40 @@ class Transactions:
             schema.insert_or_update(connection, schema.meta, [{"name": "owner", "value": owner}], "value")
         self._owner = owner
 
-    @contextmanager
-    def reading(self) -> Iterator[sa.Connection]:
+    def reading(self) -> AbstractContextManager[Connection]:
         """A transaction that sees one moment of the database."""
-        with self._engine.connect() as connection:
-            if connection.dialect.name == "postgresql":
-                connection = connection.execution_options(isolation_level="REPEATABLE READ")
-            with connection.begin():
-                yield connection
-
-    def glance(self, statement: sa.Select[Any]) -> list[Any]:
-        """The lines of a short question without values, of SQLite and in the calling thread.
-
-        Past SQLAlchemy and the threads, which take ten times as long as the answer; a writer does not
-        block readers (write-ahead log).
-        """
-        text = _text_of(statement)
-        connection = self._engine.raw_connection()
-        try:
-            return list(connection.cursor().execute(text))
-        except sqlite3.Error as error:
-            raise sa.exc.DBAPIError.instance(text, None, error, sqlite3.Error) from error
-        finally:
-            connection.close()
+        return self._begin("BEGIN", isolation_level="REPEATABLE READ")
 
     @contextmanager
-    def writing(self, *, is_fenced: bool = True) -> Iterator[sa.Connection]:
+    def _begin(self, sqlite: str, **postgresql: Any) -> Iterator[Connection]:
+        """A transaction that SQLite begins with this statement, and PostgreSQL with these options.
+
+        One that begins as a reader of SQLite and then writes would fail if another process wrote in between.
+        """
+        if self._engine.dialect.name == "postgresql":
+            with self._engine.connect().execution_options(**postgresql) as connection, connection.begin():
+                yield connection
+            return
+        try:
+            # Given back to the pool, it is rolled back unless it was committed.
+            with closing(self._engine.raw_connection()) as pooled:
+                driver: Any = pooled.driver_connection
+                direct = Direct(driver)
+                direct.exec_driver_sql(sqlite)
+                yield direct
+                direct.exec_driver_sql("COMMIT")
+        except sqlite3.Error as error:
+            raise sa.exc.DBAPIError.instance(None, None, error, sqlite3.Error) from error
+
+    @contextmanager
+    def writing(self, *, is_fenced: bool = True) -> Iterator[Connection]:
         """A transaction that is committed at the end, or rolled back by an error.
 
         Raises:
             OwnerLost: this store has claimed the content, and another one has done so since.
             StoreBusy: another process writes and does not come to an end.
         """
-        with (
-            write_turn(self._engine.url),
-            self._engine.connect().execution_options(forebay_write=True) as connection,
-            connection.begin(),
-        ):
+        with write_turn(self._engine.url), self._begin("BEGIN IMMEDIATE") as connection:
             if is_fenced and self._owner is not None and connection.scalar(_OWNER) != self._owner:
                 raise OwnerLost(
                     "another process owns the database of the replay buffer by now, and this one must not "
@@ -99,10 +97,6 @@ class Transactions:
 
 _OWNER = sa.select(schema.meta.c.value).where(schema.meta.c.name == "owner").with_for_update(read=True)
 """Locked, so that a claim waits for the transaction, or is seen by it."""
-
-
-_text_of = lru_cache(str)
-"""The text of a statement; SQLAlchemy makes it anew each time."""
 
 
 @contextmanager
@@ -202,7 +196,7 @@ def _is_checked(connection: sa.Connection) -> bool:
 
 def _create(engine: sa.Engine) -> None:
     """Make the tables, unless another process has done so meanwhile."""
-    with engine.connect().execution_options(forebay_write=True) as connection, connection.begin():
+    with write_turn(engine.url), engine.begin() as connection:
         if engine.dialect.name == "postgresql":
             # Two processes that create the tables at once: one waits for the other.
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(schema.CREATE_LOCK)))
@@ -227,8 +221,6 @@ _in_memory = itertools.count()
 
 def make_engine(url: str | os.PathLike[str] | sa.URL, *, create: bool) -> sa.Engine:
     """An engine for the database at `url`; nothing was asked of it yet.
-
-    A transaction of it that is going to write says so: ``execution_options(forebay_write=True)``.
 
     Raises:
         FileNotFoundError: there is no such file, and it is not to be created.
@@ -262,7 +254,8 @@ def make_engine(url: str | os.PathLike[str] | sa.URL, *, create: bool) -> sa.Eng
         raise FileNotFoundError(f"there is no file {parsed.database!r}")
     engine = sa.create_engine(parsed, connect_args={"timeout": BUSY_S})
     event.listen(engine, "connect", partial(_prepare_sqlite, synchronous))
-    event.listen(engine, "begin", _begin_sqlite)
+    # Python's driver begins transactions on its own unless told not to, as `_prepare_sqlite` does.
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
     return engine
 
 
@@ -279,7 +272,6 @@ def shown(engine: sa.Engine) -> str:
 
 
 def _prepare_sqlite(synchronous: str, connection: Any, _: object) -> None:
-    # Python's driver begins transactions on its own unless told not to; `_begin_sqlite` does.
     connection.isolation_level = None
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if tables and "forebay_meta" not in tables:
@@ -299,9 +291,3 @@ def _prepare_sqlite(synchronous: str, connection: Any, _: object) -> None:
         "secure_delete=OFF",
     ):
         connection.execute(f"PRAGMA {pragma}").close()
-
-
-def _begin_sqlite(connection: sa.Connection) -> None:
-    # A transaction that begins as a reader and then writes fails if another process wrote in between.
-    write = connection.get_execution_options().get("forebay_write", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")

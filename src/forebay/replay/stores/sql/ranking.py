@@ -18,6 +18,7 @@ import sqlalchemy as sa
 
 from forebay.replay.query import Query, QueryLike, matches, parse_query
 from forebay.replay.stores.contract import Codec, StorageItem, parse_order
+from forebay.replay.stores.sql.direct import Connection
 from forebay.replay.stores.sql.query import asks_age, leaves, needs_scan, plan_arms
 from forebay.replay.stores.sql.rows import SELECT_ROWS, lock_rows, read_rows
 from forebay.replay.stores.sql.schema import counts, groups, tasks
@@ -51,9 +52,7 @@ class Ranking:
         return rows if self.limit is None else rows[: self.limit]
 
 
-def ranked_rows(
-    connection: sa.Connection, ranking: Ranking, codec: Codec, *, lock: Lock = "none"
-) -> list[StorageItem]:
+def ranked_rows(connection: Connection, ranking: Ranking, codec: Codec, *, lock: Lock = "none") -> list[StorageItem]:
     """The rows of a ranking, without payload."""
     if ranking.limit is not None and ranking.limit <= 0:
         return []
@@ -65,7 +64,7 @@ def ranked_rows(
 
 
 def _lines(
-    connection: sa.Connection, columns: sa.Select[Any], ranking: Ranking, steps: Steps, lock: Lock = "none"
+    connection: Connection, columns: sa.Select[Any], ranking: Ranking, steps: Steps, lock: Lock = "none"
 ) -> Iterator[Any]:
     """These columns of the rows of every arm, each arm in the order of the ranking."""
     by_age = ranking.field == "staleness" or asks_age(ranking.query)
@@ -76,8 +75,7 @@ def _lines(
     build = _statements if len(shown) <= MAX_KEPT else _statements.__wrapped__
     values = {f"step_{place}": steps[task] for place, (task, _) in enumerate(tasks)}
     for statement in build(columns, ranking, shown, tasks, lock):
-        for some in connection.execute(statement, values).partitions(1000):
-            yield from some
+        yield from connection.execute(statement, values)
 
 
 MAX_KEPT = 1000
@@ -107,10 +105,10 @@ _LIGHT = sa.select(groups.c.timestamp_id, groups.c.uid, groups.c.priority)
 _UIDS = sa.select(groups.c.uid)
 
 
-def count_rows(connection: sa.Connection, queries: Sequence[Query], codec: Codec) -> list[int]:
+def count_rows(connection: Connection, queries: Sequence[Query], codec: Codec) -> list[int]:
     """How many rows match each of the queries."""
     if connection.dialect.name == "sqlite":
-        numbers = count_cells(connection.execute(CELLS).all(), queries)
+        numbers = count_cells(connection.execute(CELLS).fetchall(), queries)
         if numbers is not None:
             return numbers
     return [_count(connection, query, codec) for query in queries]
@@ -132,12 +130,12 @@ def _choose(query: Query, cells: tuple[tuple[str, str], ...]) -> list[int] | Non
     return [place for place, row in enumerate(rows) if matches(query, row)]
 
 
-def count_live(connection: sa.Connection, codec: Codec) -> int:
+def count_live(connection: Connection, codec: Codec) -> int:
     """How many rows are not ARCHIVED."""
     return count_rows(connection, [parse_query({})], codec)[0]
 
 
-def _count(connection: sa.Connection, query: Query, codec: Codec) -> int:
+def _count(connection: Connection, query: Query, codec: Codec) -> int:
     if needs_scan(query):
         return len(_scan(connection, query, codec, "none"))
     steps = train_steps(connection) if asks_age(query) else {}
@@ -148,7 +146,7 @@ CELLS = sa.select(counts.c.task_name, counts.c.status, counts.c.number)
 """Groups by task and status, a table that SQLite alone has: some dozens of numbers."""
 
 
-def read_priorities(connection: sa.Connection, query: Query, codec: Codec) -> SumTree:
+def read_priorities(connection: Connection, query: Query, codec: Codec) -> SumTree:
     """The priorities of the rows that match; of each row only its ids and its priority are read."""
     lines: list[Any]
     if needs_scan(query):
@@ -161,7 +159,7 @@ def read_priorities(connection: sa.Connection, query: Query, codec: Codec) -> Su
 
 
 def lock_drawn(
-    connection: sa.Connection, tree: SumTree, *, query: Query, count: int, random: Callable[[], float], codec: Codec
+    connection: Connection, tree: SumTree, *, query: Query, count: int, random: Callable[[], float], codec: Codec
 ) -> list[StorageItem]:
     """Up to `count` rows that are drawn from `tree`, still match and are locked, without payload."""
     steps = train_steps(connection)
@@ -173,24 +171,24 @@ def lock_drawn(
     return drawn
 
 
-def lock_matching(connection: sa.Connection, query: Query, codec: Codec) -> list[int]:
+def lock_matching(connection: Connection, query: Query, codec: Codec) -> list[int]:
     """The uids of the rows that match, locked; nothing but the uids is read."""
     if needs_scan(query):
         return [row.uid for row in _scan(connection, query, codec, "wait")]
     # By uid, so that two processes that lock the same rows do not wait for each other.
     ranking = Ranking(query, "uid", False, None)
-    return [line.uid for line in _lines(connection, _UIDS, ranking, train_steps(connection), "wait")]
+    return [uid for (uid,) in _lines(connection, _UIDS, ranking, train_steps(connection), "wait")]
 
 
-def train_steps(connection: sa.Connection) -> dict[str, int | None]:
+def train_steps(connection: Connection) -> dict[str, int | None]:
     """Every task of the store, with its train step."""
-    return {line.task_name: line.train_step for line in connection.execute(STEPS)}
+    return {task: step for task, step, _ in connection.execute(STEPS)}
 
 
 STEPS = sa.select(tasks.c.task_name, tasks.c.train_step, tasks.c.may_fall)
 
 
-def _scan(connection: sa.Connection, query: Query, codec: Codec, lock: Lock) -> list[StorageItem]:
+def _scan(connection: Connection, query: Query, codec: Codec, lock: Lock) -> list[StorageItem]:
     lines = connection.execute(_locking(SELECT_ROWS.order_by(groups.c.uid), lock))
     return [row for row in read_rows(lines, codec, train_steps(connection)) if matches(query, row)]
 

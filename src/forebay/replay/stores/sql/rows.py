@@ -29,6 +29,7 @@ from forebay.replay.query import ARCHIVED, plain_value
 from forebay.replay.stores.contract import Codec, StorageItem, TagValue, check_row, staleness_at
 from forebay.replay.stores.errors import DamagedRowError
 from forebay.replay.stores.slices import slices_of
+from forebay.replay.stores.sql.direct import Connection
 from forebay.replay.stores.sql.query import INT_MAX, INT_MIN, encode_text
 from forebay.replay.stores.sql.schema import (
     ID_LOCK,
@@ -53,14 +54,17 @@ _TAG_COLUMNS: Mapping[type[TagValue], tuple[str, Callable[[Any], bytes | int | f
     bool: ("bool_value", int),
 }
 """By the type of a tag's value: its column, and the form that the column holds."""
+_NO_VALUE = dict.fromkeys(column for column, _ in _TAG_COLUMNS.values())
 
 _FIELDS = [field.name for field in fields(StorageItem) if field.name != "item"]
 _read_fields = attrgetter(*_FIELDS)
+_TAGS = _FIELDS.index("tags")
 SELECT_ROWS = sa.select(*(groups.c[name] for name in _FIELDS))
 """A statement whose lines `read_rows` reads: the columns in the order of the fields."""
 _UIDS: sa.BindParameter[list[int]] = sa.bindparam("uids", expanding=True)
 _DELETE = [table.delete().where(table.c.uid.in_(_UIDS)) for table in (groups, payloads, tags)]
 _ROWS_OF = SELECT_ROWS.where(groups.c.uid.in_(_UIDS)).order_by(groups.c.uid)
+_LOCK_ROWS = [_ROWS_OF.with_for_update(skip_locked=skip) for skip in (False, True)]
 _PAYLOADS = sa.select(payloads).where(payloads.c.uid.in_(_UIDS))
 # A row that is archived again still says what it was when it was live.
 _BEFORE = sa.case((groups.c.status == ARCHIVED, groups.c.status_before), else_=groups.c.status)
@@ -71,6 +75,7 @@ _ADD_COUNTS = (added := sqlite.insert(counts)).on_conflict_do_update(
     index_elements=[*counts.primary_key], set_={"number": counts.c.number + added.excluded.number}
 )
 _UPDATE = groups.update().where(groups.c.uid == sa.bindparam("key"))
+_UPDATE_LIVE = _UPDATE.where(LIVE)
 
 
 @dataclass(slots=True)
@@ -109,7 +114,7 @@ def prepare(item: StorageItem, codec: Codec, *, data: bytes | None = None, keep_
     return PreparedRow(columns, data, zlib.crc32(data or b""), dict(item.tags))
 
 
-def give_ids(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None:
+def give_ids(connection: Connection, rows: Sequence[PreparedRow]) -> None:
     """Give the rows new ids, in order; an id that a row brings is used if it is above all before."""
     if not rows:
         return
@@ -118,7 +123,7 @@ def give_ids(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None:
         bring = any(max(row.columns["uid"], row.columns["timestamp_id"]) >= 0 for row in rows)
         _lock_ids(connection, alone=bring)
         if not bring:
-            lines = connection.execute(_NEXT, {"number": len(rows)})
+            lines = connection.execute(_NEXT, {"number": len(rows)}).fetchall()
             for row, ids in zip(rows, lines, strict=True):
                 row.columns["uid"], row.columns["timestamp_id"] = ids
             return
@@ -130,25 +135,25 @@ def give_ids(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None:
     _set_ids(connection, following)
 
 
-def next_ids(connection: sa.Connection) -> dict[str, int]:
+def next_ids(connection: Connection) -> dict[str, int]:
     """The ids above all that were given: ``uid``, ``timestamp_id``."""
     if connection.dialect.name == "postgresql":
-        return dict(zip(ID_NAMES, connection.execute(_FOLLOWING).one(), strict=True))
-    return dict(connection.execute(_COUNTERS).all())
+        return dict(zip(ID_NAMES, connection.execute(_FOLLOWING).fetchall()[0], strict=True))
+    return dict(connection.execute(_COUNTERS).fetchall())
 
 
-def raise_ids(connection: sa.Connection, to: Mapping[str, int]) -> None:
+def raise_ids(connection: Connection, to: Mapping[str, int]) -> None:
     """Give no id below `to` from now on."""
     if connection.dialect.name == "postgresql":
         _lock_ids(connection, alone=True)
     _set_ids(connection, {name: max(to[name], lowest) for name, lowest in next_ids(connection).items()})
 
 
-def _set_ids(connection: sa.Connection, following: Mapping[str, int]) -> None:
+def _set_ids(connection: Connection, following: dict[str, int]) -> None:
     connection.execute(_SET if connection.dialect.name == "postgresql" else _SET_COUNTERS, following)
 
 
-def _lock_ids(connection: sa.Connection, *, alone: bool) -> None:
+def _lock_ids(connection: Connection, *, alone: bool) -> None:
     lock = sa.func.pg_advisory_xact_lock if alone else sa.func.pg_advisory_xact_lock_shared
     connection.execute(sa.select(lock(ID_LOCK)))
 
@@ -165,7 +170,7 @@ _SET_COUNTERS = counters.update().values(
 )
 
 
-def insert_rows(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None:
+def insert_rows(connection: Connection, rows: Sequence[PreparedRow]) -> None:
     """Insert the rows, whose tasks are known, under their ids."""
     if not rows:
         return
@@ -185,14 +190,14 @@ def _payload(key: str, row: PreparedRow) -> dict[str, Any]:
     return {key: row.uid, "data": row.data, "checksum": checksum_of(row.uid, row.checksum)}
 
 
-def insert_tasks(connection: sa.Connection, names: Iterable[str]) -> None:
+def insert_tasks(connection: Connection, names: Iterable[str]) -> None:
     """Make sure that the tasks are known; the queries of a store go task by task."""
     # In one order everywhere, so that two processes never wait for each other.
     if missing := [{"task_name": name} for name in sorted(set(names))]:
         insert_missing(connection, tasks, missing)
 
 
-def replace_rows(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None:
+def replace_rows(connection: Connection, rows: Sequence[PreparedRow]) -> None:
     """Replace the rows of these uids, which exist; a row without bytes keeps its payload."""
     if not rows:
         return
@@ -208,33 +213,32 @@ def replace_rows(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None
     _insert_tags(connection, list({row.uid: row for row in rows}.values()))
 
 
-def _insert_tags(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None:
+def _insert_tags(connection: Connection, rows: Sequence[PreparedRow]) -> None:
     lines = []
     for row in rows:
         for name, value in row.tags.items():
             column, form = _TAG_COLUMNS[type(value)]
             # Every line names all columns, so that one statement inserts them together.
-            empty = dict.fromkeys(other for other, _ in _TAG_COLUMNS.values())
-            lines.append({"uid": row.uid, "name": encode_text(name), **empty, column: form(value)})
+            lines.append({"uid": row.uid, "name": encode_text(name), **_NO_VALUE, column: form(value)})
     if lines:
         connection.execute(_INSERT_TAGS, lines)
 
 
-def delete_rows(connection: sa.Connection, uids: Iterable[int]) -> None:
+def delete_rows(connection: Connection, uids: Iterable[int]) -> None:
     """Delete the rows of these uids."""
     for chunk in slices_of(uids, CHUNK):
         for statement in _DELETE:
             connection.execute(statement, {"uids": chunk})
 
 
-def archive_rows(connection: sa.Connection, uids: Iterable[int], train_step: int) -> None:
+def archive_rows(connection: Connection, uids: Iterable[int], train_step: int) -> None:
     """Make the rows of these uids ARCHIVED."""
     for chunk in slices_of(uids, CHUNK):
         connection.execute(_ARCHIVE, {"uids": chunk, "step": train_step})
 
 
 def lock_rows(
-    connection: sa.Connection,
+    connection: Connection,
     uids: Iterable[int],
     codec: Codec,
     train_steps: Mapping[str, int | None],
@@ -245,16 +249,16 @@ def lock_rows(
     found: dict[int, StorageItem] = {}
     # By uid, so that two processes that lock the same rows do not wait for each other.
     for chunk in slices_of(sorted(set(uids)), CHUNK):
-        lines = connection.execute(_ROWS_OF.with_for_update(skip_locked=skip_locked), {"uids": chunk})
+        lines = connection.execute(_LOCK_ROWS[skip_locked], {"uids": chunk})
         found.update((item.uid, item) for item in read_rows(lines, codec, train_steps))
     return found
 
 
-def write_priorities(connection: sa.Connection, priorities: Mapping[int, float]) -> int:
+def write_priorities(connection: Connection, priorities: Mapping[int, float]) -> int:
     """Give the live rows of these uids these priorities; return how many there are."""
     # By uid, as everything that locks rows.
     lines = [{"key": uid, "priority": float(priorities[uid])} for uid in sorted(storable_uids(priorities))]
-    return connection.execute(_UPDATE.where(LIVE), lines).rowcount if lines else 0
+    return connection.execute(_UPDATE_LIVE, lines).rowcount if lines else 0
 
 
 def read_rows(lines: Iterable[Any], codec: Codec, train_steps: Mapping[str, int | None]) -> Iterator[StorageItem]:
@@ -264,14 +268,14 @@ def read_rows(lines: Iterable[Any], codec: Codec, train_steps: Mapping[str, int 
     for line in lines:
         item = StorageItem(None, *line)
         item.status = status_of(item.status)
-        item.tags = {} if line.tags == "{}" else decode(line.tags)[0]
+        item.tags = {} if line[_TAGS] == "{}" else decode(line[_TAGS])[0]
         if item.status_before is not None:
             item.status_before = status_of(item.status_before)
         item.staleness = staleness_at(item, train_steps.get(item.task_name))
         yield item
 
 
-def attach_payloads(connection: sa.Connection, items: Sequence[StorageItem], codec: Codec) -> None:
+def attach_payloads(connection: Connection, items: Sequence[StorageItem], codec: Codec) -> None:
     """Load the payloads of these rows.
 
     Raises:
@@ -281,7 +285,7 @@ def attach_payloads(connection: sa.Connection, items: Sequence[StorageItem], cod
         Removed(chunk, read_payloads(connection, [item.uid for item in chunk])).decode(codec)
 
 
-def read_payloads(connection: sa.Connection, uids: Iterable[int]) -> "dict[int, StoredPayload]":
+def read_payloads(connection: Connection, uids: Iterable[int]) -> "dict[int, StoredPayload]":
     """The bytes of the payloads of these rows, unchecked."""
     found = {uid: StoredPayload(None, 0) for uid in uids}
     for chunk in slices_of(list(found), CHUNK):
@@ -340,7 +344,7 @@ class Removed:
             # Bytes and objects of many groups are not in memory together.
             del self.data[row.uid], data
 
-    def put_back(self, connection: sa.Connection, codec: Codec) -> None:
+    def put_back(self, connection: Connection, codec: Codec) -> None:
         """Undo the removal; rows that another call has changed since are left alone."""
         # Payloads that were not decoded yet go back as the bytes they were; one that is missing, as none.
         rows = [

@@ -13,11 +13,14 @@ all of them once more, as JSON, for reading. Text of tags is stored as UTF-8 byt
 compares in the order of Python.
 """
 
+from functools import cache
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.dialects import postgresql, sqlite
+
+from forebay.replay.stores.sql.direct import Connection
 
 FORMAT = "forebay-replay"
 SCHEMA_VERSION = 2
@@ -159,17 +162,20 @@ CREATE_LOCK, ID_LOCK, EVICT_LOCK = (0x666F7265 + number for number in range(3))
 """PostgreSQL's advisory locks are numbers that all users of a database share; these spell "fore"."""
 
 
-def insert_missing(connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]]) -> None:
+def insert_missing(connection: Connection, table: sa.Table, rows: list[dict[str, Any]]) -> None:
     """Insert the rows whose primary key is not there yet."""
-    connection.execute(_insert(connection)(table).on_conflict_do_nothing(), rows)
+    connection.execute(_insert(connection.dialect.name, table), rows)
 
 
-def insert_or_update(connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]], changed: str) -> None:
+def insert_or_update(connection: Connection, table: sa.Table, rows: list[dict[str, Any]], changed: str) -> None:
     """Insert the rows; of those whose primary key is there already, replace the column `changed`."""
-    statement = _insert(connection)(table)
+    connection.execute(_insert(connection.dialect.name, table, changed), rows)
+
+
+@cache
+def _insert(dialect: str, table: sa.Table, changed: str | None = None) -> Any:
+    statement = (postgresql if dialect == "postgresql" else sqlite).insert(table)
+    if changed is None:
+        return statement.on_conflict_do_nothing()
     new = {changed: statement.excluded[changed]}
-    connection.execute(statement.on_conflict_do_update(index_elements=[*table.primary_key], set_=new), rows)
-
-
-def _insert(connection: sa.Connection) -> Any:
-    return postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+    return statement.on_conflict_do_update(index_elements=[*table.primary_key], set_=new)

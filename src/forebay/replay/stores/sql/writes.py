@@ -20,6 +20,7 @@ from forebay.replay.stores.contract import ARRIVAL, Codec, StorageItem
 from forebay.replay.stores.errors import StepPassed
 from forebay.replay.stores.sql import rows as sql_rows
 from forebay.replay.stores.sql.connections import Transactions
+from forebay.replay.stores.sql.direct import Connection
 from forebay.replay.stores.sql.ranking import STEPS, Ranking, count_live, ranked_rows
 from forebay.replay.stores.sql.schema import EVICT_LOCK, LIVE, groups, insert_missing, receipts, tasks
 
@@ -77,15 +78,15 @@ def later_steps(lines: Sequence[Any], writes: Sequence[Write]) -> dict[str, int]
     return later
 
 
-def raise_steps(connection: sa.Connection, writes: Sequence[Write]) -> dict[str, int | None]:
+def raise_steps(connection: Connection, writes: Sequence[Write]) -> dict[str, int | None]:
     """Write the later steps; the train steps of all tasks, of which the named ones stay until the commit.
 
     On PostgreSQL another process may name a later step at the same time, and expire what is too old by then.
     It must either be seen here, or wait until the rows of this transaction can be seen there. Tasks are
     locked one after another in one order, and none twice, so that two processes never wait for each other.
     """
-    lines = connection.execute(STEPS).all()
-    steps: dict[str, int | None] = {line.task_name: line.train_step for line in lines}
+    lines = connection.execute(STEPS).fetchall()
+    steps: dict[str, int | None] = {task: step for task, step, _ in lines}
     later = later_steps(lines, writes)
     sql_rows.insert_tasks(connection, {task for write in writes for task in write.task_names} - steps.keys())
     is_postgres = connection.dialect.name == "postgresql"
@@ -109,7 +110,7 @@ _RAISE = (
 _HELD = sa.select(tasks.c.train_step).where(_OF_TASK).with_for_update(read=True)
 
 
-def keep_receipts(connection: sa.Connection, *kept: bytes | None) -> None:
+def keep_receipts(connection: Connection, *kept: bytes | None) -> None:
     """Remember that the calls with these receipts have happened; now and then, forget the old ones."""
     now = int(time.time())
     lines = [{"receipt": receipt, "at": now} for receipt in kept if receipt is not None]
@@ -122,22 +123,15 @@ def keep_receipts(connection: sa.Connection, *kept: bytes | None) -> None:
 
 def evict_together(transactions: Transactions, limits: Sequence[int], codec: Codec) -> list[sql_rows.Removed]:
     """Evict until so many live rows are left, and count it; the first of equal calls gets what is removed."""
-    evicted: list[sql_rows.Removed] = []
     with transactions.writing() as connection:
         if connection.dialect.name == "postgresql":
             # Two that count at once would both remove the excess.
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(EVICT_LOCK)))
-        reached: int | None = None
-        for limit in limits:
-            if reached is not None and limit >= reached:
-                evicted.append(sql_rows.Removed([], {}))
-            else:
-                evicted.append(_evict(connection, limit, codec))
-                reached = limit
-    return evicted
+        evicted = {limit: _evict(connection, limit, codec) for limit in dict.fromkeys(limits)}
+    return [evicted.pop(limit, sql_rows.Removed([], {})) for limit in limits]
 
 
-def _evict(connection: sa.Connection, limit: int, codec: Codec) -> sql_rows.Removed:
+def _evict(connection: Connection, limit: int, codec: Codec) -> sql_rows.Removed:
     if _at_most_live(connection) <= limit:
         return sql_rows.Removed([], {})
     excess = count_live(connection, codec) - limit
@@ -151,15 +145,18 @@ def _evict(connection: sa.Connection, limit: int, codec: Codec) -> sql_rows.Remo
     return sql_rows.Removed(rows, data, is_evicted=True)
 
 
-def count_evicted(connection: sa.Connection, rows: Sequence[StorageItem], sign: Literal[1, -1]) -> None:
+def count_evicted(connection: Connection, rows: Sequence[StorageItem], sign: Literal[1, -1]) -> None:
     """Add the rows to the evictions of their tasks, or take them off."""
-    for task, number in sorted(Counter(row.task_name for row in rows).items()):
-        counted = tasks.c.num_evicted + sign * number
-        connection.execute(tasks.update().where(tasks.c.task_name == task).values(num_evicted=counted))
+    numbers = sorted(Counter(row.task_name for row in rows).items())
+    if numbers:
+        connection.execute(_COUNT_EVICTED, [{"task": task, "more": sign * number} for task, number in numbers])
 
 
-def _at_most_live(connection: sa.Connection) -> int:
+def _at_most_live(connection: Connection) -> int:
     """A bound of the number of live rows, from the ids of the oldest one and of the next; reads no others."""
-    oldest = sa.select(groups.c.timestamp_id).where(LIVE).order_by(groups.c.timestamp_id).limit(1)
-    first = connection.scalar(oldest)
+    first = connection.scalar(_OLDEST)
     return 0 if first is None else sql_rows.next_ids(connection)["timestamp_id"] - first
+
+
+_COUNT_EVICTED = tasks.update().where(_OF_TASK).values(num_evicted=tasks.c.num_evicted + sa.bindparam("more"))
+_OLDEST = sa.select(groups.c.timestamp_id).where(LIVE).order_by(groups.c.timestamp_id).limit(1)

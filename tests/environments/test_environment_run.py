@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from typing import ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -165,6 +166,13 @@ async def test_a_killed_worker_is_started_again(tmp_path):
         await launch_until(config, lambda rows: any(row.get("worker_restarts") == 1 for row in rows))
     assert len(Murderous.groups) == 1
     assert os.getpgrp() not in Murderous.groups
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), StopIteration(3)], ids=["SystemExit", "StopIteration"])
+async def test_an_environment_that_exits_while_it_is_evaluated_is_an_error(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(run_module.evaluation, "measure", Mock(side_effect=error))
+    with pytest.raises(RuntimeError, match=f"{type(error).__name__}: 3"):
+        await asyncio.wait_for(launch(small_run(tmp_path)), 60)
 
 
 class Stillborn:

@@ -72,6 +72,12 @@ def test_a_character_outside_the_alphabet_is_named_with_its_row(tmp_path, row):
     assert list(tmp_path.iterdir()) == [tmp_path / "rows.jsonl"]
 
 
+def test_a_seed_that_no_generator_takes_is_refused(tmp_path):
+    assert config(tmp_path, seed=2**63 - 1).seed == 2**63 - 1
+    with pytest.raises(ConfigError, match="'seed' = 9223372036854775808: Input should be less than"):
+        config(tmp_path, seed=2**63)
+
+
 def test_half_a_surrogate_pair_is_named_with_its_row(tmp_path):
     with pytest.raises(ConfigError, match=r"line 2: the model has no token for the character '\\ud83d'"):
         train(tmp_path, [{"prompt": "1+1=", "answer": "2"}, {"prompt": "\ud83d", "answer": "3"}])

@@ -20,6 +20,7 @@ from forebay.aio.time_limits import (
     timeout_at,
 )
 from forebay.aio.virtual_time import run
+from forebay.tracebacks import raised_at
 
 
 @pytest.mark.parametrize("limited", [timeout, lambda s: timeout_at(asyncio.get_running_loop().time() + s)])
@@ -110,13 +111,15 @@ async def test_a_cancelled_call_keeps_its_slot_until_it_returns_or_its_time_is_o
     release.set()
 
 
-async def test_a_thread_that_would_end_is_an_error() -> None:
+@pytest.mark.parametrize("error", [SystemExit(1), StopIteration(1)], ids=["SystemExit", "StopIteration"])
+async def test_what_a_future_does_not_take_is_an_error_that_says_where(error: BaseException) -> None:
     def leave() -> None:
-        raise SystemExit(1)
+        raise error
 
     call: Future[None] = start_thread(leave)
-    with pytest.raises(RuntimeError, match="SystemExit: 1"):
-        await asyncio.wrap_future(call)
+    with pytest.raises(RuntimeError, match=f"{type(error).__name__}: 1") as caught:
+        await asyncio.wait_for(asyncio.wrap_future(call), 5.0)
+    assert __file__ in str(raised_at(caught.value))
 
 
 def test_what_is_waited_for_a_slot_does_not_count() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -331,6 +332,14 @@ async def crash() -> Reply:
     raise KeyError("board")
 
 
+async def leave() -> Reply:
+    sys.exit(3)
+
+
+async def forget() -> Any:
+    return None
+
+
 async def say_nothing() -> Reply:
     return Reply()
 
@@ -340,6 +349,8 @@ async def say_nothing() -> Reply:
     [
         (hang, "TimeoutError: environment Broken, turn 2 did not answer within 60 s"),
         (crash, "RuntimeError: environment Broken, turn 2: KeyError: 'board'"),
+        (leave, "RuntimeError: environment Broken, turn 2: RuntimeError: it called sys.exit(3)"),
+        (forget, "TypeError: environment Broken: step must return a Reply, got None"),
         (
             say_nothing,
             "ValueError: environment Broken was neither done nor had anything to say after turn 2; "

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from typing import ClassVar
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -32,6 +33,21 @@ def resumed(config, changes):
 
 def rows_of(config):
     return read_jsonl(config.folder / "metrics.jsonl")
+
+
+async def launch_until(config, enough):
+    """Run `config`, and stop it with a signal once `enough` says so of its rows."""
+
+    async def interrupt():
+        try:
+            while not (config.folder / "metrics.jsonl").exists() or not enough(rows_of(config)):
+                await asyncio.sleep(0.05)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    interrupting = asyncio.ensure_future(interrupt())
+    assert await launch(config)
+    await interrupting
 
 
 async def test_a_run_learns(tmp_path):
@@ -144,14 +160,19 @@ class Murderous(ProcessWorkers):
 
 
 async def test_a_killed_worker_is_started_again(tmp_path):
-    mode = f"{__name__}:Murderous"
-    config = small_run(tmp_path, steps=4, environment={"mode": mode}, eval_episodes=1)
+    # Without an end of its own: a first life that is quick could have made all batches of a short run.
+    config = small_run(tmp_path, steps=10_000, environment={"mode": f"{__name__}:Murderous"}, eval_episodes=1)
     with warm_python():
-        await launch(config)
+        await launch_until(config, lambda rows: any(row.get("worker_restarts") == 1 for row in rows))
     assert len(Murderous.groups) == 1
     assert os.getpgrp() not in Murderous.groups
-    assert rows_of(config)[-1]["worker_restarts"] == 1
-    assert rows_of(config)[-1]["train_step"] == 4
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), StopIteration(3)], ids=["SystemExit", "StopIteration"])
+async def test_an_environment_that_exits_while_it_is_evaluated_is_an_error(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(run_module.evaluation, "measure", Mock(side_effect=error))
+    with pytest.raises(RuntimeError, match=f"{type(error).__name__}: 3"):
+        await asyncio.wait_for(launch(small_run(tmp_path)), 60)
 
 
 class Stillborn:
@@ -180,15 +201,7 @@ async def test_no_batch_for_long_is_an_error(tmp_path, monkeypatch):
 
 async def test_a_run_that_is_stopped_saves_first(tmp_path):
     config = small_run(tmp_path, steps=10_000)
-
-    async def interrupt():
-        while not (config.folder / "metrics.jsonl").exists() or len(rows_of(config)) < 3:
-            await asyncio.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    interrupting = asyncio.ensure_future(interrupt())
-    assert await launch(config)
-    await interrupting
+    await launch_until(config, lambda rows: len(rows) >= 3)
     assert load_checkpoint(list_checkpoints(config.folder)[-1]).counts["step"] >= 2
 
 

@@ -46,6 +46,12 @@ def test_an_unknown_task_is_a_key_error():
     ):
         with pytest.raises(KeyError):
             call()
+    # A split that is not of all tasks leaves the targets as they were.
+    for sizes in ({"a": 1, "b": 1}, {}):
+        with pytest.raises(KeyError, match="must name every task"):
+            progress.ensure_target_upto(batch_size=1, future_step=1, allocate_batch_sizes=lambda *_, it=sizes: it)
+    assert progress.target_samples == {"a": 0}
+    assert progress.target_upto_future_step == 0
 
 
 def test_windows_are_read_and_reset():

@@ -10,6 +10,7 @@ import signal
 import string
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -279,7 +280,7 @@ def test_overwriting_puts_the_earlier_run_back_when_the_new_one_cannot_start(tmp
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
-def test_a_start_that_was_cut_off_is_not_in_the_way(tmp_path):
+def test_a_start_that_was_cut_off_is_not_in_the_way(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     (folder / "warmup").mkdir(parents=True)
     (folder / "run.toml").write_text("")
@@ -302,6 +303,24 @@ def test_a_start_that_was_cut_off_is_not_in_the_way(tmp_path):
     with new_folder(config(copy), overwrite=True):
         assert not (left / "metrics.jsonl").exists()
     assert sorted(path.name for path in copy.iterdir() if not path.name.startswith(".")) == ["run"]
+    # Killed before it had made anything, or once it had a folder, one leaves the run that it put aside.
+    (left / "metrics.jsonl").write_text('{"train_step": 0}\n')
+    for made in (False, True):
+        left.rename(copy / "run.old")
+        (copy / "run.old" / ".aside").touch()
+        if made:
+            left.mkdir()
+        with pytest.raises(ConfigError, match="already holds a run without a checkpoint: replace it"):
+            new_folder(config(copy), overwrite=False).__enter__()
+        assert (left / "metrics.jsonl").exists()
+    # One that cannot write its run file gives it back itself.
+    with monkeypatch.context() as patch:
+        patch.setattr("forebay.runs.folder.write_text", Mock(side_effect=OSError("the disk is full")))
+        with pytest.raises(OSError, match="the disk is full"):
+            new_folder(config(copy), overwrite=True).__enter__()
+    assert (left / "metrics.jsonl").exists()
+    with new_folder(config(copy), overwrite=True):
+        pass
     # A folder of that name that no start has put there is left alone.
     (copy / "run.old").mkdir()
     with new_folder(config(copy), overwrite=True):

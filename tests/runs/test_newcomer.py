@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -68,6 +70,17 @@ def test_a_character_outside_the_alphabet_is_named_with_its_row(tmp_path, row):
         train(tmp_path, rows, tiny={"alphabet": "0123456789+="})
     assert f"{tmp_path}/rows.jsonl, line 2: the model has no token for the character '→' (U+2192)" in str(caught.value)
     assert list(tmp_path.iterdir()) == [tmp_path / "rows.jsonl"]
+
+
+def test_a_seed_that_no_generator_takes_is_refused(tmp_path):
+    assert config(tmp_path, seed=2**63 - 1).seed == 2**63 - 1
+    with pytest.raises(ConfigError, match="'seed' = 9223372036854775808: Input should be less than"):
+        config(tmp_path, seed=2**63)
+
+
+def test_half_a_surrogate_pair_is_named_with_its_row(tmp_path):
+    with pytest.raises(ConfigError, match=r"line 2: the model has no token for the character '\\ud83d'"):
+        train(tmp_path, [{"prompt": "1+1=", "answer": "2"}, {"prompt": "\ud83d", "answer": "3"}])
 
 
 @pytest.mark.parametrize(
@@ -147,8 +160,18 @@ def test_the_warm_up_shows_how_far_it_is(capsys):
 
 def test_a_lock_is_gone_with_its_run_and_does_not_let_two_in(tmp_path):
     folder = tmp_path / "run"
+    (tmp_path / "link").symlink_to(folder)
     with occupied(folder):
+        # Such as a cell of a notebook that is run twice: a process's own lock lets it in.
+        with pytest.raises(ConfigError, match="at work"), occupied(tmp_path / "link"):
+            pass
+        # The one that was refused has not freed the folder for other processes.
+        locked = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+        other = [sys.executable, "-c", locked, str(tmp_path / ".run.lock")]
+        assert b"BlockingIOError" in subprocess.run(other, capture_output=True).stderr
+        # Last: whatever of this process closes the file gives the lock back.
         assert (tmp_path / ".run.lock").read_text() == str(os.getpid())
+    (tmp_path / "link").unlink()
     assert list(tmp_path.iterdir()) == []
     # One left over by a killed process does no harm.
     (tmp_path / ".run.lock").write_text("1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -197,7 +198,7 @@ async def slow_name(item: str) -> str:
     Args:
         item: what
     """
-    return f"the {item}"
+    return f"the {item}" if item != "way out" else sys.exit(3)
 
 
 def undocumented(item):
@@ -216,6 +217,8 @@ async def test_functions_are_tools() -> None:
     ):
         with pytest.raises(ToolError, match=message):
             await tool.call(arguments)
+    with pytest.raises(ToolError, match="SystemExit: 3"):
+        await build_tool(slow_name).call({"item": "way out"})
 
 
 def test_what_is_no_tool_is_refused() -> None:

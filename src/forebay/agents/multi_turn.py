@@ -30,9 +30,9 @@ from pydantic import Field
 from forebay.agents.base import AgentLoop
 from forebay.agents.chat.conversation import cut_unanswered
 from forebay.agents.chat.rendering import IncrementRenderer, PromptRenderer
-from forebay.agents.environments import Memory, build_environment, find_environment
+from forebay.agents.environments import Memory, Reply, build_environment, find_environment
 from forebay.agents.extra_fields import CONVERSATION_KEY, TURNS_KEY
-from forebay.aio.tasks import is_cancelled
+from forebay.aio.tasks import is_cancelled, without_exit
 from forebay.aio.time_limits import time_limit, timeout
 from forebay.config import StrictModel, checked_by
 from forebay.models.image_files import take_images
@@ -222,6 +222,8 @@ class MultiTurnAgentLoop(AgentLoop):
         turn_ids = state.response_ids[record.turn_start :].tolist()
         memory = copy.deepcopy(record.memory)
         reply = await self._call(self.environment.step(state, memory, self._read(turn_ids, record)), state)
+        if not isinstance(reply, Reply):
+            raise TypeError(f"{self._name}: step must return a Reply, got {reply!r}")
         record.memory = memory
         if reply.reward is not None:
             record.rewards.append(float(reply.reward))
@@ -347,11 +349,13 @@ class Interruptible:
             raise Interrupted
         # Made within its limit, whose clock it may stop.
         async with time_limit(limit_s, lambda: TimeoutError(f"{what} did not answer within {limit_s:g} s")):
-            task = asyncio.create_task(call)
+            task = asyncio.create_task(without_exit(call))
             self._running.add(task)
             try:
                 return await task
             except asyncio.CancelledError:
+                # If its task had not begun; Python would warn of it.
+                call.close()
                 if task in self._interrupted and not is_cancelled():
                     raise Interrupted from None
                 raise

@@ -30,7 +30,7 @@ from forebay.agents.chat.rendering import IncrementRenderer
 from forebay.agents.chat.session import MODEL, ChatSession
 from forebay.agents.chat.tool_calls import check_parser, choose_reader
 from forebay.agents.extra_fields import REQUESTS_KEY
-from forebay.aio.tasks import beside
+from forebay.aio.tasks import beside, without_exit
 from forebay.aio.time_limits import start_thread, timeout
 from forebay.config import StrictModel, checked_by, import_object
 from forebay.extras import needed_by
@@ -233,15 +233,7 @@ def _as_function(program: Program | str | Sequence[str]) -> Callable[[ProgramSes
         return lambda session: _run_command(command, session)
     plain: Any = program
     if inspect.iscoroutinefunction(program):
-
-        async def call(session: ProgramSession) -> Any:
-            try:
-                return await plain(session)
-            # In a task of its own it would end the event loop, and the run with it.
-            except SystemExit as error:
-                raise RuntimeError(f"it called sys.exit({error.code!r})") from None
-
-        return call
+        return lambda session: without_exit(plain(session))
     # A thread of its own, not one of a pool: programs wait for the model, and all of a pool could do so at
     # once. It cannot be stopped: once the session has ended, its next request fails.
     return lambda session: asyncio.wrap_future(start_thread(plain, session))

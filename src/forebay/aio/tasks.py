@@ -31,6 +31,14 @@ async def beside(work: Awaitable[Result]) -> AsyncIterator[asyncio.Future[Result
         await asyncio.gather(task, return_exceptions=True)
 
 
+async def without_exit(work: Awaitable[Result]) -> Result:
+    """The result of `work`; its SystemExit is a RuntimeError: in a task of its own it would end the event loop."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise RuntimeError(f"it called sys.exit({error.code!r})") from None
+
+
 async def unless(stop: asyncio.Event, work: Awaitable[Result]) -> Result | None:
     """The result of `work`; None, and `work` cancelled, if `stop` is set before it has ended."""
     async with beside(stop.wait()) as stopping, beside(work) as working:

@@ -215,7 +215,8 @@ def not_counted() -> Iterator[None]:
 def start_thread(function: Callable[..., ResultT], *arguments: Any) -> Future[ResultT]:
     """``function(*arguments)`` in a daemon thread of its own; those of a pool would be waited for at exit.
 
-    An exception that would end the thread (SystemExit) is a RuntimeError of the future.
+    A SystemExit, which would end the thread, and a StopIteration, which no future of asyncio takes, are
+    RuntimeErrors of the future.
     """
     call: Future[ResultT] = Future()
     call.set_running_or_notify_cancel()
@@ -223,11 +224,12 @@ def start_thread(function: Callable[..., ResultT], *arguments: Any) -> Future[Re
     def run() -> None:
         try:
             call.set_result(function(*arguments))
-        except Exception as error:
-            call.set_exception(error)
-        # A SystemExit must neither end this thread, leaving the caller waiting, nor reach the event loop.
+        # Each of them has to end the call: its caller would go on waiting.
         except BaseException as error:
-            call.set_exception(RuntimeError(f"the function raised {type(error).__name__}: {error}"))
+            if not isinstance(error, Exception) or isinstance(error, StopIteration):
+                said = RuntimeError(f"the function raised {type(error).__name__}: {error}")
+                error = said.with_traceback(error.__traceback__)
+            call.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
     return call

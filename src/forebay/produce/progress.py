@@ -68,10 +68,17 @@ class ProduceProgress:
     def ensure_target_upto(
         self, *, batch_size: int, future_step: int, allocate_batch_sizes: Callable[[int, int], dict[str, int]]
     ) -> dict[str, int]:
-        """Raise the target step by step up to `future_step`; return that step's batch size per task."""
+        """Raise the target step by step up to `future_step`; return that step's batch size per task.
+
+        Raises:
+            KeyError: a split leaves a task out, or names another one; the targets are those of the step before.
+        """
         # Step by step, because a batch may be split otherwise at each of them.
         for step in range(self.target_upto_future_step + 1, future_step + 1):
-            for task_name, size in allocate_batch_sizes(batch_size, step).items():
+            sizes = allocate_batch_sizes(batch_size, step)
+            if wrong := sorted(sizes.keys() ^ self.target_samples.keys()):
+                raise KeyError(f"the split of step {step} must name every task once and no other, but: {wrong}")
+            for task_name, size in sizes.items():
                 self.target_samples[task_name] += size
             self.target_upto_future_step = step
         return allocate_batch_sizes(batch_size, future_step)

@@ -185,7 +185,7 @@ class RunFile(BaseModel):
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     """Names the run and its folder: letters, digits, dots, dashes and underscores."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Of everything that is drawn at random; equal seeds give equal runs on one machine."""
     steps: int = Field(ge=0)
     """Train steps in all."""

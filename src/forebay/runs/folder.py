@@ -142,27 +142,42 @@ def prune_checkpoints(folder: Path, keep: int, spared: Sequence[int | None] = ()
 
 @contextlib.contextmanager
 def occupied(folder: Path) -> Iterator[None]:
-    """No other process works in the run folder meanwhile; the death of this one frees it.
+    """No other run works in the run folder meanwhile; the death of this process frees it.
 
-    The lock is beside the folder, which a new run may replace. It is the process's: two runs of one process
-    do not keep each other out, and the end of the first frees the folder for other processes.
+    The lock is beside the folder, which a new run may replace.
 
     Raises:
-        ConfigError: another process does.
+        ConfigError: another run does, of this process or of another.
     """
     # Whichever link leads there.
     folder = folder.resolve()
+    # The lock is the process's: it lets a second run of this one in, whose end would free the folder for others.
+    if folder in _AT_WORK:
+        raise _at_work(folder, str(os.getpid()))
     with _locked(folder) as file:
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        _AT_WORK.add(folder)
         try:
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
             yield
         finally:
+            _AT_WORK.discard(folder)
             # While it is still held: a process that opened it before finds that it is gone.
             # A disk that refuses it hides no other error: a left-over lock does no harm.
             with contextlib.suppress(OSError):
                 Path(file.name).unlink()
+
+
+_AT_WORK = set[Path]()
+"""The folders of the runs of this process."""
+
+
+def _at_work(folder: Path, holder: str) -> ConfigError:
+    return ConfigError(
+        f"a run is at work in {str(folder)!r} (process {holder}): stop that, wait for its end, or "
+        f"choose another name=..."
+    )
 
 
 def try_folder(folder: Path, say: Callable[[str], None]) -> None:
@@ -192,10 +207,7 @@ def _locked(folder: Path) -> TextIO:
             with file:
                 file.seek(0)
                 holder = file.read().strip() or "unknown"
-            raise ConfigError(
-                f"a run is at work in {str(folder)!r} (process {holder}): stop that, wait for its end, or "
-                f"choose another name=..."
-            ) from None
+            raise _at_work(folder, holder) from None
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
                 return file
@@ -233,14 +245,14 @@ def new_folder(config: RunFile, *, overwrite: bool) -> Iterator[Path]:
     # A run that replaces another one takes over its database, too.
     run_id = (folder / ID_FILE).read_text("ascii") if (folder / ID_FILE).exists() else None
     aside = _make_free(folder, overwrite)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_run_file(config, folder)
-    if run_id is not None:
-        write_text(folder / ID_FILE, run_id)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_run_file(config, folder)
+        if run_id is not None:
+            write_text(folder / ID_FILE, run_id)
         yield folder
     except BaseException:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         if aside is not None:
             aside.rename(folder)
         raise
@@ -256,15 +268,15 @@ def write_run_file(config: RunFile, folder: Path) -> None:
 def _make_free(folder: Path, overwrite: bool) -> Path | None:
     """Where the earlier run in `folder` was put; None if there was none."""
     aside = folder.with_name(f"{folder.name}.old")
-    if not folder.exists() or not any(folder.iterdir()):
-        return None
-    if not (folder / RUN_FILE).exists():
+    is_empty = not folder.exists() or not any(folder.iterdir())
+    if not is_empty and not (folder / RUN_FILE).exists():
         raise ConfigError(f"{str(folder)!r} holds files that are not a run's; choose another name=...")
     checkpoints, metrics = list_checkpoints(folder), folder / "metrics.jsonl"
-    if not checkpoints and not (metrics.exists() and metrics.stat().st_size):
-        # A start that was cut off: nothing was trained, and its warm-up may have had other settings.
-        shutil.rmtree(folder)
-        # If it was to replace the run there, that is put back.
+    if is_empty or not (checkpoints or (metrics.exists() and metrics.stat().st_size)):
+        # Nothing, or a start that was cut off: nothing was trained, and its warm-up may have had other settings.
+        if not is_empty:
+            shutil.rmtree(folder)
+        # If it was to replace a run, that is put back.
         return _make_free(aside.rename(folder), overwrite) if (aside / _ASIDE).exists() else None
     (folder / _ASIDE).unlink(missing_ok=True)
     if not overwrite:

@@ -135,7 +135,8 @@ def with_alphabet(config: RunConfig, data: Sequence[TaskData]) -> RunConfig:
         return config
     prompts = (prompt for part in data for some in (part.training, part.held_out) for prompt in some)
     found = {character for prompt in prompts for text in texts_of(prompt) for character in text}
-    if not (extra := sorted(found - set(DEFAULT_ALPHABET))):
+    # Half a surrogate pair, which JSON can hold, is nothing that a tokenizer takes; the prompt with it is named later.
+    if not (extra := sorted(found - set(DEFAULT_ALPHABET) - set(map(chr, range(0xD800, 0xE000))))):
         return config
     tiny = tiny.model_copy(update={"alphabet": DEFAULT_ALPHABET + "".join(extra)})
     return config.model_copy(update={"model": config.model.model_copy(update={"tiny": tiny})})

@@ -97,7 +97,7 @@ class FunctionTool:
             # The rest of the sentence is about threads: nothing for the model.
             raise ToolError(str(error).partition(";")[0]) from None
         # The model's arguments reach code that was not written for them.
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ToolError(f"{type(error).__name__}: {error}") from error
 
 

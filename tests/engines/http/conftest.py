@@ -387,7 +387,12 @@ class FakeVLLM(FakeServer):
     ) -> bool:
         for part in body.get("content_parts", ()):
             assert part["type"] == "image_url"
-            assert self.images.setdefault(part["uuid"], part["url"]) == part["url"]
+            if part["url"] is not None:
+                self.images[part["uuid"]] = part["url"]
+            elif part["uuid"] not in self.images:
+                self.bodies.append(body)
+                _write(writer, 400, "Cache miss for image at index 0 but data is not provided.")
+                return True
         return await super()._generate(body, reader, writer)
 
     def job(self, body: dict[str, Any]) -> Job:

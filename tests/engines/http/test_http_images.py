@@ -1,10 +1,11 @@
-"""Images at a server: in the tokens that are trained on, and never as older weights saw them."""
+"""Images at a server: each once a group, and always in the tokens that are trained on."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -34,19 +35,27 @@ async def vllm(start_fake, fake_kinds):
 
 
 @pytest.fixture
-async def engine(vllm, connect):
+async def engine(vllm, connect, monkeypatch):
+    monkeypatch.setattr("forebay.engines.servers.link._BUSY_FIRST_S", 0.01)
     engine = connect(vllm)
     await engine.bring_up()
     vllm.bodies.clear()
     return engine
 
 
-async def test_each_request_has_its_images_by_files_and_names(vllm, engine, ask):
+def sent(server: Any) -> list[list[bool]]:
+    """For each request with images: whether it had their files."""
+    return [[part["url"] is not None for part in body.get("content_parts", ())] for body in server.bodies]
+
+
+async def test_an_image_is_sent_once_a_group(vllm, engine, ask):
     both = [1, 9, 9, 9, 9, 2, 9, 9, 9, 9, 3]
     requests = [ask(PROMPT, images=(RED,)) for _ in range(4)] + [ask(PROMPT, images=(BLUE,)) for _ in range(2)]
     requests += [ask(both, images=(BLUE, RED)), ask()]
     completions = await asyncio.gather(*map(engine.generate, requests))
     assert {one.finish_reason for one in completions} == {"length"}, completions
+    # Not read by itself, the name alone says which image it is.
+    assert sum(map(sum, sent(vllm))) == 2
     assert sorted(vllm.images.values()) == sorted(map(as_url, (RED, BLUE)))
     assert vllm.calls.count("POST /v1/completions") == 2, "the probe, and the request without images"
     assert {tuple(body["token_ids"]) for body in vllm.bodies if "token_ids" in body} == {(1, 9, 2), (1, 9, 2, 9, 3)}
@@ -54,10 +63,47 @@ async def test_each_request_has_its_images_by_files_and_names(vllm, engine, ask)
     assert {tuple(body.get("sampling_params", body)["stop_token_ids"]) for body in vllm.bodies} == {(9,)}
 
 
+async def test_the_others_send_an_image_that_the_first_did_not_bring_there(vllm, engine, ask):
+    vllm.answers.append((400, "no"))
+    requests = [ask(PROMPT, images=(RED,)) for _ in range(3)]
+    completions = await asyncio.gather(*map(engine.generate, requests))
+    assert sorted(one.finish_reason for one in completions) == ["error", "length", "length"]
+    assert sent(vllm) == [[True], [True], [False]]
+
+
+async def test_an_image_that_the_server_dropped_is_sent_again(vllm, engine, ask):
+    for _ in range(2):
+        await engine.generate(ask(PROMPT, images=(RED,)))
+    vllm.images.clear()
+    completion = await engine.generate(ask(PROMPT, images=(RED,)))
+    assert completion.finish_reason == "length"
+    assert sent(vllm) == [[True], [False], [False], [True]]
+    # A server that keeps none gets all files in the end, and is asked once.
+    for _ in range(12):
+        vllm.images.clear()
+        await engine.generate(ask(PROMPT, images=(RED,)))
+    vllm.bodies.clear()
+    for _ in range(2):
+        vllm.images.clear()
+        await engine.generate(ask(PROMPT, images=(RED,)))
+    assert sent(vllm) == [[True], [True]]
+
+
+async def test_a_group_whose_image_was_dropped_is_one_reason_to_name_fewer(vllm, engine, ask):
+    await engine.generate(ask(PROMPT, images=(RED,)))
+    vllm.images.clear()
+    await asyncio.gather(*(engine.generate(ask(PROMPT, images=(RED,))) for _ in range(16)))
+    assert vllm.images
+    vllm.bodies.clear()
+    await asyncio.gather(*(engine.generate(ask(PROMPT, images=(BLUE,))) for _ in range(16)))
+    assert sum(map(sum, sent(vllm))) == 1
+
+
 async def test_newer_weights_look_at_an_image_anew(vllm, engine, ask):
     await engine.generate(ask(PROMPT, images=(RED,)))
     await engine.load_weights([("w", torch.ones(2))], 1)
     await engine.generate(ask(PROMPT, images=(RED,)))
+    assert sent(vllm) == [[True], [True]]
     assert len(vllm.images) == 2
 
 
@@ -76,6 +122,7 @@ async def check_other_tokens_are_refused(server, engine, ask):
 
 async def test_other_tokens_than_those_to_train_on_fail_the_request(vllm, engine, ask):
     assert (await engine.generate(ask(PROMPT, images=(RED,)))).finish_reason == "length"
+    # By its name alone, which is not at fault.
     await check_other_tokens_are_refused(vllm, engine, ask)
     assert len(vllm.bodies) == 3
     assert (await engine.generate(ask(PROMPT, images=(RED,)))).finish_reason == "length"

@@ -179,8 +179,8 @@ class Dialect:
                 # The server expands each placeholder to as many as its image takes, and says what it has.
                 ids = one_for_each(request.input_ids, request.images, self.placeholder)
                 # With names for each version, it finds no image as an older tower saw it.
-                named = [(f"{blake2b(image, digest_size=8).hexdigest()}-{version}", image) for image in request.images]
-                parts = [{"type": "image_url", "uuid": name, "url": as_url(image)} for name, image in named]
+                names = [f"{blake2b(image, digest_size=8).hexdigest()}-{version}" for image in request.images]
+                parts = [{"type": "image_url", "uuid": name} for name in names]
                 further |= {"content_parts": parts, "return_token_ids": True}
             return {**name, "token_ids": ids, "sampling_params": sampling, **further}
         return {**name, **sampling, "prompt": ids, "return_token_ids": True}

@@ -42,6 +42,7 @@ from forebay.aio.time_limits import time_limit, timeout
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.local.stopping import StopTexts
 from forebay.engines.servers.dialects import CACHE, WEIGHTS, Dialect
+from forebay.engines.servers.images import SentImages, check_prompt
 from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
 from forebay.engines.servers.link import NO_LIMITS, Refused, ServerFailed, ServerLink, Watch, when_not_busy
 from forebay.engines.servers.stream import BadAnswer, Stream
@@ -101,6 +102,7 @@ class HTTPEngine:
         self._stop_texts = None if tokenizer is None else StopTexts(tokenizer)
         self._weights = ServerWeights(self._link, lora_rank=lora_rank, sender_device=sender_device)
         self._start_limit_s = start_limit_s
+        self._images = SentImages()
         self._streams: dict[Stream, None] = {}
         self._by_id: dict[str, list[Stream]] = {}
         """The same by the ids of their requests, which need not differ: a pool asks for all ids in turn."""
@@ -327,7 +329,7 @@ class HTTPEngine:
             self._not_loading.set()
 
     def _lose(self, why: str) -> None:
-        why = why.removeprefix(f"{self}: ")
+        why, self._images = why.removeprefix(f"{self}: "), SentImages()
         self._weights.sender.kill()
         # A server that never was up is still a new one: it is set up wrongly, not lost.
         self._enter(State.NEW if self._state is State.NEW else State.LOST, why)
@@ -380,14 +382,20 @@ class HTTPEngine:
         """Read one leg."""
         request = stream.rest()
         max_tokens = min(request.max_tokens, self.max_context_tokens - len(request.input_ids))
-        adapters, version = self._weights.adapters, self._weights.label
-        body = self._dialect.body(request, self._model, max_tokens, adapters=adapters, version=version)
-        async with contextlib.aclosing(self._link.events(body)) as events:
+
+        def make() -> dict[str, Any]:
+            weights = self._weights
+            return self._dialect.body(
+                request, self._model, max_tokens, adapters=weights.adapters, version=weights.label
+            )
+
+        sending = self._images.sending(request.images, make)
+        async with sending as (body, taken), contextlib.aclosing(self._link.events(body, taken)) as events:
             async for event in events:
                 self._watch.heard()
                 piece = self._dialect.read(event, stream.num_in_leg)
                 if request.images and not stream.num_in_leg:
-                    _check_prompt(request, piece.prompt_ids)
+                    check_prompt(request, piece.prompt_ids)
                 stream.add(piece)
                 if stream.found_stop_text:
                     return
@@ -467,20 +475,6 @@ class HTTPEngine:
                 await self._link.probe(self._model, self._weights.label)
             self.max_running, self.cache_tokens, self.cache_block = await self._link.capacity()
             self._enter(State.UP)
-
-
-def _check_prompt(request: GenerateRequest, has: list[int] | None) -> None:
-    """Check that the server has the token ids that are trained on: `has` is what it says.
-
-    Raises:
-        Refused: it has others, or does not say.
-    """
-    if has != (wanted := request.input_ids.tolist()):
-        told = "does not say its own" if has is None else f"made {len(has)} others"
-        raise Refused(
-            f"request {request.request_id!r} has images and {len(wanted)} tokens, and the server {told}: use "
-            f"vLLM 0.32 or SGLang 0.5.13, or newer, and a model with one kind of placeholder (Qwen-VL)"
-        )
 
 
 class State(Enum):

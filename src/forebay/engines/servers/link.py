@@ -202,8 +202,10 @@ class ServerLink:
                 f"{logprobs[0]:.3f}, not 0); {dialect.help}"
             )
 
-    async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """The server-sent events of a generation.
+    async def events(
+        self, body: dict[str, Any], taken: Callable[[], None] = lambda: None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """The server-sent events of a generation; `taken` is called once the server has taken it.
 
         Raises:
             EngineLost: the server cannot be reached, or went away in the middle.
@@ -219,6 +221,7 @@ class ServerLink:
                     raise Busy(problem, _retry_after_s(response.headers))
                 blame = 400 <= status < 500 and status not in _MAY_PASS
                 raise (Refused if blame else ServerFailed)(problem)
+            taken()
             rest = b""
             async for chunk in response.content.iter_any():
                 # After the last blank line an event has begun whose rest is to come.

@@ -26,14 +26,18 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from forebay.aio.tasks import unless
 from forebay.aio.time_limits import timeout
 from forebay.cluster.calls import ActorLost, BatchedCalls, as_they_end, built
+from forebay.cluster.feeding import FarWeights, Offer
 from forebay.cluster.library import PartSpec, Published, find_modules_in, import_ray, why
 from forebay.cluster.supervisor import BEAT_EVERY_S, Supervised
 from forebay.config import Component
-from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
+from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest, WeightsGone
 from forebay.engines.members import Judged, Work, add
 from forebay.engines.pool import LOAD_LIMIT_S, EnginePool
+from forebay.engines.servers.dialects import Call
+from forebay.engines.servers.link import ServerLink
 from forebay.engines.weights.between_processes import take_over
 from forebay.io.shared import Layout
 from forebay.models import load_tokenizer
@@ -61,6 +65,9 @@ class EngineActor:
         self._building = asyncio.Lock()
         self._serving = asyncio.Event()
         self._has_weights = False
+        self._name = ""
+        self._links: dict[str, ServerLink] = {}
+        """Servers that the trainer gives weights, by the names of their transfers."""
         self._lost_because = ""
         self._is_lost = asyncio.Event()
 
@@ -74,16 +81,17 @@ class EngineActor:
         async with self._building:
             if self._pool is None:
                 find_modules_in(spec.search_path)
+                self._name = spec.name
                 # In a thread, so that the process gives signs of life meanwhile.
                 self._pool = EnginePool(await asyncio.to_thread(_build, spec))
                 if spec.serves_at_once:
                     self._serving.set()
         return os.getpid()
 
-    async def facts(self) -> tuple[int, bool]:
-        """`EnginePool.max_context_tokens` and `takes_adapters`."""
+    async def facts(self) -> tuple[int, bool, bool]:
+        """`EnginePool.max_context_tokens`, `takes_adapters` and `takes_buckets`."""
         pool = built(self._pool)
-        return pool.max_context_tokens, pool.takes_adapters
+        return pool.max_context_tokens, pool.takes_adapters, pool.takes_buckets
 
     async def live(self) -> AsyncIterator[tuple[str, Work, Work]]:
         """A sign of life now and then: why every engine is lost for good, if it is; see `Members.measured`.
@@ -152,24 +160,23 @@ class EngineActor:
             await self._pool.abort(list(self._pool.progress(caller)))
 
     async def load_weights(
-        self, weights: tuple[Layout, ByteArray], model_step: int, adapters: AdapterConfig | None = None
+        self, weights: tuple[Layout, ByteArray] | Offer, model_step: int, adapters: AdapterConfig | None = None
     ) -> None:
-        """Take over the weights that are laid out in these bytes, or the adapters, and serve.
+        """Take over the weights that are offered, or laid out in these bytes, or the adapters, and serve.
 
         Raises:
             EngineLost, AdaptersRefusedError: as of `take_over`.
+            WeightsGone: the trainer has ended that offered them.
         """
-        import torch
-
-        layout, data = weights
-        with warnings.catch_warnings():
-            # That it must not be written to is known: an engine does not write to what it was lent.
-            warnings.filterwarnings("ignore", message=".*not writable.*")
-            memory = torch.from_numpy(data)
         try:
-            if adapters is not None and not built(self._pool).takes_adapters:
-                raise AdaptersRefusedError("an engine takes whole weights only")
-            await take_over(built(self._pool), layout, memory, model_step, adapters=adapters)
+            if isinstance(weights, Offer):
+                far: Any = FarWeights(weights, self._name, self._links)
+                # One that comes up meanwhile waits for a trainer's, and this must not.
+                await unless(far.gone, built(self._pool).update_weights(far, model_step))
+                if far.is_gone:
+                    raise WeightsGone(f"the trainer ended over the weights of step {model_step}")
+            else:
+                await self._take_over(*weights, model_step, adapters)
         except EngineLost as error:
             self._lose(error)
             raise
@@ -177,6 +184,29 @@ class EngineActor:
         # One that begins in a pause would abort what comes, where the others run already, until it is resumed.
         if not built(self._pool).is_paused:
             self._serving.set()
+
+    async def _take_over(
+        self, layout: Layout, data: ByteArray, model_step: int, adapters: AdapterConfig | None
+    ) -> None:
+        import torch
+
+        with warnings.catch_warnings():
+            # That it must not be written to is known: an engine does not write to what it was lent.
+            warnings.filterwarnings("ignore", message=".*not writable.*")
+            memory = torch.from_numpy(data)
+        if adapters is not None and not built(self._pool).takes_adapters:
+            raise AdaptersRefusedError("an engine takes whole weights only")
+        await take_over(built(self._pool), layout, memory, model_step, adapters=adapters)
+
+    async def do(self, transfer: str, calls: Sequence[Call], takes_long: bool) -> Any:
+        """Have a server do what the trainer asks for that gives it weights; the last answer.
+
+        Raises:
+            EngineLost: as of `ServerLink.do`, or the transfer was given up.
+        """
+        if (link := self._links.get(transfer)) is None:
+            raise EngineLost("the engine has given up this transfer of weights")
+        return await link.do(calls, takes_long=takes_long)
 
     async def health(self) -> EngineHealth:
         """All engines of this process together."""
@@ -231,6 +261,8 @@ class PlacedEngine(Supervised):
     """The weights given last, which a process that is started again gets."""
     takes_adapters = True
     """Until it has refused some: whole weights that it got since then are no base for others."""
+    takes_buckets = False
+    """Whether its servers take weights that the trainer offers."""
 
     def use(self, actor: Any) -> None:
         """Send calls and requests to this actor."""
@@ -270,7 +302,7 @@ class PlacedEngine(Supervised):
         except AdaptersRefusedError:
             self.takes_adapters = False
             raise
-        except import_ray().exceptions.ObjectLostError as error:
+        except (import_ray().exceptions.ObjectLostError, WeightsGone) as error:
             raise PartLost(f"the weights of step {model_step} are lost: {why(error)}") from error
 
     async def health(self) -> EngineHealth:
@@ -305,7 +337,7 @@ class PlacedEngine(Supervised):
         if (weights := self.weights) is not None:
             try:
                 await self.actor.load_weights.remote(weights.ref, weights.model_step, weights.adapters)
-            except (import_ray().exceptions.ObjectLostError, AdaptersRefusedError) as error:
+            except (import_ray().exceptions.ObjectLostError, WeightsGone, AdaptersRefusedError) as error:
                 # As before the first ones: it begins to serve with the next.
                 self.takes_adapters &= not isinstance(error, AdaptersRefusedError)
                 logger.warning("%s cannot have the weights of step %d: %s", self.name, weights.model_step, why(error))

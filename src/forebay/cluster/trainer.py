@@ -4,6 +4,7 @@
 
     groups --TrainBatch.from_groups--> flat arrays --object store--> TrainController.fit --> metrics
     sync_weights: weights --> object store --> every engine        save, resume: folders that both can see
+                  or an offer of them, where engines drive servers that take buckets: `forebay.cluster.feeding`
 
 It is not started again by itself, because its state is in its last checkpoint: calls raise `PartLost`, and
 the run goes back to that. While a call runs, however long, the process is asked for signs of life.
@@ -20,12 +21,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay.cluster.calls import beside, result_of, signs_of_life
+from forebay.cluster.feeding import EngineLink, Feeder, Offer, Served
 from forebay.cluster.library import PartSpec, Published, cause_of, find_modules_in, import_ray, why
 from forebay.cluster.ranks import RayRanks
 from forebay.cluster.supervisor import BEAT_EVERY_S, SILENCE_LIMIT_S
 from forebay.engines.weights.between_processes import put
-from forebay.io.shared import Layout, MemoryFile
+from forebay.io.shared import Layout, MemoryFile, lay_out
 from forebay.models import load_tokenizer
+from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdaptersRefusedError
 from forebay.runs.placement import PartLost
 from forebay.train.batch import Groups, TrainBatch
@@ -87,6 +90,12 @@ class RayTrainer:
 
         Once an engine has refused adapters, all get merged weights. PartLost as of `fit`.
         """
+        if rollout_controller.takes_buckets:
+            step, num_bytes, node = await self._result(self._actor.offer.remote(), "offer")
+            updating = rollout_controller.update_weights(Published(Offer(self._actor, node), step), step)
+            # Engines wait for the trainer.
+            await self._result(updating, "feed")
+            return int(num_bytes)
         step_ref, weights_ref = self._actor.weights.options(num_returns=2).remote(rollout_controller.takes_adapters)
         # The weights themselves stay where they are.
         step, num_bytes, adapters = await self._result(step_ref, "weights")
@@ -161,6 +170,7 @@ class TrainerActor:
         self._trainer: Any = None
         self._memory: list[MemoryFile] = []
         """The memory with the weights that were handed over last; it is used again."""
+        self._feeder: Feeder
 
     def start(self, spec: TrainerSpec) -> tuple[int, ...]:
         """Build the trainer; the ids of its process and of its ranks'.
@@ -177,6 +187,7 @@ class TrainerActor:
         ranks = None
         if spec.ranks:
             ranks = RayRanks(spec.ranks, spec.device, threads=config.threads, search_path=spec.search_path)
+        self._feeder = Feeder(spec.device)
         self._trainer = build_trainer(
             config,
             spec.model_folder,
@@ -195,6 +206,21 @@ class TrainerActor:
     def call(self, method: str, *arguments: Any) -> Any:
         """Any other method of the `TrainController`."""
         return getattr(self._trainer, method)(*arguments)
+
+    def offer(self) -> tuple[int, int, str]:
+        """Step and bytes of the weights that `feed` gives from now on, and Ray's id of this machine."""
+        live: LiveWeights = self._trainer.live_weights()
+        self._feeder.offer(live)
+        num_bytes = lay_out(live.sizes())[1]
+        return self._trainer.model_step, num_bytes, import_ray().get_runtime_context().get_node_id()
+
+    def feed(self, engine: Any, transfer: str, served: Served, hold: bool, is_new: bool) -> int | None:
+        """`Feeder.feed`, for a server of the actor `engine`, beside all other calls."""
+        return self._feeder.feed(EngineLink(engine, transfer, served), served, hold, is_new)
+
+    def dismiss(self, engine: str) -> None:
+        """`Feeder.dismiss`."""
+        self._feeder.dismiss(engine)
 
     def weights(self, adapters: bool) -> tuple[tuple[int, int, Mapping[str, Any] | None], tuple[Layout, ByteArray]]:
         """Step and bytes of the weights, with `adapters` the config of these alone, if there are any; and the

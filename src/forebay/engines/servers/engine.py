@@ -39,7 +39,7 @@ from enum import Enum, auto
 from typing import Any
 
 from forebay.aio.time_limits import time_limit, timeout
-from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
+from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest, WeightsGone
 from forebay.engines.local.stopping import StopTexts
 from forebay.engines.servers.dialects import CACHE, WEIGHTS, Dialect
 from forebay.engines.servers.images import SentImages, check_prompt
@@ -246,6 +246,11 @@ class HTTPEngine:
         await self._update(weights, model_step)
 
     @property
+    def takes_buckets(self) -> bool:
+        """Whether live weights go to the server in buckets of the host's memory."""
+        return self._files.bucket_device == "cpu"
+
+    @property
     def takes_adapters(self) -> bool:
         """Whether the server was started for adapters, and has refused none yet."""
         return self._weights.takes_adapters
@@ -306,6 +311,9 @@ class HTTPEngine:
             try:
                 is_new = await self._link.reach(self._start_limit_s, self._restarts)
                 return await self._prepare()
+            except WeightsGone:
+                # The server is well; the next try waits for other weights.
+                continue
             except (EngineLost, Refused, BadAnswer, AdaptersRefusedError) as error:
                 self._lose(str(error))
                 failures.append(str(error))

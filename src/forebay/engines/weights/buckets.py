@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,6 +28,10 @@ from forebay.io.shared import Layout, MemoryFile, views
 from forebay.models import empty_cache
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import Weights
+
+if TYPE_CHECKING:
+    from forebay.engines.servers.link import ServerLink
+    from forebay.engines.servers.sender import Sender
 
 BUCKET_BYTES = 512 << 20
 """The size of a bucket; a larger tensor gets a larger one. Each costs a request, of milliseconds."""
@@ -70,6 +75,9 @@ class Buckets:
                 ...  # let a server read it
         await buckets.release()
     """
+
+    is_gone = False
+    """Whether the trainer has ended, and nothing can be read any more."""
 
     def __init__(self, live: LiveWeights, device: str, *, written_out: Mapping[str, str] | None = None) -> None:
         """`written_out` names weights that are another's under a second name, and are to go all the same."""
@@ -115,6 +123,26 @@ class Buckets:
         finally:
             # Where it is cancelled over its own wait for a train step, after that.
             begun.add_done_callback(lambda _: holding.__exit__(None, None, None))
+
+    async def send(self, link: "ServerLink", sender: "Sender", *, hold: bool = False) -> int | None:
+        """Have a server take all of them, as they are now; the step, or None if a train step changed them on the way.
+
+        With `hold` the trainer's next step waits.
+
+        Raises:
+            EngineLost: it went away, or does not do it.
+        """
+        await link.do(link.dialect.begin(await sender.place()))
+        first = None
+        async with self.held() if hold else contextlib.nullcontext():
+            for number in range(len(self)):
+                async with self.reading(number) as bucket:
+                    first = bucket.step if first is None else first
+                    if bucket.step != first:
+                        return None
+                    async with sender.sending(bucket):
+                        await link.do([link.dialect.bucket(bucket)])
+        return first
 
     async def release(self) -> None:
         """Give back what no server reads, once one has all it needs."""

@@ -31,8 +31,10 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from forebay.aio.changed import Changes
+from forebay.aio.time_limits import not_counted
 from forebay.config import ConfigError
 from forebay.io.safe_files import made_whole
 from forebay.io.shared import views
@@ -106,6 +108,7 @@ class WeightFiles:
         """Fingerprints of whole weights by version, kept because computing one takes a while."""
         self._writing: asyncio.Task[WrittenWeights] | None = None
         """The last write that has begun, until its end; it follows the one before it."""
+        self._others_came = Changes()
         self._given: tuple[object, int] = (None, 0)
         """The object that is written there, which says whose weights they are, and the step."""
 
@@ -127,17 +130,21 @@ class WeightFiles:
             from forebay.engines.weights.buckets import Buckets
 
             now = self.current
+            # A trainer in another process has its own.
+            make: Any = getattr(weights, "buckets", Buckets)
             if now is None or now.model_step != model_step or not (now.live and now.live.weights is weights):
                 self._num_written += 1
                 version = f"{self._name}-step_{model_step:06d}-{self._num_written}"
-                live = Buckets(weights, self.bucket_device, written_out=self._written_out)
+                live = make(weights, self.bucket_device, written_out=self._written_out)
                 now = self.current = WrittenWeights(model_step, self._folder, version, live=live)
+            self._others_came.note()
             return now
         if self._writing is None or self._given[0] is not weights or self._given[1] != model_step:
             self._given = weights, model_step
             given = weights if isinstance(weights, LiveWeights) else dict(weights)
             self._writing = asyncio.create_task(self._write(given, model_step, adapters, self._writing))
             self._writing.add_done_callback(self._note_written)
+            self._others_came.note()
         return await asyncio.shield(self._writing)
 
     def _note_written(self, task: asyncio.Task[WrittenWeights]) -> None:
@@ -149,9 +156,13 @@ class WeightFiles:
             task.exception()
 
     async def latest(self) -> WrittenWeights | None:
-        """`current`, once nothing is being written any more; None before the first."""
-        while self._writing is not None:
-            await asyncio.wait([self._writing])
+        """`current`, once nothing is being written, and others came for those of an ended trainer; None: none yet."""
+        while self._writing is not None or (self.current and self.current.live and self.current.live.is_gone):
+            if self._writing is not None:
+                await asyncio.wait([self._writing])
+                continue
+            with not_counted():
+                await self._others_came.wait(self._others_came.version)
         return self.current
 
     async def _write(

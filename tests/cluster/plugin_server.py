@@ -1,7 +1,7 @@
 """A scripted vLLM server as a program that a run starts: its workers have Forebay's plug-in.
 
-What it is given is written to the folder `GIVEN`, a file for each version. While a file ``stuck`` is there, it takes no
-bucket; it says in ``waits`` that it does not.
+What it is given is written to the folder `GIVEN`, a file for each version. While a file ``stuck`` is there, it takes
+no bucket, which it says by a file ``waits``, but one for each file ``one``.
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ class PluginServer(fakes.FarVLLM):
         if path == "/init_weight_transfer_engine":
             self.is_sent = "backend" in body["init_info"]
         if path == "/update_weights":
-            while (GIVEN / "stuck").exists():
+            if (GIVEN / "stuck").exists():
                 (GIVEN / "waits").touch()
+            while (GIVEN / "stuck").exists() and not (GIVEN / "one").exists():
                 await asyncio.sleep(0.01)
+            (GIVEN / "one").unlink(missing_ok=True)
             if not self.is_sent:
                 return await self._tell("update", lambda _: body["update_info"])
         return await super()._ask_workers(path, body)

@@ -168,35 +168,25 @@ class EngineActor:
             EngineLost, AdaptersRefusedError: as of `take_over`.
             WeightsGone: the trainer has ended that offered them.
         """
+        pool = built(self._pool)
         try:
             if isinstance(weights, Offer):
                 far: Any = FarWeights(weights, self._name, self._links)
-                # One that comes up meanwhile waits for a trainer's, and this must not.
-                await unless(far.gone, built(self._pool).update_weights(far, model_step))
-                if far.is_gone:
+                # A server that is just started would wait for the weights of another trainer.
+                await unless(far.gone, pool.update_weights(far, model_step))
+                if far.gone.is_set():
                     raise WeightsGone(f"the trainer ended over the weights of step {model_step}")
+            elif adapters is not None and not pool.takes_adapters:
+                raise AdaptersRefusedError("an engine takes whole weights only")
             else:
-                await self._take_over(*weights, model_step, adapters)
+                await take_over(pool, weights[0], _readable(weights[1]), model_step, adapters=adapters)
         except EngineLost as error:
             self._lose(error)
             raise
         self._has_weights = True
         # One that begins in a pause would abort what comes, where the others run already, until it is resumed.
-        if not built(self._pool).is_paused:
+        if not pool.is_paused:
             self._serving.set()
-
-    async def _take_over(
-        self, layout: Layout, data: ByteArray, model_step: int, adapters: AdapterConfig | None
-    ) -> None:
-        import torch
-
-        with warnings.catch_warnings():
-            # That it must not be written to is known: an engine does not write to what it was lent.
-            warnings.filterwarnings("ignore", message=".*not writable.*")
-            memory = torch.from_numpy(data)
-        if adapters is not None and not built(self._pool).takes_adapters:
-            raise AdaptersRefusedError("an engine takes whole weights only")
-        await take_over(built(self._pool), layout, memory, model_step, adapters=adapters)
 
     async def do(self, transfer: str, calls: Sequence[Call], takes_long: bool) -> Any:
         """Have a server do what the trainer asks for that gives it weights; the last answer.
@@ -432,6 +422,15 @@ class RayEngine:
         """Do nothing: the run itself pauses, loads and closes its engines."""
 
     pause = resume = load_weights = close = _leave_alone
+
+
+def _readable(data: ByteArray) -> Any:
+    import torch
+
+    with warnings.catch_warnings():
+        # That it must not be written to is known: an engine does not write to what it was lent.
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        return torch.from_numpy(data)
 
 
 def _build(spec: EngineSpec) -> list[Engine]:

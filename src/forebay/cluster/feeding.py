@@ -27,7 +27,7 @@ from forebay.aio.time_limits import not_counted
 from forebay.cluster.calls import feeding
 from forebay.cluster.library import cause_of, import_ray, why
 from forebay.engines.base import EngineLost, WeightsGone
-from forebay.engines.servers.dialects import Call, Dialect
+from forebay.engines.servers.dialects import Call
 from forebay.engines.servers.link import Refused, ServerLink
 from forebay.engines.servers.sender import Sender
 from forebay.engines.weights.buckets import Buckets
@@ -44,23 +44,6 @@ class Offer:
     """Ray's id of its machine."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """A server as the trainer's process knows it."""
-
-    engine: str
-    """The name of the engine that drives it."""
-    name: str
-    """The same each time that either is started."""
-    url: str
-    """Its address, as the trainer's machine sees it."""
-    dialect: Dialect
-    is_far: bool
-    """Whether it maps no memory of the trainer's machine."""
-    written_out: Mapping[str, str]
-    """As of `Buckets`."""
-
-
 class FarWeights(LiveWeights):
     """The weights of a trainer in another process, in place of `Buckets` in this one.
 
@@ -71,6 +54,8 @@ class FarWeights(LiveWeights):
         """`links` has the servers of the transfers under way, by their names; `engine` is the name of the process."""
         self._offer, self._engine, self._links = offer, engine, links
         self._written_out: Mapping[str, str] = {}
+        self.weights = self
+        """As of `Buckets`."""
         self.gone = asyncio.Event()
         """The trainer has ended."""
 
@@ -78,16 +63,6 @@ class FarWeights(LiveWeights):
         """As the constructor of `Buckets`."""
         self._written_out = written_out
         return self
-
-    @property
-    def weights(self) -> Self:
-        """As of `Buckets`."""
-        return self
-
-    @property
-    def is_gone(self) -> bool:
-        """As of `Buckets`."""
-        return self.gone.is_set()
 
     async def send(self, link: ServerLink, sender: Sender, *, hold: bool = False) -> int | None:
         """As of `Buckets`; the process of `sender` is on the trainer's machine, if there has to be one.
@@ -97,24 +72,13 @@ class FarWeights(LiveWeights):
             WeightsGone: the trainer has ended.
         """
         ray, transfer = import_ray(), secrets.token_hex(8)
-        context, url = ray.get_runtime_context(), urlsplit(str(link))
-        is_elsewhere = context.get_node_id() != self._offer.node
-        if is_elsewhere and is_loopback(url.hostname or ""):
-            url = url._replace(netloc=f"{ray.util.get_node_ip_address()}:{url.port}")
-        served = Served(
-            engine=self._engine,
-            name=link.name,
-            url=url.geturl(),
-            dialect=link.dialect,
-            is_far=is_elsewhere or sender.device is not None,
-            written_out=self._written_out,
-        )
+        far = EngineLink(link, self._engine, transfer, self._offer.node, is_far=sender.device is not None)
         self._links[transfer] = link
         feed = feeding(self._offer.trainer.feed).remote
         try:
             # Each of the server's answers has a limit. A train step has none.
             with not_counted():
-                step: int | None = await feed(context.current_actor, transfer, served, hold, not sender.is_joined)
+                step: int | None = await feed(far, self._written_out, hold, not sender.is_joined)
         except ray.exceptions.RayError as error:
             if isinstance(cause := cause_of(error), EngineLost):
                 raise cause from None
@@ -130,11 +94,18 @@ class FarWeights(LiveWeights):
 
 
 class EngineLink(ServerLink):
-    """A server as of `ServerLink`, by way of the engine's process that drives it."""
+    """A server as of `ServerLink`, for the trainer's process: by way of the engine's, where it is made."""
 
-    def __init__(self, engine: Any, transfer: str, served: Served) -> None:
-        self.dialect, self._server = served.dialect, served.url
-        self._engine, self._transfer = engine, transfer
+    def __init__(self, link: ServerLink, engine: str, transfer: str, node: str, *, is_far: bool) -> None:
+        """`node` has the trainer; `is_far`: the server maps no memory, even if it is there."""
+        ray, self._transfer, self.dialect = import_ray(), transfer, link.dialect
+        context, host = ray.get_runtime_context(), urlsplit(url := str(link)).hostname or ""
+        self._engine, is_elsewhere = context.current_actor, context.get_node_id() != node
+        if is_elsewhere and is_loopback(host):
+            url = url.replace(host, ray.util.get_node_ip_address(), 1)
+        self._server, self.is_far = url, is_far or is_elsewhere
+        self.place = engine, link.name, self.is_far
+        """The same for servers that are started one after the other."""
 
     async def do(self, calls: Iterable[Call], *, takes_long: bool = False) -> Any:
         """As of `ServerLink`."""
@@ -157,9 +128,7 @@ class Feeder:
         self._device = "cuda:0" if device != "cpu" and torch.cuda.is_available() else "cpu"
         self._live: LiveWeights
         self._buckets: dict[str, Buckets] = {}
-        self._senders: dict[tuple[str, str, bool], Sender] = {}
-        """By engine and server; so are the transfers, the last of each."""
-        self._transfers: dict[tuple[str, str, bool], asyncio.Task[Any]] = {}
+        self._senders: dict[Any, Sender] = {}
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="forebay-feeder", daemon=True).start()
 
@@ -167,36 +136,22 @@ class Feeder:
         """Give these from now on, in other memory than those before, which a lost server may still read."""
         self._live, self._buckets = live, {}
 
-    def feed(self, link: ServerLink, served: Served, hold: bool, is_new: bool) -> int | None:
-        """As `Buckets.send`; `is_new`: the server's workers are in no sender's group, or in one that was lost."""
-        return asyncio.run_coroutine_threadsafe(self._feed(link, served, hold, is_new), self._loop).result()
+    def feed(self, *given: Any) -> int | None:
+        """As `Buckets.send`, to the server of an `EngineLink`, with what the engine's servers want `written_out`.
 
-    def dismiss(self, engine: str) -> None:
-        """End the senders of an engine's servers."""
-        for (name, *_), sender in list(self._senders.items()):
-            if name == engine:
-                self._loop.call_soon_threadsafe(sender.kill)
+        `is_new`: the server's workers have joined no sender yet, or one that was lost.
+        """
+        return asyncio.run_coroutine_threadsafe(self._feed(*given), self._loop).result()
 
-    async def _feed(self, link: ServerLink, served: Served, hold: bool, is_new: bool) -> int | None:
-        # One that is started anew may be on another machine than before.
-        own, server = asyncio.current_task(), (served.engine, served.name, served.is_far)
-        assert own is not None
-        before, self._transfers[server] = self._transfers.get(server), own
-        if before is not None:
-            # The engine has given that up.
-            before.cancel()
-            await asyncio.wait([before])
-        if (key := str(served.written_out)) not in self._buckets:
-            self._buckets[key] = Buckets(self._live, "cpu", written_out=served.written_out)
-        buckets, device = self._buckets[key], self._device if served.is_far else None
-        sender = self._senders.setdefault(server, Sender(link, device))
-        sender.link = link
-        if is_new:
-            sender.kill()
-        try:
+    async def _feed(self, link: EngineLink, written_out: Mapping[str, str], hold: bool, is_new: bool) -> int | None:
+        sender = self._senders.setdefault(link.place, Sender(link, self._device if link.is_far else None))
+        # One that the engine has given up ends with the next thing that the server is to do.
+        async with sender.turn:
+            if (key := str(written_out)) not in self._buckets:
+                self._buckets[key] = Buckets(self._live, "cpu", written_out=written_out)
+            buckets, sender.link = self._buckets[key], link
+            if is_new:
+                sender.kill()
             step = await buckets.send(link, sender, hold=hold)
-        except BaseException:
-            sender.kill()
-            raise
-        await buckets.release()
-        return step
+            await buckets.release()
+            return step

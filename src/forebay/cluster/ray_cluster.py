@@ -345,8 +345,6 @@ class RayCluster:
             await answered(part.close(), f"{part.name} was asked to leave", CLOSE_LIMIT_S)
         part.is_up, part.pid = False, 0
         self._kill(part.actor)
-        if isinstance(part, PlacedEngine) and self._trainer_actors:
-            self._trainer_actors[0].dismiss.remote(part.name)
         if part.room.group in self._plan.bundles:
             # It stays a part of the kind's first placement group.
             self._free[type(part)].append(part.room)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay.cluster.calls import beside, result_of, signs_of_life
-from forebay.cluster.feeding import EngineLink, Feeder, Offer, Served
+from forebay.cluster.feeding import EngineLink, Feeder, Offer
 from forebay.cluster.library import PartSpec, Published, cause_of, find_modules_in, import_ray, why
 from forebay.cluster.ranks import RayRanks
 from forebay.cluster.supervisor import BEAT_EVERY_S, SILENCE_LIMIT_S
@@ -214,13 +214,9 @@ class TrainerActor:
         num_bytes = lay_out(live.sizes())[1]
         return self._trainer.model_step, num_bytes, import_ray().get_runtime_context().get_node_id()
 
-    def feed(self, engine: Any, transfer: str, served: Served, hold: bool, is_new: bool) -> int | None:
-        """`Feeder.feed`, for a server of the actor `engine`, beside all other calls."""
-        return self._feeder.feed(EngineLink(engine, transfer, served), served, hold, is_new)
-
-    def dismiss(self, engine: str) -> None:
-        """`Feeder.dismiss`."""
-        self._feeder.dismiss(engine)
+    def feed(self, link: EngineLink, written_out: Mapping[str, str], hold: bool, is_new: bool) -> int | None:
+        """`Feeder.feed`, beside all other calls."""
+        return self._feeder.feed(link, written_out, hold, is_new)
 
     def weights(self, adapters: bool) -> tuple[tuple[int, int, Mapping[str, Any] | None], tuple[Layout, ByteArray]]:
         """Step and bytes of the weights, with `adapters` the config of these alone, if there are any; and the

@@ -307,13 +307,13 @@ class HTTPEngine:
         while len(failures) < num_tries:
             if failures and self._server is None:
                 await asyncio.sleep(_TRY_AGAIN_S)
-            is_new = False
+            is_new, seen = False, self._files.changes.version
             try:
                 is_new = await self._link.reach(self._start_limit_s, self._restarts)
                 return await self._prepare()
             except WeightsGone:
-                # The server is well; the next try waits for other weights.
-                continue
+                # The server is well, and nothing else can be done for it.
+                await self._files.changes.wait(seen)
             except (EngineLost, Refused, BadAnswer, AdaptersRefusedError) as error:
                 self._lose(str(error))
                 failures.append(str(error))

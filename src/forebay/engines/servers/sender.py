@@ -10,6 +10,7 @@ It reads the memory that ranks fill, as servers of this machine do. In a process
 hangs can be ended, whatever library it hangs in. `forebay_vllm/forebay_group.py` is the program.
 """
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -53,6 +54,8 @@ class Sender:
         self.link, self.device = link, device
         self.is_joined = False
         """Whether the server's workers have joined the process; kept by who uses it, and False once it is killed."""
+        self.turn = asyncio.Lock()
+        """For who uses it for one transfer after the other."""
         self._process: Any = None
         self._place: dict[str, Any] = {}
         self._has_sent = False

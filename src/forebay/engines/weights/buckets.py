@@ -76,9 +76,6 @@ class Buckets:
         await buckets.release()
     """
 
-    is_gone = False
-    """Whether the trainer has ended, and nothing can be read any more."""
-
     def __init__(self, live: LiveWeights, device: str, *, written_out: Mapping[str, str] | None = None) -> None:
         """`written_out` names weights that are another's under a second name, and are to go all the same."""
         sizes = dict(live.sizes())

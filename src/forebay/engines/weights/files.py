@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.aio.changed import Changes
-from forebay.aio.time_limits import not_counted
 from forebay.config import ConfigError
 from forebay.io.safe_files import made_whole
 from forebay.io.shared import views
@@ -108,7 +107,8 @@ class WeightFiles:
         """Fingerprints of whole weights by version, kept because computing one takes a while."""
         self._writing: asyncio.Task[WrittenWeights] | None = None
         """The last write that has begun, until its end; it follows the one before it."""
-        self._others_came = Changes()
+        self.changes = Changes()
+        """Of the weights that are to be `current`."""
         self._given: tuple[object, int] = (None, 0)
         """The object that is written there, which says whose weights they are, and the step."""
 
@@ -137,14 +137,14 @@ class WeightFiles:
                 version = f"{self._name}-step_{model_step:06d}-{self._num_written}"
                 live = make(weights, self.bucket_device, written_out=self._written_out)
                 now = self.current = WrittenWeights(model_step, self._folder, version, live=live)
-            self._others_came.note()
+            self.changes.note()
             return now
         if self._writing is None or self._given[0] is not weights or self._given[1] != model_step:
             self._given = weights, model_step
             given = weights if isinstance(weights, LiveWeights) else dict(weights)
             self._writing = asyncio.create_task(self._write(given, model_step, adapters, self._writing))
             self._writing.add_done_callback(self._note_written)
-            self._others_came.note()
+            self.changes.note()
         return await asyncio.shield(self._writing)
 
     def _note_written(self, task: asyncio.Task[WrittenWeights]) -> None:
@@ -156,13 +156,9 @@ class WeightFiles:
             task.exception()
 
     async def latest(self) -> WrittenWeights | None:
-        """`current`, once nothing is being written, and others came for those of an ended trainer; None: none yet."""
-        while self._writing is not None or (self.current and self.current.live and self.current.live.is_gone):
-            if self._writing is not None:
-                await asyncio.wait([self._writing])
-                continue
-            with not_counted():
-                await self._others_came.wait(self._others_came.version)
+        """`current`, once nothing is being written any more; None before the first."""
+        while self._writing is not None:
+            await asyncio.wait([self._writing])
         return self.current
 
     async def _write(

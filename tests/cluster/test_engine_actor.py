@@ -211,7 +211,7 @@ def bounded_engines(surroundings):
 async def test_workers_send_an_engine_no_more_than_its_process_runs_at_once(tmp_path):
     actor = EngineActor()
     await actor.start(spec_of(run_config(tmp_path, engine=f"{__name__}:bounded_engines")))
-    assert await actor.facts() == (actor._pool.max_context_tokens, False)
+    assert await actor.facts() == (actor._pool.max_context_tokens, False, False)
     pool = EnginePool(
         [RayEngine(SimpleNamespace(serving=Call(actor.serving), generate=Call(None)), caller="worker 0")]
     )
@@ -345,8 +345,8 @@ async def test_a_server_that_is_started_there_is_given_adapters_alone(tmp_path, 
     trainer, actor = TrainerActor(), EngineActor()
     trainer.start(TrainerSpec(**{**own, "ranks": ()}))
     await actor.start(spec_of(config))
-    _, takes_adapters = await actor.facts()
-    assert takes_adapters
+    _, takes_adapters, takes_buckets = await actor.facts()
+    assert (takes_adapters, takes_buckets) == (True, False)
     (step, _, adapters), laid_out = trainer.weights(takes_adapters)
     await actor.load_weights(laid_out, step, adapters)
     assert started.lora_calls == 1

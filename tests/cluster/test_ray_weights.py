@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from test_nodes import Nodes
 from test_ray_run import SEPARATE, check_books, run_config
 
 from forebay.cluster import ray_cluster
@@ -21,11 +23,11 @@ from forebay.cluster.feeding import Offer
 from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
 from forebay.engines.base import WeightsGone
 from forebay.io.shared import views
-from forebay.models import resolve_model
+from forebay.models import load_model, resolve_model
 from forebay.runs.folder import list_checkpoints
 from forebay.runs.launch import launch
 from forebay.runs.placement import PartLost
-from warm_python import stand_in
+from warm_python import stand_in, warm_python, warm_workers
 
 SERVER = Path(__file__).with_name("plugin_server.py")
 
@@ -88,7 +90,7 @@ class Parts:
         return pid
 
     async def load(self, *, is_far):
-        """Have the trainer give weights to the engine's server, as if that were on another machine or not; the offer."""
+        """Have the trainer give the engine's server weights, as if on another machine or not; the offer."""
         step, _, node = await self.trainer.offer.remote()
         offer = Offer(self.trainer, "another" if is_far else node)
         await self.engine.load_weights.remote(offer, step)
@@ -216,32 +218,60 @@ async def test_engines_that_find_the_trainer_gone_have_the_run_go_back(ray):
         await RayTrainer(actor, [1]).sync_weights(Controller())
 
 
-class Unread(TrainerActor):
-    """Its weights never go into the object store."""
+def never_stored():
+    """Actors of a trainer whose weights never go into the object store."""
 
-    def weights(self, adapters):
-        raise AssertionError("the object store was asked for")
+    class Unread(TrainerActor):
+        def weights(self, adapters):
+            raise AssertionError("the object store was asked for")
+
+    return Unread
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", ["colocated", "separate"])
 def test_a_run_gives_its_servers_the_weights_of_each_step_and_no_store_has_them(ray, tmp_path, monkeypatch, mode):
-    monkeypatch.setattr(ray_cluster, "TrainerActor", Unread)
+    monkeypatch.setattr(ray_cluster, "TrainerActor", never_stored())
     cluster = {"name": "ray", "arguments": {"num_engines": 2}}
     produce = SEPARATE if mode == "separate" else {}
-    config = server_config(tmp_path, cluster=cluster, steps=3, checkpoint_every=1, produce=produce)
+    config = server_config(tmp_path, cluster=cluster, steps=3, checkpoint_every=1, keep_checkpoints=9, produce=produce)
     asyncio.run(launch(config))
     check_books(config.folder, num_steps=3)
     check_given(config, tmp_path / "given", are_sent={False}, num_steps=3)
 
 
+def main(folder):
+    """A run on two nodes, simulated on this machine, each with one of its engines."""
+    with warm_workers(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray_cluster, "TrainerActor", never_stored())
+        nodes = Nodes(2)
+        cluster = {"num_engines": 2, "num_workers": 1, "address": nodes.address, "cpus": 1.0}
+        asyncio.run(launch(nodes_config(folder, cluster)))
+        nodes.close()
+
+
+def nodes_config(folder, cluster):
+    return server_config(
+        folder, cluster={"name": "ray", "arguments": cluster}, steps=3, checkpoint_every=1, keep_checkpoints=9
+    )
+
+
+@pytest.mark.soak
+def test_of_two_engines_the_one_on_another_node_is_sent_its_weights(tmp_path):
+    code = f"import {__name__} as tests; from pathlib import Path; tests.main(Path({str(tmp_path)!r}))"
+    with warm_python(), warm_workers():
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run([sys.executable, "-c", code], env=environment, timeout=1800, check=True)
+    config = nodes_config(tmp_path, {})
+    check_books(config.folder, num_steps=3)
+    check_given(config, tmp_path / "given", are_sent={False, True}, num_steps=3)
+
+
 def check_given(config, given, *, are_sent, num_steps):
     """Each step's weights were given to both servers, as they are in its checkpoint."""
-    found = {
-        int(folder.name[-6:]): load_file(folder / "model/model.safetensors")
-        for folder in list_checkpoints(config.folder)
-    }
-    assert found.keys() >= {1, num_steps}
+    saved = list_checkpoints(config.folder)
+    found = {int(folder.name[-6:]): load_model(folder / "trainer/model").state_dict() for folder in saved}
+    assert list(found) == [*range(num_steps + 1)]
     sent, num_given = set(), dict.fromkeys(found, 0)
     for file in given.glob("*.safetensors"):
         weights, step = load_file(file), int(file.stem.partition("step_")[2][:6])

@@ -65,7 +65,6 @@ class EngineActor:
         self._building = asyncio.Lock()
         self._serving = asyncio.Event()
         self._has_weights = False
-        self._name = ""
         self._links: dict[str, ServerLink] = {}
         """Servers that the trainer gives weights, by the names of their transfers."""
         self._lost_because = ""
@@ -81,7 +80,6 @@ class EngineActor:
         async with self._building:
             if self._pool is None:
                 find_modules_in(spec.search_path)
-                self._name = spec.name
                 # In a thread, so that the process gives signs of life meanwhile.
                 self._pool = EnginePool(await asyncio.to_thread(_build, spec))
                 if spec.serves_at_once:
@@ -171,7 +169,7 @@ class EngineActor:
         pool = built(self._pool)
         try:
             if isinstance(weights, Offer):
-                far: Any = FarWeights(weights, self._name, self._links)
+                far: Any = FarWeights(weights, self._links)
                 # A server that is just started would wait for the weights of another trainer.
                 await unless(far.gone, pool.update_weights(far, model_step))
                 if far.gone.is_set():

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import torch
 
 from forebay.aio.time_limits import not_counted
-from forebay.cluster.calls import feeding
+from forebay.cluster.calls import FEEDING, beside
 from forebay.cluster.library import cause_of, import_ray, why
 from forebay.engines.base import EngineLost, WeightsGone
 from forebay.engines.servers.dialects import Call
@@ -50,9 +50,9 @@ class FarWeights(LiveWeights):
     Invariant: a transfer that was given up has the server do nothing more.
     """
 
-    def __init__(self, offer: Offer, engine: str, links: dict[str, ServerLink]) -> None:
-        """`links` has the servers of the transfers under way, by their names; `engine` is the name of the process."""
-        self._offer, self._engine, self._links = offer, engine, links
+    def __init__(self, offer: Offer, links: dict[str, ServerLink]) -> None:
+        """`links` has the servers of the transfers under way, by the names of these."""
+        self._offer, self._links = offer, links
         self._written_out: Mapping[str, str] = {}
         self.weights = self
         """As of `Buckets`."""
@@ -72,9 +72,9 @@ class FarWeights(LiveWeights):
             WeightsGone: the trainer has ended.
         """
         ray, transfer = import_ray(), secrets.token_hex(8)
-        far = EngineLink(link, self._engine, transfer, self._offer.node, is_far=sender.device is not None)
+        far = EngineLink(link, transfer, self._offer.node, is_far=sender.device is not None)
         self._links[transfer] = link
-        feed = feeding(self._offer.trainer.feed).remote
+        feed = beside(self._offer.trainer.feed, FEEDING).remote
         try:
             # Each of the server's answers has a limit. A train step has none.
             with not_counted():
@@ -96,7 +96,7 @@ class FarWeights(LiveWeights):
 class EngineLink(ServerLink):
     """A server as of `ServerLink`, for the trainer's process: by way of the engine's, where it is made."""
 
-    def __init__(self, link: ServerLink, engine: str, transfer: str, node: str, *, is_far: bool) -> None:
+    def __init__(self, link: ServerLink, transfer: str, node: str, *, is_far: bool) -> None:
         """`node` has the trainer; `is_far`: the server maps no memory, even if it is there."""
         ray, self._transfer, self.dialect = import_ray(), transfer, link.dialect
         context, host = ray.get_runtime_context(), urlsplit(url := str(link)).hostname or ""
@@ -104,7 +104,7 @@ class EngineLink(ServerLink):
         if is_elsewhere and is_loopback(host):
             url = url.replace(host, ray.util.get_node_ip_address(), 1)
         self._server, self.is_far = url, is_far or is_elsewhere
-        self.place = engine, link.name, self.is_far
+        self.place = link.name, self.is_far
         """The same for servers that are started one after the other."""
 
     async def do(self, calls: Iterable[Call], *, takes_long: bool = False) -> Any:
@@ -129,21 +129,18 @@ class Feeder:
         self._live: LiveWeights
         self._buckets: dict[str, Buckets] = {}
         self._senders: dict[Any, Sender] = {}
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="forebay-feeder", daemon=True).start()
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="forebay-feeder", daemon=True).start()
 
     def offer(self, live: LiveWeights) -> None:
         """Give these from now on, in other memory than those before, which a lost server may still read."""
         self._live, self._buckets = live, {}
 
-    def feed(self, *given: Any) -> int | None:
-        """As `Buckets.send`, to the server of an `EngineLink`, with what the engine's servers want `written_out`.
+    async def feed(self, link: EngineLink, written_out: Mapping[str, str], hold: bool, is_new: bool) -> int | None:
+        """As `Buckets.send`, with weights that the engine's servers want `written_out`; in this one's `loop`.
 
         `is_new`: the server's workers have joined no sender yet, or one that was lost.
         """
-        return asyncio.run_coroutine_threadsafe(self._feed(*given), self._loop).result()
-
-    async def _feed(self, link: EngineLink, written_out: Mapping[str, str], hold: bool, is_new: bool) -> int | None:
         sender = self._senders.setdefault(link.place, Sender(link, self._device if link.is_far else None))
         # One that the engine has given up ends with the next thing that the server is to do.
         async with sender.turn:

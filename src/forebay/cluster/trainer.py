@@ -216,7 +216,8 @@ class TrainerActor:
 
     def feed(self, link: EngineLink, written_out: Mapping[str, str], hold: bool, is_new: bool) -> int | None:
         """`Feeder.feed`, beside all other calls."""
-        return self._feeder.feed(link, written_out, hold, is_new)
+        feeding = self._feeder.feed(link, written_out, hold, is_new)
+        return asyncio.run_coroutine_threadsafe(feeding, self._feeder.loop).result()
 
     def weights(self, adapters: bool) -> tuple[tuple[int, int, Mapping[str, Any] | None], tuple[Layout, ByteArray]]:
         """Step and bytes of the weights, with `adapters` the config of these alone, if there are any; and the

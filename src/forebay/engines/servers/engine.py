@@ -99,6 +99,8 @@ class HTTPEngine:
         self._model = model
         self._files = files
         files.num_users += 1
+        self.takes_buckets = files.bucket_device == "cpu"
+        """Whether live weights go to the server in buckets of the host's memory."""
         self._stop_texts = None if tokenizer is None else StopTexts(tokenizer)
         self._weights = ServerWeights(self._link, lora_rank=lora_rank, sender_device=sender_device)
         self._start_limit_s = start_limit_s
@@ -244,11 +246,6 @@ class HTTPEngine:
             RuntimeError: the engine is closed.
         """
         await self._update(weights, model_step)
-
-    @property
-    def takes_buckets(self) -> bool:
-        """Whether live weights go to the server in buckets of the host's memory."""
-        return self._files.bucket_device == "cpu"
 
     @property
     def takes_adapters(self) -> bool:

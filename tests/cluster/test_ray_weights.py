@@ -19,7 +19,6 @@ from test_ray_run import SEPARATE, check_books, run_config
 from forebay.cluster import ray_cluster
 from forebay.cluster.calls import blocking_actor
 from forebay.cluster.engines import EngineActor, EngineSpec
-from forebay.cluster.feeding import Offer
 from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
 from forebay.engines.base import WeightsGone
 from forebay.io.shared import views
@@ -43,8 +42,11 @@ def server_config(folder, **changes):
     return run_config(folder, engine={"name": "vllm", "arguments": arguments}, **changes)
 
 
-def small_trainer():
-    """A trainer's actor with buckets of 4 KB, whose train step adds something to the weights."""
+def small_trainer(is_far):
+    """A trainer's actor with buckets of 4 KB, whose train step adds something to the weights.
+
+    To one that `is_far` the engine is on another machine.
+    """
 
     class Small(TrainerActor):
         def start(self, spec):
@@ -60,6 +62,10 @@ def small_trainer():
                 self._trainer.train_step += 1
             return self._trainer.train_step
 
+        def feed(self, link, *others):
+            link.node = "another" if is_far else link.node
+            return super().feed(link, *others)
+
         def senders(self):
             return [sender._process.pid for sender in self._feeder._senders.values() if sender._process]
 
@@ -69,12 +75,12 @@ def small_trainer():
 class Parts:
     """A trainer and an engine, and the server that it starts."""
 
-    def __init__(self, ray, folder):
-        self.ray, self.given = ray, folder / "given"
+    def __init__(self, ray, folder, is_far):
+        self.ray, self.given, self.is_far = ray, folder / "given", is_far
         config = server_config(folder)
         model_folder = resolve_model(config.model, seed=config.seed)
         self.own = {"config": config, "model_folder": model_folder, "search_path": tuple(sys.path), "device": "cpu"}
-        self.trainer = small_trainer()
+        self.trainer = small_trainer(is_far)
         options = {"num_cpus": 0.1, "max_restarts": -1, "max_concurrency": 100}
         self.engine = ray.remote(EngineActor).options(**options).remote()
 
@@ -89,12 +95,10 @@ class Parts:
         await self.engine.resume.remote()
         return pid
 
-    async def load(self, *, is_far):
-        """Have the trainer give the engine's server weights, as if on another machine or not; the offer."""
-        step, _, node = await self.trainer.offer.remote()
-        offer = Offer(self.trainer, "another" if is_far else node)
-        await self.engine.load_weights.remote(offer, step)
-        return offer
+    async def load(self):
+        """Have the trainer give the engine's server its weights."""
+        step, _ = await self.trainer.offer.remote()
+        await self.engine.load_weights.remote(self.trainer, step)
 
     async def is_stuck(self):
         """The server has been told of a bucket, and does not take it."""
@@ -108,7 +112,7 @@ class Parts:
         with safe_open(file, framework="pt") as opened:
             return load_file(file), opened.metadata()
 
-    async def check(self, *, is_far, step):
+    async def check(self, step):
         """The server has the trainer's weights of now, bit by bit, labeled as those of `step`."""
         _, ref = self.trainer.weights.options(num_returns=2).remote(False)
         layout, data = await ref
@@ -116,7 +120,7 @@ class Parts:
         expected = dict(views(layout, torch.from_numpy(data.copy())))
         assert expected.keys() <= found.keys()
         assert all(torch.equal(found[name], weight) for name, weight in expected.items())
-        assert json.loads(facts["is_sent"]) is is_far
+        assert json.loads(facts["is_sent"]) is self.is_far
         assert f"{step:06d}" in facts["version"].rpartition("_")[2].partition("-")[0]
         return facts
 
@@ -125,9 +129,9 @@ class Parts:
             self.ray.kill(actor)
 
 
-@pytest.fixture
-async def parts(ray, tmp_path):
-    parts = await Parts(ray, tmp_path).start()
+@pytest.fixture(params=[False, True], ids=["near", "far"])
+async def parts(ray, tmp_path, request):
+    parts = await Parts(ray, tmp_path, request.param).start()
     yield parts
     await parts.engine.close.remote()
     parts.close()
@@ -138,30 +142,29 @@ async def ended(pid):
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("is_far", [False, True])
-async def test_a_server_has_the_weights_of_now_whatever_ends_and_the_trainer_goes_on(parts, is_far):
+async def test_a_server_has_the_weights_of_now_whatever_ends_and_the_trainer_goes_on(parts):
     assert await parts.engine.facts.remote() == (512, False, True)
     for step in (1, 2):
         assert await parts.trainer.train.remote() == step
-        await parts.load(is_far=is_far)
-        await parts.check(is_far=is_far, step=step)
+        await parts.load()
+        await parts.check(step=step)
     senders = await parts.trainer.senders.remote()
-    assert len(senders) == is_far, "the same for both"
+    assert len(senders) == parts.is_far, "the same for both"
     # A train step in the middle of the buckets: the server is given all of them again, and the next step waits.
     (parts.given / "stuck").touch()
-    loading = asyncio.ensure_future(parts.load(is_far=is_far))
+    loading = asyncio.ensure_future(parts.load())
     await parts.is_stuck()
     await parts.trainer.train.remote()
     (parts.given / "one").touch()
     await parts.is_stuck()
     training = asyncio.ensure_future(parts.trainer.train.remote())
     (parts.given / "stuck").unlink()
-    offer = await loading
+    await loading
     await training
     assert "-at_000003" in parts.newest()[1]["version"]
     # The same, and the engine's process ends with its server.
     (parts.given / "stuck").touch()
-    loading = asyncio.ensure_future(parts.load(is_far=is_far))
+    loading = asyncio.ensure_future(parts.load())
     await parts.is_stuck()
     await parts.trainer.train.remote()
     (parts.given / "one").touch()
@@ -175,42 +178,41 @@ async def test_a_server_has_the_weights_of_now_whatever_ends_and_the_trainer_goe
     (parts.given / "stuck").unlink()
     # Started again between two steps, it is offered those of an earlier one.
     parts.pid = await parts.start_engine()
-    await parts.engine.load_weights.remote(offer, 2)
-    await parts.check(is_far=is_far, step=6)
-    if is_far:
+    await parts.engine.load_weights.remote(parts.trainer, 2)
+    await parts.check(step=6)
+    if parts.is_far:
         await ended(senders[0])
         assert len(await parts.trainer.senders.remote()) == 1
 
 
-@pytest.mark.parametrize("is_far", [False, True])
-async def test_a_trainer_that_ends_within_a_bucket_costs_no_server(parts, is_far):
-    await parts.load(is_far=is_far)
-    server = (await parts.check(is_far=is_far, step=0))["pid"]
+async def test_a_trainer_that_ends_within_a_bucket_costs_no_server(parts):
+    await parts.load()
+    server = (await parts.check(step=0))["pid"]
     (parts.given / "stuck").touch()
-    loading = asyncio.ensure_future(parts.load(is_far=is_far))
+    loading = asyncio.ensure_future(parts.load())
     await parts.is_stuck()
     parts.ray.kill(parts.trainer)
     (parts.given / "stuck").unlink()
     with pytest.raises(WeightsGone, match="the trainer"):
         await loading
-    parts.trainer = small_trainer()
+    parts.trainer = small_trainer(parts.is_far)
     await parts.trainer.start.remote(TrainerSpec(name="trainer", ranks=(), **parts.own))
     await parts.trainer.train.remote()
-    await parts.load(is_far=is_far)
-    assert (await parts.check(is_far=is_far, step=1))["pid"] == server
+    await parts.load()
+    assert (await parts.check(step=1))["pid"] == server
     assert (await parts.engine.health.remote()).ok
 
 
 async def test_engines_that_find_the_trainer_gone_have_the_run_go_back(ray):
     class Gone:
         def offer(self):
-            return 3, 8, "node"
+            return 3, 8
 
     class Controller:
         takes_buckets = True
 
         async def update_weights(self, published, step):
-            assert (published.ref.node, published.model_step, step) == ("node", 3, 3)
+            assert (published.ref, published.model_step, step) == (actor, 3, 3)
             raise PartLost("the weights of step 3 are lost")
 
     actor = blocking_actor(Gone).options(num_cpus=0.1).remote()

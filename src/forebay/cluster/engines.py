@@ -26,10 +26,12 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from forebay.aio.tasks import unless
 from forebay.aio.time_limits import timeout
 from forebay.cluster.calls import ActorLost, BatchedCalls, as_they_end, built
-from forebay.cluster.feeding import FarWeights, Offer
+from forebay.cluster.feeding import FarWeights
 from forebay.cluster.library import PartSpec, Published, find_modules_in, import_ray, why
 from forebay.cluster.supervisor import BEAT_EVERY_S, Supervised
 from forebay.config import Component
@@ -158,17 +160,17 @@ class EngineActor:
             await self._pool.abort(list(self._pool.progress(caller)))
 
     async def load_weights(
-        self, weights: tuple[Layout, ByteArray] | Offer, model_step: int, adapters: AdapterConfig | None = None
+        self, weights: tuple[Layout, ByteArray] | Any, model_step: int, adapters: AdapterConfig | None = None
     ) -> None:
-        """Take over the weights that are offered, or laid out in these bytes, or the adapters, and serve.
+        """Take over the weights that are laid out in these bytes, or the adapters, or those of a trainer, and serve.
 
         Raises:
             EngineLost, AdaptersRefusedError: as of `take_over`.
-            WeightsGone: the trainer has ended that offered them.
+            WeightsGone: the trainer has ended.
         """
         pool = built(self._pool)
         try:
-            if isinstance(weights, Offer):
+            if not isinstance(weights, tuple):
                 far: Any = FarWeights(weights, self._links)
                 # A server that is just started would wait for the weights of another trainer.
                 await unless(far.gone, pool.update_weights(far, model_step))
@@ -190,11 +192,10 @@ class EngineActor:
         """Have a server do what the trainer asks for that gives it weights; the last answer.
 
         Raises:
-            EngineLost: as of `ServerLink.do`, or the transfer was given up.
+            EngineLost: as of `ServerLink.do`.
+            KeyError: the transfer was given up.
         """
-        if (link := self._links.get(transfer)) is None:
-            raise EngineLost("the engine has given up this transfer of weights")
-        return await link.do(calls, takes_long=takes_long)
+        return await self._links[transfer].do(calls, takes_long=takes_long)
 
     async def health(self) -> EngineHealth:
         """All engines of this process together."""
@@ -423,8 +424,6 @@ class RayEngine:
 
 
 def _readable(data: ByteArray) -> Any:
-    import torch
-
     with warnings.catch_warnings():
         # That it must not be written to is known: an engine does not write to what it was lent.
         warnings.filterwarnings("ignore", message=".*not writable.*")
@@ -432,8 +431,6 @@ def _readable(data: ByteArray) -> Any:
 
 
 def _build(spec: EngineSpec) -> list[Engine]:
-    import torch
-
     from forebay.runs.rollouts import build_run_engines
 
     config = spec.config

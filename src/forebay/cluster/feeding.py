@@ -17,7 +17,6 @@ import asyncio
 import secrets
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -32,16 +31,8 @@ from forebay.engines.servers.link import Refused, ServerLink
 from forebay.engines.servers.sender import Sender
 from forebay.engines.weights.buckets import Buckets
 from forebay.io.address import is_loopback
+from forebay.io.shared import lay_out
 from forebay.models.live_weights import LiveWeights
-
-
-@dataclass(frozen=True, eq=False)
-class Offer:
-    """The weights of a trainer, which servers are given by it: no copy of them, but Ray's handle of its actor."""
-
-    trainer: Any
-    node: str
-    """Ray's id of its machine."""
 
 
 class FarWeights(LiveWeights):
@@ -50,9 +41,9 @@ class FarWeights(LiveWeights):
     Invariant: a transfer that was given up has the server do nothing more.
     """
 
-    def __init__(self, offer: Offer, links: dict[str, ServerLink]) -> None:
-        """`links` has the servers of the transfers under way, by the names of these."""
-        self._offer, self._links = offer, links
+    def __init__(self, trainer: Any, links: dict[str, ServerLink]) -> None:
+        """`trainer` is Ray's handle of it; `links` has the servers of the transfers under way, by their names."""
+        self._trainer, self._links = trainer, links
         self._written_out: Mapping[str, str] = {}
         self.weights = self
         """As of `Buckets`."""
@@ -68,19 +59,19 @@ class FarWeights(LiveWeights):
         """As of `Buckets`; the process of `sender` is on the trainer's machine, if there has to be one.
 
         Raises:
-            EngineLost: as there.
+            EngineLost, Refused: as there.
             WeightsGone: the trainer has ended.
         """
         ray, transfer = import_ray(), secrets.token_hex(8)
-        far = EngineLink(link, transfer, self._offer.node, is_far=sender.device is not None)
+        far = EngineLink(link, transfer, sender)
         self._links[transfer] = link
-        feed = beside(self._offer.trainer.feed, FEEDING).remote
+        feed = beside(self._trainer.feed, FEEDING).remote
         try:
             # Each of the server's answers has a limit. A train step has none.
             with not_counted():
-                step: int | None = await feed(far, self._written_out, hold, not sender.is_joined)
+                step: int | None = await feed(far, self._written_out, hold)
         except ray.exceptions.RayError as error:
-            if isinstance(cause := cause_of(error), EngineLost):
+            if isinstance(cause := cause_of(error), EngineLost | Refused):
                 raise cause from None
             self.gone.set()
             raise WeightsGone(f"the trainer gives no weights any more: {why(error)}") from error
@@ -96,16 +87,22 @@ class FarWeights(LiveWeights):
 class EngineLink(ServerLink):
     """A server as of `ServerLink`, for the trainer's process: by way of the engine's, where it is made."""
 
-    def __init__(self, link: ServerLink, transfer: str, node: str, *, is_far: bool) -> None:
-        """`node` has the trainer; `is_far`: the server maps no memory, even if it is there."""
-        ray, self._transfer, self.dialect = import_ray(), transfer, link.dialect
-        context, host = ray.get_runtime_context(), urlsplit(url := str(link)).hostname or ""
-        self._engine, is_elsewhere = context.current_actor, context.get_node_id() != node
-        if is_elsewhere and is_loopback(host):
-            url = url.replace(host, ray.util.get_node_ip_address(), 1)
-        self._server, self.is_far = url, is_far or is_elsewhere
-        self.place = link.name, self.is_far
-        """The same for servers that are started one after the other."""
+    def __init__(self, link: ServerLink, transfer: str, sender: Sender) -> None:
+        """`sender` is the one there, which starts no process, but says whether there is to be one."""
+        ray, self.dialect, self._server = import_ray(), link.dialect, str(link)
+        context = ray.get_runtime_context()
+        self._engine, self._transfer = context.current_actor, transfer
+        self.node, self._address = context.get_node_id(), ray.util.get_node_ip_address()
+        self.server = link._server if isinstance(link._server, str) else str(link._server.log)
+        """A name that stays when it is started anew."""
+        self.is_far, self.is_new = sender.device is not None, not sender.is_joined
+        """Whether it maps no memory, wherever it is; and whether its workers have not joined the sender of now."""
+
+    def come_to(self, node: str) -> None:
+        """For a trainer on this machine, to which the engine's loopback does not lead from another."""
+        host, self.is_far = urlsplit(str(self)).hostname or "", self.is_far or self.node != node
+        if self.node != node and is_loopback(host):
+            self._server = str(self).replace(host, self._address, 1)
 
     async def do(self, calls: Iterable[Call], *, takes_long: bool = False) -> Any:
         """As of `ServerLink`."""
@@ -132,22 +129,21 @@ class Feeder:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="forebay-feeder", daemon=True).start()
 
-    def offer(self, live: LiveWeights) -> None:
-        """Give these from now on, in other memory than those before, which a lost server may still read."""
+    def offer(self, live: LiveWeights) -> int:
+        """Give these from now on, in other memory than those before, which lost servers may read; their bytes."""
         self._live, self._buckets = live, {}
+        return lay_out(live.sizes())[1]
 
-    async def feed(self, link: EngineLink, written_out: Mapping[str, str], hold: bool, is_new: bool) -> int | None:
-        """As `Buckets.send`, with weights that the engine's servers want `written_out`; in this one's `loop`.
-
-        `is_new`: the server's workers have joined no sender yet, or one that was lost.
-        """
-        sender = self._senders.setdefault(link.place, Sender(link, self._device if link.is_far else None))
+    async def feed(self, link: EngineLink, written_out: Mapping[str, str], hold: bool) -> int | None:
+        """As `Buckets.send`, with weights that the engine's servers want `written_out`; in this one's `loop`."""
+        link.come_to(import_ray().get_runtime_context().get_node_id())
+        device = self._device if link.is_far else None
+        sender = self._senders.setdefault((link.server, device), Sender(link, device))
         # One that the engine has given up ends with the next thing that the server is to do.
         async with sender.turn:
-            if (key := str(written_out)) not in self._buckets:
-                self._buckets[key] = Buckets(self._live, "cpu", written_out=written_out)
-            buckets, sender.link = self._buckets[key], link
-            if is_new:
+            made = Buckets(self._live, "cpu", written_out=written_out)
+            buckets, sender.link = self._buckets.setdefault(str(written_out), made), link
+            if link.is_new:
                 sender.kill()
             step = await buckets.send(link, sender, hold=hold)
             await buckets.release()

@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay.cluster.calls import beside, result_of, signs_of_life
-from forebay.cluster.feeding import EngineLink, Feeder, Offer
+from forebay.cluster.feeding import EngineLink, Feeder
 from forebay.cluster.library import PartSpec, Published, cause_of, find_modules_in, import_ray, why
 from forebay.cluster.ranks import RayRanks
 from forebay.cluster.supervisor import BEAT_EVERY_S, SILENCE_LIMIT_S
 from forebay.engines.weights.between_processes import put
-from forebay.io.shared import Layout, MemoryFile, lay_out
+from forebay.io.shared import Layout, MemoryFile
 from forebay.models import load_tokenizer
-from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdaptersRefusedError
 from forebay.runs.placement import PartLost
 from forebay.train.batch import Groups, TrainBatch
@@ -91,10 +90,9 @@ class RayTrainer:
         Once an engine has refused adapters, all get merged weights. PartLost as of `fit`.
         """
         if rollout_controller.takes_buckets:
-            step, num_bytes, node = await self._result(self._actor.offer.remote(), "offer")
-            updating = rollout_controller.update_weights(Published(Offer(self._actor, node), step), step)
+            step, num_bytes = await self._result(self._actor.offer.remote(), "offer")
             # Engines wait for the trainer.
-            await self._result(updating, "feed")
+            await self._result(rollout_controller.update_weights(Published(self._actor, step), step), "feed")
             return int(num_bytes)
         step_ref, weights_ref = self._actor.weights.options(num_returns=2).remote(rollout_controller.takes_adapters)
         # The weights themselves stay where they are.
@@ -207,16 +205,13 @@ class TrainerActor:
         """Any other method of the `TrainController`."""
         return getattr(self._trainer, method)(*arguments)
 
-    def offer(self) -> tuple[int, int, str]:
-        """Step and bytes of the weights that `feed` gives from now on, and Ray's id of this machine."""
-        live: LiveWeights = self._trainer.live_weights()
-        self._feeder.offer(live)
-        num_bytes = lay_out(live.sizes())[1]
-        return self._trainer.model_step, num_bytes, import_ray().get_runtime_context().get_node_id()
+    def offer(self) -> tuple[int, int]:
+        """Step and bytes of the weights that `feed` gives from now on."""
+        return self._trainer.model_step, self._feeder.offer(self._trainer.live_weights())
 
-    def feed(self, link: EngineLink, written_out: Mapping[str, str], hold: bool, is_new: bool) -> int | None:
+    def feed(self, link: EngineLink, written_out: Mapping[str, str], hold: bool) -> int | None:
         """`Feeder.feed`, beside all other calls."""
-        feeding = self._feeder.feed(link, written_out, hold, is_new)
+        feeding = self._feeder.feed(link, written_out, hold)
         return asyncio.run_coroutine_threadsafe(feeding, self._feeder.loop).result()
 
     def weights(self, adapters: bool) -> tuple[tuple[int, int, Mapping[str, Any] | None], tuple[Layout, ByteArray]]:

@@ -75,11 +75,6 @@ class ServerLink:
     def __str__(self) -> str:
         return self._server if isinstance(self._server, str) else self._server.url
 
-    @property
-    def name(self) -> str:
-        """A name that stays when the server is started anew."""
-        return self._server if isinstance(self._server, str) else str(self._server.log)
-
     async def is_healthy(self) -> bool:
         """Whether the server says that it can serve; one that wants another key is well, and will say so."""
         status = await self._status(self.dialect.health, _HEALTH_LIMIT_S)
@@ -180,9 +175,8 @@ class ServerLink:
 
     async def device(self) -> str:
         """The kind of device that it computes on, ``cuda`` or ``cpu``, if it says so."""
-        with contextlib.suppress(Refused, LookupError, TypeError):
-            return str((await self.do([self.dialect.info]))["vllm_config"]["device_config"]["device"])
-        return "unknown"
+        config = (await self.do([self.dialect.info])).get("vllm_config") or {}
+        return str((config.get("device_config") or {}).get("device"))
 
     async def probe(self, model: str, version: str) -> None:
         """Have one token made, which every server can do, and check its log probability.

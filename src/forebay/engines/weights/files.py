@@ -130,11 +130,11 @@ class WeightFiles:
             from forebay.engines.weights.buckets import Buckets
 
             now = self.current
-            # A trainer in another process has its own.
-            make: Any = getattr(weights, "buckets", Buckets)
             if now is None or now.model_step != model_step or not (now.live and now.live.weights is weights):
                 self._num_written += 1
                 version = f"{self._name}-step_{model_step:06d}-{self._num_written}"
+                # A trainer in another process has its own.
+                make: Any = getattr(weights, "buckets", Buckets)
                 live = make(weights, self.bucket_device, written_out=self._written_out)
                 now = self.current = WrittenWeights(model_step, self._folder, version, live=live)
             self.changes.note()
@@ -234,8 +234,8 @@ class WeightFiles:
         return self._part.folder / name
 
     def _parts(self, weights: Given, *, is_whole: bool) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """The files to write, with what is in each: of live weights a bucket, else all."""
-        from forebay.engines.weights.buckets import Buckets
+        """The files to write, with what is in each: a bucket, or all adapters."""
+        from forebay.engines.weights.buckets import Buckets, split
 
         if isinstance(weights, LiveWeights):
             buckets, memory = Buckets(weights, "cpu", written_out=self._written_out), None
@@ -247,9 +247,13 @@ class WeightFiles:
         # Backwards, so that of several that share their memory the first stays.
         names = {tensor.data_ptr(): own for own, tensor in reversed(weights.items())}
         kept = {own: weights[own].detach().cpu().contiguous() for own in names.values()}
-        if is_whole:
-            kept |= {name: kept[source].clone() for name, source in self._written_out.items()}
-        yield "model.safetensors" if is_whole else "adapter_model.safetensors", kept
+        if not is_whole:
+            yield "adapter_model.safetensors", kept
+            return
+        kept |= {name: kept[source].clone() for name, source in self._written_out.items()}
+        for number, layout in enumerate(split(kept.items())):
+            file = f"model-{number:05}.safetensors" if number else "model.safetensors"
+            yield file, {name: kept[name] for name, *_ in layout}
 
     def close(self) -> None:
         """Delete everything that was written."""

@@ -22,12 +22,14 @@ from forebay.cluster.engines import EngineActor, EngineSpec
 from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
 from forebay.engines.base import WeightsGone
 from forebay.io.shared import views
+from forebay.metrics import read_jsonl
 from forebay.models import load_model, resolve_model
 from forebay.runs.folder import list_checkpoints
 from forebay.runs.launch import launch
 from forebay.runs.placement import PartLost
 from warm_python import stand_in, warm_python, warm_workers
 
+VLLM = os.environ.get("FOREBAY_VLLM_PYTHON")
 SERVER = Path(__file__).with_name("plugin_server.py")
 
 
@@ -267,6 +269,37 @@ def test_of_two_engines_the_one_on_another_node_is_sent_its_weights(tmp_path):
     config = nodes_config(tmp_path, {})
     check_books(config.folder, num_steps=3)
     check_given(config, tmp_path / "given", are_sent={False, True}, num_steps=3)
+
+
+@pytest.mark.skipif(VLLM is None, reason="FOREBAY_VLLM_PYTHON names no interpreter with vLLM")
+@pytest.mark.parametrize("is_far", [False, True], ids=["near", "far"])
+def test_vllm_computes_with_what_the_trainer_gave_it(ray, tmp_path, monkeypatch, is_far):
+    """As checked in the run after each sync: the server's log probabilities are the trainer's."""
+
+    class There(TrainerActor):
+        def feed(self, link, *others):
+            link.node = "another" if is_far else link.node
+            return super().feed(link, *others)
+
+        def weights(self, adapters):
+            raise AssertionError("the object store was asked for")
+
+    monkeypatch.setattr(ray_cluster, "TrainerActor", There)
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    arguments = {"servers": 1, "python": VLLM, "options": ["--enforce-eager"], "environment": environment}
+    config = run_config(
+        tmp_path,
+        cluster="ray",
+        steps=3,
+        engine={"name": "vllm", "arguments": arguments},
+        model={"source": "tiny", "tiny": {"hidden_size": 128, "num_layers": 2, "num_heads": 2}},
+        verify_weights=True,
+        train={"lr": 1e-2},
+    )
+    asyncio.run(launch(config))
+    check_books(config.folder, num_steps=3)
+    rows = [row for row in read_jsonl(config.folder / "metrics.jsonl") if "sync/logprob_difference" in row]
+    assert len(rows) >= 3
 
 
 def check_given(config, given, *, are_sent, num_steps):

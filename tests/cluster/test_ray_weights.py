@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_nodes import Nodes
-from test_ray_run import SEPARATE, check_books, run_config
+from test_ray_run import SEPARATE, check_books, run_config, train_rows
 
 from forebay.cluster import ray_cluster
 from forebay.cluster.calls import blocking_actor
@@ -211,7 +212,7 @@ async def test_engines_that_find_the_trainer_gone_have_the_run_go_back(ray):
             return 3, 8
 
     class Controller:
-        takes_buckets = True
+        engines = (SimpleNamespace(takes_buckets=True),)
 
         async def update_weights(self, published, step):
             assert (published.ref, published.model_step, step) == (actor, 3, 3)
@@ -300,6 +301,7 @@ def test_vllm_computes_with_what_the_trainer_gave_it(ray, tmp_path, monkeypatch,
     check_books(config.folder, num_steps=3)
     rows = [row for row in read_jsonl(config.folder / "metrics.jsonl") if "sync/logprob_difference" in row]
     assert len(rows) >= 3
+    assert any(row["train/grad_norm"] for row in train_rows(config.folder)[:-1]), "they were others"
 
 
 def check_given(config, given, *, are_sent, num_steps):
@@ -307,6 +309,7 @@ def check_given(config, given, *, are_sent, num_steps):
     saved = list_checkpoints(config.folder)
     found = {int(folder.name[-6:]): load_model(folder / "trainer/model").state_dict() for folder in saved}
     assert list(found) == [*range(num_steps + 1)]
+    assert any(not torch.equal(found[0][name], weight) for name, weight in found[num_steps].items())
     sent, num_given = set(), dict.fromkeys(found, 0)
     for file in given.glob("*.safetensors"):
         weights, step = load_file(file), int(file.stem.partition("step_")[2][:6])

@@ -89,9 +89,10 @@ class EngineActor:
         return os.getpid()
 
     async def facts(self) -> tuple[int, bool, bool]:
-        """`EnginePool.max_context_tokens`, `takes_adapters` and `takes_buckets`."""
+        """`EnginePool.max_context_tokens` and `takes_adapters`; whether a trainer gives the servers of all weights."""
         pool = built(self._pool)
-        return pool.max_context_tokens, pool.takes_adapters, pool.takes_buckets
+        are_fed = all(getattr(engine, "takes_buckets", False) for engine in pool.engines)
+        return pool.max_context_tokens, pool.takes_adapters, are_fed
 
     async def live(self) -> AsyncIterator[tuple[str, Work, Work]]:
         """A sign of life now and then: why every engine is lost for good, if it is; see `Members.measured`.

@@ -46,12 +46,12 @@ class FarWeights(LiveWeights):
         self._trainer, self._links = trainer, links
         self._written_out: Mapping[str, str] = {}
         self.weights = self
-        """As of `Buckets`."""
+        """The same object: there it is what these are buckets of."""
         self.gone = asyncio.Event()
         """The trainer has ended."""
 
     def buckets(self, weights: Self, device: str, *, written_out: Mapping[str, str]) -> Self:
-        """As the constructor of `Buckets`."""
+        """These themselves, where weights of this process would have `Buckets` made."""
         self._written_out = written_out
         return self
 

@@ -89,7 +89,7 @@ class RayTrainer:
 
         Once an engine has refused adapters, all get merged weights. PartLost as of `fit`.
         """
-        if rollout_controller.takes_buckets:
+        if all(getattr(engine, "takes_buckets", False) for engine in rollout_controller.engines):
             step, num_bytes = await self._result(self._actor.offer.remote(), "offer")
             # Engines wait for the trainer.
             await self._result(rollout_controller.update_weights(Published(self._actor, step), step), "feed")

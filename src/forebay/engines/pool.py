@@ -287,8 +287,6 @@ class EnginePool:
 
     takes_live_weights = said_by_all("takes_live_weights")
     """Whether `update_weights` takes `LiveWeights`, which engines read from the trainer's memory."""
-    takes_buckets = said_by_all("takes_buckets")
-    """Whether all engines have servers that take weights in buckets of shared memory, or are sent them."""
     casts_weights = said_by_all("casts_weights")
     """Whether `update_weights` takes weights of any dtype: all engines cast them into their own."""
     takes_adapters = said_by_all("takes_adapters")

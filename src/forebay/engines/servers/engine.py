@@ -54,12 +54,10 @@ from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError,
 class HTTPEngine:
     """One inference server; see `forebay.engines.base` for the contract, and `bring_up` first.
 
-    The same request draws the same random numbers, but what runs beside it changes a server's rounding, so
-    tokens may differ from run to run. A stop text that began before an interruption is found where a
-    tokenizer is given. It is used so::
+    The same request draws the same random numbers, but what runs beside it changes a server's rounding, so tokens may
+    differ from run to run. A stop text that began before an interruption is found where a tokenizer is given::
 
-        engine = HTTPEngine("http://gpu7:8000", model="policy", max_context_tokens=4096,
-                            files=WeightFiles(Path("/shared/weights")))
+        engine = HTTPEngine("http://gpu7:8000", model="policy", max_context_tokens=4096, files=WeightFiles(folder))
         await engine.bring_up()
         completion = await engine.generate(request)
     """
@@ -100,7 +98,6 @@ class HTTPEngine:
         self._files = files
         files.num_users += 1
         self.takes_buckets = files.bucket_device == "cpu"
-        """Whether live weights go to the server in buckets of the host's memory."""
         self._stop_texts = None if tokenizer is None else StopTexts(tokenizer)
         self._weights = ServerWeights(self._link, lora_rank=lora_rank, sender_device=sender_device)
         self._start_limit_s = start_limit_s
@@ -210,8 +207,7 @@ class HTTPEngine:
     async def sleep(self, *, keep_weights: bool = True) -> None:
         """Pause, and give the device's memory back until `load_weights` (that of weights) or `resume` (all).
 
-        A server of this machine that does not, or is lost, is ended: when this returns or raises, its memory
-        is free.
+        A server of this machine that does not, or is lost, is ended: afterwards its memory is free in any case.
 
         Raises:
             EngineLost: the server did not do it.
@@ -240,8 +236,7 @@ class HTTPEngine:
         Running requests wait meanwhile and go on over the new weights.
 
         Raises:
-            EngineLost: the server is away, went away or refuses them; it loads the folder when it is brought
-                up.
+            EngineLost: the server is away, went away or refuses them; it loads the folder when it is back.
             ConfigError: they cannot be written; the server keeps what it has.
             RuntimeError: the engine is closed.
         """

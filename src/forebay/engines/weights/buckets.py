@@ -33,11 +33,6 @@ if TYPE_CHECKING:
     from forebay.engines.servers.link import ServerLink
     from forebay.engines.servers.sender import Sender
 
-BUCKET_BYTES = 512 << 20
-"""The size of a bucket; a larger tensor gets a larger one. Each costs a request, of milliseconds."""
-NUM_KEPT = 3
-"""Buckets that are there at a time: one that most servers read, the next, and one for those behind."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
@@ -182,6 +177,12 @@ class Buckets:
         filling = self._filled.pop(number)
         if not filling.num_readers and filling.task.done() and not filling.task.exception():
             self._free.append(filling.task.result().memory)
+
+
+BUCKET_BYTES = 512 << 20
+"""The size of a bucket; a larger tensor gets a larger one. Each costs a request, of milliseconds."""
+NUM_KEPT = 3
+"""Buckets that are there at a time: one that most servers read, the next, and one for those behind."""
 
 
 @dataclass(eq=False)

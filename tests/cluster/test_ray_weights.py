@@ -295,11 +295,7 @@ def test_vllm_computes_with_what_the_trainer_gave_it(ray, tmp_path, monkeypatch,
         cluster="ray",
         steps=3,
         engine={"name": "vllm", "arguments": arguments},
-        # Few letters, so that some answers are right in part.
-        model={
-            "source": "tiny",
-            "tiny": {"hidden_size": 128, "num_layers": 2, "num_heads": 2, "alphabet": "abcdefgh= "},
-        },
+        model={"source": "tiny", "tiny": tiny},
         verify_weights=True,
         train={"lr": 1e-2},
         rollouts_per_prompt=8,

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_ray_run import run_config
 
 from forebay.cluster.calls import NotBuilt
@@ -211,7 +212,7 @@ def bounded_engines(surroundings):
 async def test_workers_send_an_engine_no_more_than_its_process_runs_at_once(tmp_path):
     actor = EngineActor()
     await actor.start(spec_of(run_config(tmp_path, engine=f"{__name__}:bounded_engines")))
-    assert await actor.facts() == (actor._pool.max_context_tokens, False)
+    assert await actor.facts() == (actor._pool.max_context_tokens, False, False)
     pool = EnginePool(
         [RayEngine(SimpleNamespace(serving=Call(actor.serving), generate=Call(None)), caller="worker 0")]
     )
@@ -314,19 +315,23 @@ async def started(start_fake, monkeypatch):
 OWN_SERVER = {"name": "vllm", "arguments": {"servers": 1}}
 
 
-async def test_a_server_that_is_started_there_takes_buckets_and_nothing_goes_over_the_disk(tmp_path, started):
-    config = run_config(tmp_path, engine=OWN_SERVER)
-    actor, spec = EngineActor(), spec_of(config)
+async def test_a_server_that_reads_files_is_given_lent_weights_in_pieces(tmp_path, started, monkeypatch):
+    monkeypatch.setattr("forebay.engines.weights.buckets.BUCKET_BYTES", 4096)
+    arguments = {"servers": 1, "weights_folder": str(tmp_path / "shared")}
+    actor, spec = EngineActor(), spec_of(run_config(tmp_path, engine={"name": "vllm", "arguments": arguments}))
     await actor.start(spec)
     begun = list(load_model(spec.model_folder).named_parameters())
     for step in (1, 2):
         weights = [(name, torch.full_like(weight, float(step))) for name, weight in begun]
         await actor.load_weights(published(weights), step)
-        assert all(torch.equal(started.received[name], weight) for name, weight in weights)
+        written = [load_file(file) for file in started.loaded[-1].glob("model*.safetensors")]
+        assert len(written) > 2
+        assert sum(map(len, written)) >= len(weights)
+        assert all(any(torch.equal(part.get(name, NONE), weight) for part in written) for name, weight in weights)
         (completion,) = await answers(actor, ask("a"))
         assert completion.response_ids.tolist() == [10 + step] * 5
         assert set(completion.model_steps) == {step}
-    # One that comes back gets them again, from where they lie.
+    # One that comes back reads them again.
     await started.kill()
     asking = asyncio.create_task(answers(actor, ask("b")))
     while actor._pool.engines_up:
@@ -334,9 +339,10 @@ async def test_a_server_that_is_started_there_takes_buckets_and_nothing_goes_ove
     await started.start()
     (completion,) = await asking
     assert completion.response_ids.tolist() == [12] * 5
-    assert not started.loaded
-    assert not list(config.folder.glob("engines/0/weights/*"))
     await actor.close()
+
+
+NONE = torch.empty(0)
 
 
 async def test_a_server_that_is_started_there_is_given_adapters_alone(tmp_path, started):
@@ -345,8 +351,8 @@ async def test_a_server_that_is_started_there_is_given_adapters_alone(tmp_path, 
     trainer, actor = TrainerActor(), EngineActor()
     trainer.start(TrainerSpec(**{**own, "ranks": ()}))
     await actor.start(spec_of(config))
-    _, takes_adapters = await actor.facts()
-    assert takes_adapters
+    _, takes_adapters, takes_buckets = await actor.facts()
+    assert (takes_adapters, takes_buckets) == (True, False)
     (step, _, adapters), laid_out = trainer.weights(takes_adapters)
     await actor.load_weights(laid_out, step, adapters)
     assert started.lora_calls == 1

@@ -26,6 +26,9 @@ from forebay.train import TrainConfig, TrainController
 from forebay.train.parallel.ranks import RankError
 from forebay.types import RolloutState, Status
 
+WHOLE = SimpleNamespace(takes_buckets=False)
+"""An engine that takes weights out of the object store."""
+
 
 def make_model():
     torch.manual_seed(0)
@@ -187,7 +190,7 @@ async def test_a_frozen_trainer_is_lost_and_one_at_work_is_not(ray, give_up_soon
         await asyncio.to_thread(there.begin_save, "nowhere")
     assert "no answer" in there.lost_because
     with pytest.raises(PartLost, match="called to weights, was asked for a sign of life"):
-        await there.sync_weights(SimpleNamespace(takes_adapters=True))
+        await there.sync_weights(SimpleNamespace(takes_adapters=True, engines=(WHOLE,)))
     os.kill(pid, signal.SIGKILL)
 
 
@@ -197,7 +200,7 @@ async def test_engines_that_refuse_adapters_get_merged_weights_from_then_on(ray)
             return (3, 8 if adapters else 100, {"r": 1} if adapters else None), b"weights"
 
     class Controller:
-        takes_adapters = True
+        takes_adapters, engines = True, (WHOLE,)
 
         def __init__(self):
             self.given = []

@@ -214,15 +214,22 @@ def test_a_sync_is_of_adapters_alone_where_engines_take_them(model: Path) -> Non
         assert found.sync_bytes == (alone.num_parameters * 2 * 3 if is_merged else alone.sync_bytes)
 
 
-def test_servers_on_ray_take_buckets_or_a_file(model: Path) -> None:
-    def seconds(name: str) -> float:
+def test_servers_on_ray_are_sent_buckets_or_read_a_file(model: Path) -> None:
+    def planned(name: str, gpus: str = "4x2xH100-80GB", **more: Any) -> Any:
         engine = {"name": name, "arguments": {"servers": 1}} if name in SERVERS else {"name": name}
-        return plan(model, "4x2xH100-80GB", cluster=RAY, ranks=4, table={"engine": engine}).sync_s
+        return plan(model, gpus, cluster=RAY, ranks=4, table={"engine": engine}, **more)
 
-    size = plan(model, "4x2xH100-80GB", cluster=RAY, ranks=4).num_parameters * 2
-    first = seconds("transformers")
-    assert seconds("vllm") - first == pytest.approx(size / HOST_BYTES_PER_S)
-    assert seconds("sglang") - first == pytest.approx(2 * size / HOST_BYTES_PER_S)
+    size = planned("transformers").num_parameters * 2
+    first, by_file = (planned(name).sync_s for name in ("transformers", "sglang"))
+    assert by_file - first == pytest.approx(2 * size / HOST_BYTES_PER_S)
+    # To each server of its own, by a sender that reads the host's memory, in place of a copy by Ray.
+    (sent, slow) = (planned("vllm", network=n) for n in (1600, 16))
+    assert sent.sync_bytes == slow.sync_bytes == size * (1 + 2)
+    gathered = size / 2 / 200e9 / LINK_SHARE
+    assert sent.sync_s == pytest.approx(gathered + (2 + 2) * size / HOST_BYTES_PER_S)
+    assert slow.sync_s == pytest.approx(size * (1 / 2 + 2) / 2e9 / LINK_SHARE + 2 * size / HOST_BYTES_PER_S)
+    # On the trainer's machine it maps them.
+    assert planned("vllm", "8xH100-80GB").sync_s == pytest.approx(2 * size / HOST_BYTES_PER_S)
 
 
 def test_servers_take_buckets_by_the_host_s_memory_or_a_file(model: Path) -> None:
@@ -385,7 +392,7 @@ def test_the_run_file_for_70_b_can_be_planned(tmp_path: Path) -> None:
     assert server["server: weights"] == found.num_parameters * 2 // 4
     assert list(found.traffic) == [1, 4]
     assert found.traffic[1].layers_bytes > 0
-    assert found.sync_bytes == found.num_parameters * 2 * (3 + 2)
+    assert found.sync_bytes == found.num_parameters * 2 * (3 + 4)
 
 
 @pytest.mark.soak

@@ -195,13 +195,16 @@ async def result_of(ref: Any, alive: Any, what: str, *, every_s: float, limit_s:
 
 def blocking_actor(kind: type[Any]) -> Any:
     """Ray's class for actors of `kind`, whose calls block: beside one, they still give signs of life."""
-    return import_ray().remote(concurrency_groups={_SIGNS: 1, _BESIDE: 1})(kind)
+    feeds = {FEEDING: _MOST_FEEDS} if hasattr(kind, "feed") else {}
+    return import_ray().remote(concurrency_groups={_SIGNS: 1, _BESIDE: 1, **feeds})(kind)
 
 
 _SIGNS = "signs of life"
 """The calls that a thread of their own answers."""
 _BESIDE = "beside"
 """The same for calls that wait for threads of the actor, and hold up no other."""
+FEEDING, _MOST_FEEDS = "feeding", 64
+"""The same for transfers of weights to servers, so many at once, of an actor that can `feed`."""
 
 
 def signs_of_life(actor: Any) -> Any:
@@ -209,6 +212,6 @@ def signs_of_life(actor: Any) -> Any:
     return actor.__ray_ready__.options(concurrency_group=_SIGNS)
 
 
-def beside(method: Any) -> Any:
+def beside(method: Any, group: str = _BESIDE) -> Any:
     """`method` of such an actor, called beside its other calls."""
-    return method.options(concurrency_group=_BESIDE)
+    return method.options(concurrency_group=group)

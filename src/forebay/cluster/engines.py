@@ -26,14 +26,20 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from forebay.aio.tasks import unless
 from forebay.aio.time_limits import timeout
 from forebay.cluster.calls import ActorLost, BatchedCalls, as_they_end, built
+from forebay.cluster.feeding import FarWeights
 from forebay.cluster.library import PartSpec, Published, find_modules_in, import_ray, why
 from forebay.cluster.supervisor import BEAT_EVERY_S, Supervised
 from forebay.config import Component
-from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
+from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest, WeightsGone
 from forebay.engines.members import Judged, Work, add
 from forebay.engines.pool import LOAD_LIMIT_S, EnginePool
+from forebay.engines.servers.dialects import Call
+from forebay.engines.servers.link import ServerLink
 from forebay.engines.weights.between_processes import take_over
 from forebay.io.shared import Layout
 from forebay.models import load_tokenizer
@@ -61,6 +67,8 @@ class EngineActor:
         self._building = asyncio.Lock()
         self._serving = asyncio.Event()
         self._has_weights = False
+        self._links: dict[str, ServerLink] = {}
+        """Servers that the trainer gives weights, by the names of their transfers."""
         self._lost_because = ""
         self._is_lost = asyncio.Event()
 
@@ -80,10 +88,11 @@ class EngineActor:
                     self._serving.set()
         return os.getpid()
 
-    async def facts(self) -> tuple[int, bool]:
-        """`EnginePool.max_context_tokens` and `takes_adapters`."""
+    async def facts(self) -> tuple[int, bool, bool]:
+        """`EnginePool.max_context_tokens` and `takes_adapters`; whether a trainer gives the servers of all weights."""
         pool = built(self._pool)
-        return pool.max_context_tokens, pool.takes_adapters
+        are_fed = all(getattr(engine, "takes_buckets", False) for engine in pool.engines)
+        return pool.max_context_tokens, pool.takes_adapters, are_fed
 
     async def live(self) -> AsyncIterator[tuple[str, Work, Work]]:
         """A sign of life now and then: why every engine is lost for good, if it is; see `Members.measured`.
@@ -152,31 +161,42 @@ class EngineActor:
             await self._pool.abort(list(self._pool.progress(caller)))
 
     async def load_weights(
-        self, weights: tuple[Layout, ByteArray], model_step: int, adapters: AdapterConfig | None = None
+        self, weights: tuple[Layout, ByteArray] | Any, model_step: int, adapters: AdapterConfig | None = None
     ) -> None:
-        """Take over the weights that are laid out in these bytes, or the adapters, and serve.
+        """Take over the weights that are laid out in these bytes, or the adapters, or those of a trainer, and serve.
 
         Raises:
             EngineLost, AdaptersRefusedError: as of `take_over`.
+            WeightsGone: the trainer has ended.
         """
-        import torch
-
-        layout, data = weights
-        with warnings.catch_warnings():
-            # That it must not be written to is known: an engine does not write to what it was lent.
-            warnings.filterwarnings("ignore", message=".*not writable.*")
-            memory = torch.from_numpy(data)
+        pool = built(self._pool)
         try:
-            if adapters is not None and not built(self._pool).takes_adapters:
+            if not isinstance(weights, tuple):
+                far: Any = FarWeights(weights, self._links)
+                # A server that is just started would wait for the weights of another trainer.
+                await unless(far.gone, pool.update_weights(far, model_step))
+                if far.gone.is_set():
+                    raise WeightsGone(f"the trainer ended over the weights of step {model_step}")
+            elif adapters is not None and not pool.takes_adapters:
                 raise AdaptersRefusedError("an engine takes whole weights only")
-            await take_over(built(self._pool), layout, memory, model_step, adapters=adapters)
+            else:
+                await take_over(pool, weights[0], _readable(weights[1]), model_step, adapters=adapters)
         except EngineLost as error:
             self._lose(error)
             raise
         self._has_weights = True
         # One that begins in a pause would abort what comes, where the others run already, until it is resumed.
-        if not built(self._pool).is_paused:
+        if not pool.is_paused:
             self._serving.set()
+
+    async def do(self, transfer: str, calls: Sequence[Call], takes_long: bool) -> Any:
+        """Have a server do what the trainer asks for that gives it weights; the last answer.
+
+        Raises:
+            EngineLost: as of `ServerLink.do`.
+            KeyError: the transfer was given up.
+        """
+        return await self._links[transfer].do(calls, takes_long=takes_long)
 
     async def health(self) -> EngineHealth:
         """All engines of this process together."""
@@ -231,6 +251,8 @@ class PlacedEngine(Supervised):
     """The weights given last, which a process that is started again gets."""
     takes_adapters = True
     """Until it has refused some: whole weights that it got since then are no base for others."""
+    takes_buckets = False
+    """Whether its servers take weights that the trainer offers."""
 
     def use(self, actor: Any) -> None:
         """Send calls and requests to this actor."""
@@ -270,7 +292,7 @@ class PlacedEngine(Supervised):
         except AdaptersRefusedError:
             self.takes_adapters = False
             raise
-        except import_ray().exceptions.ObjectLostError as error:
+        except (import_ray().exceptions.ObjectLostError, WeightsGone) as error:
             raise PartLost(f"the weights of step {model_step} are lost: {why(error)}") from error
 
     async def health(self) -> EngineHealth:
@@ -305,7 +327,7 @@ class PlacedEngine(Supervised):
         if (weights := self.weights) is not None:
             try:
                 await self.actor.load_weights.remote(weights.ref, weights.model_step, weights.adapters)
-            except (import_ray().exceptions.ObjectLostError, AdaptersRefusedError) as error:
+            except (import_ray().exceptions.ObjectLostError, WeightsGone, AdaptersRefusedError) as error:
                 # As before the first ones: it begins to serve with the next.
                 self.takes_adapters &= not isinstance(error, AdaptersRefusedError)
                 logger.warning("%s cannot have the weights of step %d: %s", self.name, weights.model_step, why(error))
@@ -402,9 +424,14 @@ class RayEngine:
     pause = resume = load_weights = close = _leave_alone
 
 
-def _build(spec: EngineSpec) -> list[Engine]:
-    import torch
+def _readable(data: ByteArray) -> Any:
+    with warnings.catch_warnings():
+        # That it must not be written to is known: an engine does not write to what it was lent.
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        return torch.from_numpy(data)
 
+
+def _build(spec: EngineSpec) -> list[Engine]:
     from forebay.runs.rollouts import build_run_engines
 
     config = spec.config

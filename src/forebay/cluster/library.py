@@ -125,7 +125,7 @@ class PartSpec:
 
 @dataclass(frozen=True, eq=False)
 class Published:
-    """Weights in the object store, after train step `model_step`.
+    """Weights after train step `model_step`, in the object store; or Ray's handle of the trainer that gives them.
 
     The object is a result of a call that the run's own process made, and so is that process's: it stays when
     the trainer ends, and an engine that starts again gets it.

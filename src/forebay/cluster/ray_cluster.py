@@ -183,7 +183,7 @@ class RayCluster:
         # Asked here, because the workers' specs have it.
         facts = all_started({e.name: e.actor.facts.remote() for e in self._engines})
         for engine in self._engines:
-            engine.max_context_tokens, takes_adapters = facts[engine.name]
+            engine.max_context_tokens, takes_adapters, engine.takes_buckets = facts[engine.name]
             engine.takes_adapters &= takes_adapters
         every_worker = list(self._workers.all)
         if self._plan.trainer is not None and tries_beside(self._config):
@@ -326,7 +326,7 @@ class RayCluster:
         part.is_paused = first.is_paused
         if is_engine:
             part.weights, part.max_context_tokens = first.weights, first.max_context_tokens
-            part.takes_adapters = first.takes_adapters
+            part.takes_adapters, part.takes_buckets = first.takes_adapters, first.takes_buckets
         part.watch()
         self._have_workers_follow()
 

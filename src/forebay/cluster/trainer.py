@@ -4,6 +4,7 @@
 
     groups --TrainBatch.from_groups--> flat arrays --object store--> TrainController.fit --> metrics
     sync_weights: weights --> object store --> every engine        save, resume: folders that both can see
+                  or an offer of them, where engines drive servers that take buckets: `forebay.cluster.feeding`
 
 It is not started again by itself, because its state is in its last checkpoint: calls raise `PartLost`, and
 the run goes back to that. While a call runs, however long, the process is asked for signs of life.
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay.cluster.calls import beside, result_of, signs_of_life
+from forebay.cluster.feeding import EngineLink, Feeder
 from forebay.cluster.library import PartSpec, Published, cause_of, find_modules_in, import_ray, why
 from forebay.cluster.ranks import RayRanks
 from forebay.cluster.supervisor import BEAT_EVERY_S, SILENCE_LIMIT_S
@@ -87,6 +89,11 @@ class RayTrainer:
 
         Once an engine has refused adapters, all get merged weights. PartLost as of `fit`.
         """
+        if all(getattr(engine, "takes_buckets", False) for engine in rollout_controller.engines):
+            step, num_bytes = await self._result(self._actor.offer.remote(), "offer")
+            # Engines wait for the trainer.
+            await self._result(rollout_controller.update_weights(Published(self._actor, step), step), "feed")
+            return int(num_bytes)
         step_ref, weights_ref = self._actor.weights.options(num_returns=2).remote(rollout_controller.takes_adapters)
         # The weights themselves stay where they are.
         step, num_bytes, adapters = await self._result(step_ref, "weights")
@@ -161,6 +168,7 @@ class TrainerActor:
         self._trainer: Any = None
         self._memory: list[MemoryFile] = []
         """The memory with the weights that were handed over last; it is used again."""
+        self._feeder: Feeder
 
     def start(self, spec: TrainerSpec) -> tuple[int, ...]:
         """Build the trainer; the ids of its process and of its ranks'.
@@ -177,6 +185,7 @@ class TrainerActor:
         ranks = None
         if spec.ranks:
             ranks = RayRanks(spec.ranks, spec.device, threads=config.threads, search_path=spec.search_path)
+        self._feeder = Feeder(spec.device)
         self._trainer = build_trainer(
             config,
             spec.model_folder,
@@ -195,6 +204,15 @@ class TrainerActor:
     def call(self, method: str, *arguments: Any) -> Any:
         """Any other method of the `TrainController`."""
         return getattr(self._trainer, method)(*arguments)
+
+    def offer(self) -> tuple[int, int]:
+        """Step and bytes of the weights that `feed` gives from now on."""
+        return self._trainer.model_step, self._feeder.offer(self._trainer.live_weights())
+
+    def feed(self, link: EngineLink, written_out: Mapping[str, str], hold: bool) -> int | None:
+        """`Feeder.feed`, beside all other calls."""
+        feeding = self._feeder.feed(link, written_out, hold)
+        return asyncio.run_coroutine_threadsafe(feeding, self._feeder.loop).result()
 
     def weights(self, adapters: bool) -> tuple[tuple[int, int, Mapping[str, Any] | None], tuple[Layout, ByteArray]]:
         """Step and bytes of the weights, with `adapters` the config of these alone, if there are any; and the

@@ -122,6 +122,10 @@ class EngineLost(RuntimeError):
     """An engine cannot be reached, or has ended; it may come back, and others can do its work."""
 
 
+class WeightsGone(RuntimeError):
+    """The trainer whose weights an engine was to read has ended; another one will give it others."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
     """The answer of an engine to one request."""

@@ -14,7 +14,7 @@ from forebay.plan.hardware import HOST_BYTES_PER_S, Device
 from forebay.plan.memory import StepMemory
 from forebay.plan.turns import engine_itemsize, heads, on_machine
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import SERVERS, shared_gpu, shares_ray_gpu, tries_beside
+from forebay.runs.placement import SERVERS, num_engines, shared_gpu, shares_ray_gpu, tries_beside
 from forebay.train import TrainConfig
 
 LINK_SHARE = 0.75
@@ -158,7 +158,12 @@ def sync_cost(config: RunConfig, device: Device, step: StepMemory) -> tuple[floa
         through_host = by_file or config.train.ranks > 1 or name == "process" or (is_server and not is_beside)
         one_s = num_bytes * (4 if by_file else 2) / host if through_host else whole / (device.bytes_per_s or host)
         return there, there_s + one_s
-    # From the first of these once to each machine with engines, all of them at once.
-    back = num_bytes * places.engines
-    back_s = max(num_bytes * (back > 0) / RAY_BYTES_PER_S, back / device.network_bytes_per_s)
-    return there + back, there_s + back_s + num_bytes * (4 if by_file else 2 + is_server) / host
+    # From the first of these, all at once: to each server on another machine by a sender that reads the host's
+    # memory, or once to each machine with engines.
+    if is_server and not by_file:
+        back = num_bytes * num_engines(config, of_production=True) * (places.engines > 0)
+        back_s = back / min(host, device.network_bytes_per_s * LINK_SHARE)
+    else:
+        back = num_bytes * places.engines
+        back_s = max(num_bytes * (back > 0) / RAY_BYTES_PER_S, back / device.network_bytes_per_s)
+    return there + back, there_s + back_s + num_bytes * (4 if by_file else 2) / host

@@ -453,7 +453,8 @@ class TrainController:
                 starting weights.
         """
         checkpoint.check_folder(Path(path))
-        self.train_step = self._learner.resume(Path(path))
+        with self._turn:
+            self.train_step = self._learner.resume(Path(path))
         checkpoint.load_random(Path(path))
         saved = Path(path) / checkpoint.PENALTIES_FILE
         found = json.loads(saved.read_text(encoding="utf-8"))["penalties"]

@@ -393,7 +393,7 @@ class Learner:
         With `are_whole` all of each, which ranks gather together; memory of the meta device takes nothing.
         """
         places = dict(views(layout, memory.data))
-        for name, place, block in lora.own_blocks(self.model, merged=merged, only=places, are_whole=are_whole):
+        for name, place, block in lora.own_blocks(self._named_parts, merged=merged, only=places, are_whole=are_whole):
             places[name][place].copy_(block)
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -492,7 +492,7 @@ class FakeVLLM(FakeServer):
 class FarVLLM(FakeVLLM):
     """One with Forebay's plug-in and a model in processes of their own, which map no memory of a trainer."""
 
-    num_workers, inside = 1, ()
+    num_workers, inside, device = 1, (), "cpu"
     """`inside`: the beginning of the command line of a worker, to start it on another host."""
 
     def __init__(self) -> None:
@@ -575,7 +575,7 @@ class FarVLLM(FakeVLLM):
             return {"world_size": self.num_workers}
         if path == "/server_info":
             config = {"weight_transfer_config": {"backend": "forebay" if self.has_plugin else "nccl"}}
-            return {"vllm_config": {**config, "device_config": {"device": "cpu"}}}
+            return {"vllm_config": {**config, "device_config": {"device": self.device}}}
         return super().control(path, query, body)
 
     def _receive(self, info: dict[str, Any]) -> None:

@@ -149,6 +149,7 @@ async def test_a_server_whose_workers_were_started_anew_is_lost_once_and_gets_a_
 
 async def test_without_nccl_weights_go_by_gloo_and_the_log_says_so(source, servers, connect, caplog):
     # The worker has no GPU, whatever this machine has.
+    servers[0].device = "cuda"
     engine = connect(servers[0], bucket_device="cpu", sender_device="cuda:0")
     source.step += 1
     await engine.bring_up()
@@ -222,7 +223,7 @@ async def build(tiny: Path, scratch: Path, *servers: Any, **arguments: Any) -> l
 
 
 def is_sent(engine: HTTPEngine) -> bool:
-    return engine._files.bucket_device == engine._weights.sender._device == "cpu"
+    return engine._files.bucket_device == engine._weights.sender.device == "cpu"
 
 
 async def test_weights_are_sent_where_all_servers_have_the_plugin_and_no_folder_is_named(

@@ -161,10 +161,10 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
         lora_rank=lora_rank,
     )
     if settings.urls:
-        find = partial(_sender_device, dialect, str(find_device(surroundings.device)), key)
         wanted, by_files = surroundings.model.max_context, lora_rank or settings.weights_folder
-        ask = partial(_ask, wanted, key, None if by_files else find)
-        at = partial(_at_addresses, kind, engine, arguments, files, ask)
+        ask = partial(_ask, dialect, wanted, key, not by_files)
+        sending = partial(engine, sender_device=str(find_device(surroundings.device)))
+        at = partial(_at_addresses, kind, sending, arguments, files, ask)
         return scalable(at(*settings.urls), lambda url: at(url)[0])
     context = surroundings.model.max_context or context_of(model_folder) or 0
     if not context:
@@ -235,7 +235,7 @@ def _at_addresses(
     engine: Callable[..., HTTPEngine],
     arguments: dict[str, Any],
     files: WeightFiles,
-    ask: Callable[[str], tuple[str, int, str | None]],
+    ask: Callable[[str], tuple[str, int, bool]],
     *urls: str,
 ) -> list[HTTPEngine]:
     """Engines for servers that run already: weights are sent to all of them, or all get files.
@@ -248,7 +248,7 @@ def _at_addresses(
         raise ValueError("servers that run already join and leave by their address: +http://HOST:PORT")
     check_arguments("engine", kind, HTTPArguments, {**arguments, "urls": urls})
     asked = [(url.rstrip("/"), *ask(url.rstrip("/"))) for url in urls]
-    names = ", ".join(lacking := [url for url, _, _, device in asked if device is None])
+    names = ", ".join(lacking := [url for url, *_, has_plugin in asked if not has_plugin])
     are_here = all(is_loopback(urlsplit(url).hostname or "") for url in urls)
     by_files = lacking or (files.num_users and not files.bucket_device)
     if by_files and arguments.get("weights_folder") is None and (files.bucket_device or not are_here):
@@ -260,9 +260,7 @@ def _at_addresses(
         logger.warning("all servers get weights in files, since %s lacks Forebay's plug-in", names)
     if not files.num_users:
         files.bucket_device = None if lacking else "cpu"
-    return [
-        engine(url, model=name, max_context_tokens=most, sender_device=device) for url, name, most, device in asked
-    ]
+    return [engine(url, model=name, max_context_tokens=most) for url, name, most, _ in asked]
 
 
 def _get(url: str, call: Call, key: str | None) -> Any:
@@ -273,29 +271,22 @@ def _get(url: str, call: Call, key: str | None) -> Any:
         return json.load(answer)
 
 
-def _sender_device(dialect: Dialect, own: str, key: str | None, url: str) -> str | None:
-    """Where a `Sender` to the vLLM server at `url` sends from: `own`, this process's device, or the CPU.
-
-    None: the server does not say that it has the plug-in.
-    """
+def _has_plugin(dialect: Dialect, key: str | None, url: str) -> bool:
+    """Whether the vLLM server at `url` says that it has the plug-in."""
     try:
         config = _get(url, dialect.info, key).get("vllm_config") or {}
     except HTTPError as error:
         error.close()
-        return None
-    if (config.get("weight_transfer_config") or {}).get("backend") != "forebay":
-        return None
-    theirs = (config.get("device_config") or {}).get("device")
-    return own if theirs and own.startswith(theirs) else "cpu"
+        return False
+    return bool((config.get("weight_transfer_config") or {}).get("backend") == "forebay")
 
 
-def _ask(
-    wanted: int | None, key: str | None, find: Callable[[str], str | None] | None, url: str
-) -> tuple[str, int, str | None]:
-    """The name of the model that the server at `url` serves, the context to use, the device that `find` says."""
+def _ask(dialect: Dialect, wanted: int | None, key: str | None, sends: bool, url: str) -> tuple[str, int, bool]:
+    """The name of the model that the server at `url` serves, the context to use, whether weights can be sent."""
     try:
         model = _get(url, Dialect.models, key)["data"][0]
-        name, context, sender_device = str(model["id"]), int(model["max_model_len"]), find and find(url)
+        name, context = str(model["id"]), int(model["max_model_len"])
+        can_be_sent = sends and _has_plugin(dialect, key, url)
     except HTTPError as error:
         # It holds the connection.
         error.close()
@@ -308,4 +299,4 @@ def _ask(
             f"the server at {url!r} takes {context} tokens, but model.max_context is {wanted}: start it "
             f"with more, or lower model.max_context"
         )
-    return name, wanted or context, sender_device
+    return name, wanted or context, can_be_sent

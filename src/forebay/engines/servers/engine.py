@@ -39,7 +39,7 @@ from enum import Enum, auto
 from typing import Any
 
 from forebay.aio.time_limits import time_limit, timeout
-from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
+from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest, WeightsGone
 from forebay.engines.local.stopping import StopTexts
 from forebay.engines.servers.dialects import CACHE, WEIGHTS, Dialect
 from forebay.engines.servers.images import SentImages, check_prompt
@@ -54,12 +54,10 @@ from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError,
 class HTTPEngine:
     """One inference server; see `forebay.engines.base` for the contract, and `bring_up` first.
 
-    The same request draws the same random numbers, but what runs beside it changes a server's rounding, so
-    tokens may differ from run to run. A stop text that began before an interruption is found where a
-    tokenizer is given. It is used so::
+    The same request draws the same random numbers, but what runs beside it changes a server's rounding, so tokens may
+    differ from run to run. A stop text that began before an interruption is found where a tokenizer is given::
 
-        engine = HTTPEngine("http://gpu7:8000", model="policy", max_context_tokens=4096,
-                            files=WeightFiles(Path("/shared/weights")))
+        engine = HTTPEngine("http://gpu7:8000", model="policy", max_context_tokens=4096, files=WeightFiles(folder))
         await engine.bring_up()
         completion = await engine.generate(request)
     """
@@ -99,6 +97,7 @@ class HTTPEngine:
         self._model = model
         self._files = files
         files.num_users += 1
+        self.takes_buckets = files.bucket_device == "cpu"
         self._stop_texts = None if tokenizer is None else StopTexts(tokenizer)
         self._weights = ServerWeights(self._link, lora_rank=lora_rank, sender_device=sender_device)
         self._start_limit_s = start_limit_s
@@ -208,8 +207,7 @@ class HTTPEngine:
     async def sleep(self, *, keep_weights: bool = True) -> None:
         """Pause, and give the device's memory back until `load_weights` (that of weights) or `resume` (all).
 
-        A server of this machine that does not, or is lost, is ended: when this returns or raises, its memory
-        is free.
+        A server of this machine that does not, or is lost, is ended: afterwards its memory is free in any case.
 
         Raises:
             EngineLost: the server did not do it.
@@ -238,8 +236,7 @@ class HTTPEngine:
         Running requests wait meanwhile and go on over the new weights.
 
         Raises:
-            EngineLost: the server is away, went away or refuses them; it loads the folder when it is brought
-                up.
+            EngineLost: the server is away, went away or refuses them; it loads the folder when it is back.
             ConfigError: they cannot be written; the server keeps what it has.
             RuntimeError: the engine is closed.
         """
@@ -302,10 +299,13 @@ class HTTPEngine:
         while len(failures) < num_tries:
             if failures and self._server is None:
                 await asyncio.sleep(_TRY_AGAIN_S)
-            is_new = False
+            is_new, seen = False, self._files.changes.version
             try:
                 is_new = await self._link.reach(self._start_limit_s, self._restarts)
                 return await self._prepare()
+            except WeightsGone:
+                # The server is well, and nothing else can be done for it.
+                await self._files.changes.wait(seen)
             except (EngineLost, Refused, BadAnswer, AdaptersRefusedError) as error:
                 self._lose(str(error))
                 failures.append(str(error))

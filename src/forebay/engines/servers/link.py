@@ -173,6 +173,11 @@ class ServerLink:
             return self.dialect.capacity(await self.do([self.dialect.info]))
         return NO_LIMITS
 
+    async def device(self) -> str:
+        """The kind of device that it computes on, ``cuda`` or ``cpu``, if it says so."""
+        config = (await self.do([self.dialect.info])).get("vllm_config") or {}
+        return str((config.get("device_config") or {}).get("device"))
+
     async def probe(self, model: str, version: str) -> None:
         """Have one token made, which every server can do, and check its log probability.
 

@@ -10,6 +10,7 @@ It reads the memory that ranks fill, as servers of this machine do. In a process
 hangs can be ended, whatever library it hangs in. `forebay_vllm/forebay_group.py` is the program.
 """
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -48,8 +49,13 @@ class Sender:
     """
 
     def __init__(self, link: ServerLink, device: str | None) -> None:
-        """`device`: ``cpu`` sends by gloo, ``cuda:0`` and the like by NCCL, or by gloo after that has failed."""
-        self._link, self._device = link, device
+        """`device`: ``cpu`` sends by gloo, ``cuda:0`` and the like by NCCL to a server on such a device, or by gloo
+        after that has failed."""
+        self.link, self.device = link, device
+        self.is_joined = False
+        """Whether the server's workers have joined the process; kept by who uses it, and False once it is killed."""
+        self.turn = asyncio.Lock()
+        """For who uses it for one transfer after the other."""
         self._process: Any = None
         self._place: dict[str, Any] = {}
         self._has_sent = False
@@ -60,14 +66,17 @@ class Sender:
         Raises:
             EngineLost: it does not start, or the server does not say how many workers it has.
         """
-        if self._device is not None and not self._place:
-            if self._process is not None and not self._has_sent and self._device != "cpu":
-                logger.warning("no weights got to %s by NCCL: they are sent by gloo from now on", self._link)
-                self._device = "cpu"
+        link = self.link
+        if self.device is not None and not self._place:
+            if self._process is not None and not self._has_sent and self.device != "cpu":
+                logger.warning("no weights got to %s by NCCL: they are sent by gloo from now on", link)
+                self.device = "cpu"
+            elif self.device != "cpu" and not self.device.startswith(await link.device()):
+                self.device = "cpu"
             await self.close()
-            workers = (await self._link.do([self._link.dialect.workers]))["world_size"]
-            host, token = urlsplit(str(self._link)).hostname, secrets.token_hex(16)
-            command = map(str, (sys.executable, PROGRAM, host, workers, self._device, token, CONTROL_LIMIT_S))
+            workers = (await link.do([link.dialect.workers]))["world_size"]
+            host, token = urlsplit(str(link)).hostname, secrets.token_hex(16)
+            command = map(str, (sys.executable, PROGRAM, host, workers, self.device, token, CONTROL_LIMIT_S))
             self._process = await create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, start_new_session=True)
             self._place = await self._answer()
         return self._place
@@ -87,7 +96,7 @@ class Sender:
             self._has_sent = True
 
     async def _answer(self) -> dict[str, Any]:
-        name = f"{self._link}: the process that sends it weights"
+        name = f"{self.link}: the process that sends it weights"
         async with timeout(CONTROL_LIMIT_S, lambda: EngineLost(f"{name} gave no answer within {CONTROL_LIMIT_S:g} s")):
             answer: dict[str, Any] = json.loads(await self._process.stdout.readline() or '{"error": "it has ended"}')
         if "error" in answer:
@@ -96,7 +105,7 @@ class Sender:
 
     def kill(self) -> None:
         """End the process, whatever it does: the server is lost, and its workers' group with it."""
-        self._place = {}
+        self._place, self.is_joined = {}, False
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()

@@ -137,11 +137,15 @@ class ServerWeights:
         """
         dialect = self._dialect
         self.is_half_loaded = True
-        step = await self._send_buckets(live)
+        step, hold = None, False
         while step is None:
+            if self._is_updating:
+                with contextlib.suppress(Refused):
+                    await self._link.do(dialect.abandon, takes_long=True)
+            self._is_updating = True
+            step = await live.send(self._link, self.sender, hold=hold)
             # Train steps that are shorter than a transfer would interrupt each: the next one waits.
-            async with live.held():
-                step = await self._send_buckets(live)
+            hold = True
         # A server that comes back while the trainer trains gets newer weights than it was offered.
         version = written.version if step == written.model_step else f"{written.version}-at_{step:06d}"
         await self._link.do(dialect.end(version), takes_long=True)
@@ -152,23 +156,6 @@ class ServerWeights:
         self.is_half_loaded = False
         self._note(version, step)
         await live.release()
-
-    async def _send_buckets(self, live: "Buckets") -> int | None:
-        """The step of the weights that all went; None if a train step changed them on the way."""
-        if self._is_updating:
-            with contextlib.suppress(Refused):
-                await self._link.do(self._dialect.abandon, takes_long=True)
-        self._is_updating = True
-        await self._link.do(self._dialect.begin(await self.sender.place()))
-        first = None
-        for number in range(len(live)):
-            async with live.reading(number) as bucket:
-                first = bucket.step if first is None else first
-                if bucket.step != first:
-                    return None
-                async with self.sender.sending(bucket):
-                    await self._link.do([self._dialect.bucket(bucket)])
-        return first
 
     # Memory
 

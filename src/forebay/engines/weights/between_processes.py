@@ -17,8 +17,7 @@ Live weights (`LiveWeights`) go there from where they lie: of a trainer on sever
 own slices, and no process has them all.
 
 An engine on a CPU generates with the weights in that memory: no engine copies them, and all have them once. One
-on a GPU copies them there. Engines that take live weights, such as those behind servers, read them there as they
-would in a trainer's memory (`Arrived`): a bucket at a time, and again for a server that comes back.
+on a GPU copies them there; one that drives a server writes them into files.
 
 An engine takes weights over only when all of them have arrived, so one that dies in between, or a sender that
 does, leaves the others with whole weights. The messages are plain data; which way they travel (a socket, a
@@ -30,14 +29,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import count
-from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from forebay.engines.base import EngineLost
 from forebay.engines.pool import EnginePool
 from forebay.io.shared import Layout, LentTensors, MemoryFile, lay_out, mapped, views, write
 from forebay.models.live_weights import LiveWeights
-from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError, Weights
+from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError
 
 if TYPE_CHECKING:
     import torch
@@ -220,28 +218,9 @@ async def take_over(
     lent = LentTensors(views(layout, data))
     if adapters is not None:
         await pool.update_adapters(lent, model_step, config=adapters)
-        return lent.are_in_use
-    weights: Any = lent
-    if pool.takes_live_weights:
-        # An engine may read them until it has later ones.
-        lent.are_in_use, weights = True, LiveWeights(Arrived(lent), None, Lock(), lambda: model_step)
-    await pool.update_weights(weights, model_step)
+    else:
+        await pool.update_weights(lent, model_step)
     return lent.are_in_use
-
-
-class Arrived:
-    """The `Source` of weights that came from another process: no train step changes them."""
-
-    def __init__(self, weights: LentTensors) -> None:
-        self._weights = dict(weights)
-
-    def sizes(self) -> Weights:
-        """As of `Source`: the weights themselves have their sizes."""
-        return self._weights.items()
-
-    def copy_weights(self, layout: Layout, memory: Any) -> None:
-        """Put the weights that are laid out into ``memory.data``."""
-        write(layout, memory.data, ((name, self._weights[name]) for name, *_ in layout))
 
 
 class _Written:

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.reduction import ForkingPickler
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,10 +29,9 @@ from forebay.models import empty_cache
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import Weights
 
-BUCKET_BYTES = 512 << 20
-"""The size of a bucket; a larger tensor gets a larger one. Each costs a request, of milliseconds."""
-NUM_KEPT = 3
-"""Buckets that are there at a time: one that most servers read, the next, and one for those behind."""
+if TYPE_CHECKING:
+    from forebay.engines.servers.link import ServerLink
+    from forebay.engines.servers.sender import Sender
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +116,26 @@ class Buckets:
             # Where it is cancelled over its own wait for a train step, after that.
             begun.add_done_callback(lambda _: holding.__exit__(None, None, None))
 
+    async def send(self, link: "ServerLink", sender: "Sender", *, hold: bool = False) -> int | None:
+        """Have a server take all of them, as they are now; the step, or None if a train step changed them on the way.
+
+        With `hold` the trainer's next step waits.
+
+        Raises:
+            EngineLost: it went away, or does not do it.
+        """
+        await link.do(link.dialect.begin(await sender.place()))
+        first = None
+        async with self.held() if hold else contextlib.nullcontext():
+            for number in range(len(self)):
+                async with self.reading(number) as bucket:
+                    first = bucket.step if first is None else first
+                    if bucket.step != first:
+                        return None
+                    async with sender.sending(bucket):
+                        await link.do([link.dialect.bucket(bucket)])
+        return first
+
     async def release(self) -> None:
         """Give back what no server reads, once one has all it needs."""
         self._filled = {number: filling for number, filling in self._filled.items() if filling.num_readers}
@@ -157,6 +177,12 @@ class Buckets:
         filling = self._filled.pop(number)
         if not filling.num_readers and filling.task.done() and not filling.task.exception():
             self._free.append(filling.task.result().memory)
+
+
+BUCKET_BYTES = 512 << 20
+"""The size of a bucket; a larger tensor gets a larger one. Each costs a request, of milliseconds."""
+NUM_KEPT = 3
+"""Buckets that are there at a time: one that most servers read, the next, and one for those behind."""
 
 
 @dataclass(eq=False)

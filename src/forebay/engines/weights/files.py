@@ -31,8 +31,9 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from forebay.aio.changed import Changes
 from forebay.config import ConfigError
 from forebay.io.safe_files import made_whole
 from forebay.io.shared import views
@@ -106,6 +107,8 @@ class WeightFiles:
         """Fingerprints of whole weights by version, kept because computing one takes a while."""
         self._writing: asyncio.Task[WrittenWeights] | None = None
         """The last write that has begun, until its end; it follows the one before it."""
+        self.changes = Changes()
+        """Of the weights that are to be `current`."""
         self._given: tuple[object, int] = (None, 0)
         """The object that is written there, which says whose weights they are, and the step."""
 
@@ -130,14 +133,18 @@ class WeightFiles:
             if now is None or now.model_step != model_step or not (now.live and now.live.weights is weights):
                 self._num_written += 1
                 version = f"{self._name}-step_{model_step:06d}-{self._num_written}"
-                live = Buckets(weights, self.bucket_device, written_out=self._written_out)
+                # A trainer in another process has its own.
+                make: Any = getattr(weights, "buckets", Buckets)
+                live = make(weights, self.bucket_device, written_out=self._written_out)
                 now = self.current = WrittenWeights(model_step, self._folder, version, live=live)
+            self.changes.note()
             return now
         if self._writing is None or self._given[0] is not weights or self._given[1] != model_step:
             self._given = weights, model_step
             given = weights if isinstance(weights, LiveWeights) else dict(weights)
             self._writing = asyncio.create_task(self._write(given, model_step, adapters, self._writing))
             self._writing.add_done_callback(self._note_written)
+            self.changes.note()
         return await asyncio.shield(self._writing)
 
     def _note_written(self, task: asyncio.Task[WrittenWeights]) -> None:
@@ -227,8 +234,8 @@ class WeightFiles:
         return self._part.folder / name
 
     def _parts(self, weights: Given, *, is_whole: bool) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """The files to write, with what is in each: of live weights a bucket, else all."""
-        from forebay.engines.weights.buckets import Buckets
+        """The files to write, with what is in each: a bucket, or all adapters."""
+        from forebay.engines.weights.buckets import Buckets, split
 
         if isinstance(weights, LiveWeights):
             buckets, memory = Buckets(weights, "cpu", written_out=self._written_out), None
@@ -240,9 +247,13 @@ class WeightFiles:
         # Backwards, so that of several that share their memory the first stays.
         names = {tensor.data_ptr(): own for own, tensor in reversed(weights.items())}
         kept = {own: weights[own].detach().cpu().contiguous() for own in names.values()}
-        if is_whole:
-            kept |= {name: kept[source].clone() for name, source in self._written_out.items()}
-        yield "model.safetensors" if is_whole else "adapter_model.safetensors", kept
+        if not is_whole:
+            yield "adapter_model.safetensors", kept
+            return
+        kept |= {name: kept[source].clone() for name, source in self._written_out.items()}
+        for number, layout in enumerate(split(kept.items())):
+            file = f"model-{number:05}.safetensors" if number else "model.safetensors"
+            yield file, {name: kept[name] for name, *_ in layout}
 
     def close(self) -> None:
         """Delete everything that was written."""

@@ -116,13 +116,13 @@ def named_parts(model: nn.Module) -> Iterator[Part]:
 
 
 def own_blocks(
-    model: nn.Module, *, merged: bool, only: Mapping[str, torch.Tensor], are_whole: bool = False
+    parts: Iterable[Part], *, merged: bool, only: Mapping[str, torch.Tensor], are_whole: bool = False
 ) -> Iterator[Block]:
     """The blocks of `only` these of `model_weights` that this rank holds, or, in its dtype there, all of each.
 
-    Ranks go through the same ones together.
+    `parts` are the model's `named_parts`. Ranks go through the same ones together.
     """
-    for name, parameter, layer in named_parts(model):
+    for name, parameter, layer in parts:
         if name not in only:
             continue
         value, adapts = parameter.detach(), merged and layer is not None

@@ -62,8 +62,6 @@ class Members:
     most_tokens: int
     """Longer responses cannot be trained."""
     max_failed_groups: int | None
-    most: int = 0
-    """Members that a group may grow to, from 2; 0: none grows."""
 
 
 @dataclass(kw_only=True)
@@ -177,10 +175,6 @@ def draw_plan(seed):
     )
     # Of a source of their own, so that the schedules of these seeds are the same otherwise.
     plan.members = _members(random.Random(f"members/{seed}"), faults, plan.longest)
-    if plan.members is not None:
-        plan.members.most = random.Random(f"sizes/{seed}").choice([0, 0, 3, 6])
-        for task in tasks.values() if plan.members.most else ():
-            task.group_size = 2
     return plan
 
 

@@ -73,8 +73,6 @@ class Record:
     """Rollouts that their agent returned failed, or in a state that cannot be trained."""
     left: dict = field(default_factory=lambda: defaultdict(list))
     """Rollouts that left their group, by group id."""
-    num_grown: int = 0
-    """Groups that got further members."""
     pieces: dict = field(default_factory=lambda: defaultdict(list))
     """What engines returned for each rollout, in order."""
 
@@ -105,17 +103,6 @@ class Record:
         assert [state.message for state in group] == messages
         assert all(message == messages[0] for message in messages)
         assert {state.group_id for state in group} == {group[0].group_id}
-
-    def grow(self, group, members):
-        """Expect further members, as soon as all of the first two are judged."""
-        ids, messages = self.members[group[0].group_id]
-        if members is not None and members.most and len(ids) == len(group) == 2:
-            low, high = sorted(state.reward["score"] for state in group)
-            # Four times the variance of two numbers is their difference, squared.
-            number = round((members.most - 2) * (high - low) ** 2)
-            ids += [f"{group[0].group_id}/{2 + i}" for i in range(number)]
-            messages += [messages[0]] * number
-            self.num_grown += number > 0
 
     def release(self, group, members):
         """Find out who left a group that is stored: only who failed may, and only from enough others."""
@@ -313,8 +300,6 @@ class RecordedAgent(AgentLoop):
                 self.record.failed.add(state.rollout_id)
             else:
                 self.record.failed.discard(state.rollout_id)
-        if all(s.status is Status.COMPLETED and not why_untrainable(self.plan, s) for s in group):
-            self.record.grow(group, self.plan.members)
         return group
 
     async def generate_sample(self, state):
@@ -369,7 +354,6 @@ class ScheduleWorld:
                 why_untrainable=partial(why_untrainable, plan),
                 min_members=plan.members.min_members,
                 max_failed_groups=plan.members.max_failed_groups,
-                sizes=(2, plan.members.most) if plan.members.most else (0, 0),
             ),
         )
         self.strategies = {r.task_name: r.produce_strategy for r in self.manager.task_runners}

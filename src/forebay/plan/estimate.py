@@ -219,7 +219,7 @@ def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: i
         longest=longest,
         host_bytes=step.host_bytes * here.train.ranks if device.is_gpu else 0,
         slices_bytes=sum(step.parts.get(kind, 0) for kind in SLICED),
-        tokens_per_step=config.batch_size * config.group_sizes[1] * longest,
+        tokens_per_step=config.batch_size * config.rollouts_per_prompt * longest,
         layout=[*filter(None, (said(here, count) for said in (layout, idle_gpus) if device.is_gpu))],
         **_times(config, device, hugging_face, step, longest, prompt_tokens),
     )
@@ -304,7 +304,7 @@ def _memory(
 
 def _largest_batch(config: RunConfig, prompt_tokens: int, longest: int) -> TrainBatch:
     """The longest sequences, group by group, as many as fill two micro-batches at most."""
-    group_size = config.group_sizes[1]
+    group_size = config.rollouts_per_prompt
     # Of one mini-batch and rank: the others come after it, or have memory of their own.
     ranks = config.train.ranks // config.train.parallel.same_sequences
     num_groups = -(-config.batch_size // (config.train.mini_batches * ranks))
@@ -369,7 +369,7 @@ def _times(
     )
     if config.engine.name in ("transformers", "process"):
         token_s += sizes.num_hidden_layers * launch_s
-    computing_s = config.batch_size * config.group_sizes[1] * longest / train_rate
+    computing_s = config.batch_size * config.rollouts_per_prompt * longest / train_rate
     traffic = step_traffic(config, device, sizes, step, longest, computing_s)
     sync_bytes, sync_s = sync_cost(config, device, step)
     waits_s = [each.weights_s - each.hidden_s + each.layers_s for each in traffic.values()]

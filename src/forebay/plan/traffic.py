@@ -91,7 +91,7 @@ def step_traffic(
     if train.ranks == 1 or device.link_bytes_per_s is None:
         return {}
     tensor, context, itemsize = parallel.num_tensor, parallel.context, 2 if train.dtype == "bfloat16" else 4
-    dealt = -(-config.batch_size * config.group_sizes[1] * parallel.same_sequences // train.ranks)
+    dealt = -(-config.batch_size * config.rollouts_per_prompt * parallel.same_sequences // train.ranks)
     at_once = max(1, train.token_budget // longest) * train.mini_batches
     backward, forward = -(-dealt // at_once) * train.optimizer_steps, num_forward(train)
     # Of a layer each of the `tensor` ranks has a part.

@@ -168,7 +168,7 @@ SERVER_SHARE = 0.95
 
 def num_running(config: RunConfig) -> int:
     """Requests that decode together in one engine."""
-    under_way = config.batch_size * config.group_sizes[1] * (1 + config.produce.over_sample_threshold)
+    under_way = config.batch_size * config.rollouts_per_prompt * (1 + config.produce.over_sample_threshold)
     most = config.engine.arguments.get("max_batch", DEFAULT_MAX_BATCH)
     return int(min(-(-under_way // placement.num_engines(config, of_production=True)), most))
 

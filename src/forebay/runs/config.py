@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, Field, PositiveInt, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from forebay.agents.build import check_agent
 from forebay.config import Component, ConfigError, StrictModel, check_arguments, errors_about, import_object, look_up
@@ -219,9 +219,8 @@ class RunConfig(RunFile):
 
     batch_size: int = Field(ge=1)
     """Groups, that is prompts, per train step, over all tasks."""
-    rollouts_per_prompt: PositiveInt | tuple[PositiveInt, PositiveInt]
-    """Size of a group. A pair is the least and the most: once the least are judged, more are made, up to the
-    most where half of them earned 1 and half 0, and none where all earned the same."""
+    rollouts_per_prompt: int = Field(ge=1)
+    """Size of a group."""
     device: str = Field(default="auto", pattern=DEVICE_PATTERN)
     """Where models train and generate: ``cpu``, ``cuda``, ``cuda:1``, ``mps``, or ``auto``: CUDA if there
     is one, else the CPU. On a cluster Ray's resources say it."""
@@ -256,13 +255,6 @@ class RunConfig(RunFile):
     train: TrainConfig = TrainConfig()
     evaluate: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
-
-    @property
-    def group_sizes(self) -> tuple[int, int]:
-        """The least and the most rollouts of a group."""
-        sizes = self.rollouts_per_prompt
-        pair = sizes if isinstance(sizes, tuple) else (sizes, sizes)
-        return min(pair), max(pair)
 
     def tries(self, task: TaskConfig) -> EvalConfig:
         """How the held-out prompts of `task` are tried."""
@@ -321,7 +313,7 @@ class RunConfig(RunFile):
 
     def _check_together(self) -> None:
         """Rules over keys of several tables."""
-        train, group_size = self.train, self.group_sizes[0]
+        train, group_size = self.train, self.rollouts_per_prompt
         if self.record and self.replay.kind not in (None, "memory"):
             raise ConfigError(
                 f"record = true repeats what happened to groups in memory, and replay.store is "
@@ -351,10 +343,10 @@ class RunConfig(RunFile):
                 f"max_staleness of task {', '.join(own_limits)}: nothing is stale in this run; set "
                 f"produce.mode = 'separate' or produce.max_staleness, or leave it out"
             )
-        if self.steps > 0 and group_size < 2 and (train.compares or self.group_sizes[1] > 1):
+        if self.steps > 0 and group_size < 2 and train.compares:
             raise ConfigError(
-                f"rollouts_per_prompt = {group_size} gives advantage {train.advantage!r} nothing to compare, "
-                f"nor a group that may grow: set it to 2 or more, or to 1 with advantage 'gae'"
+                f"rollouts_per_prompt = {group_size} gives advantage {train.advantage!r} nothing to compare: set "
+                f"it to 2 or more, or use advantage 'gae'"
             )
         if train.pass_k is not None and train.pass_k > group_size:
             raise ConfigError(

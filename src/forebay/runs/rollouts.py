@@ -394,7 +394,7 @@ def _sampler(
         prompts,
         buffer,
         task_name=task.name,
-        prompt_repeat_k=config.group_sizes[0],
+        prompt_repeat_k=config.rollouts_per_prompt,
         seed=config.seed,
         order=build_order(task.sampler),
         order_name=str(task.sampler),
@@ -445,7 +445,6 @@ def group_rules(config: RunConfig, context: int) -> GroupRules:
         min_members=max(produce.min_members, needed),
         needed_members=needed,
         max_failed_groups=produce.max_failed_groups,
-        sizes=config.group_sizes,
     )
 
 

@@ -203,7 +203,7 @@ async def _simulate(config: RunConfig, cluster: ClusterConfig, folder: Path, tra
         engine_idle=max(0.0, 1 - (end.slot_s - start.slot_s) / (described.engines * cluster.slots * seconds)),
         trainer_idle=1 - share_of(TRAIN),
         sync_share=share_of(SYNC),
-        mean_tokens=tokens_per_step / (config.batch_size * config.group_sizes[0]),
+        mean_tokens=tokens_per_step / (config.batch_size * config.rollouts_per_prompt),
         token_staleness=Staleness.of([step.token_staleness for step in trained]),
         group_staleness=Staleness.of([step.group_staleness for step in trained]),
         stalest_mean=sum(max(step.group_staleness) for step in usual) / len(usual),

@@ -110,7 +110,7 @@ def build_world(config: RunConfig, cluster: ClusterConfig, folder: Path) -> Worl
                 _PROMPTS,
                 buffer,
                 task_name=task.name,
-                prompt_repeat_k=config.group_sizes[0],
+                prompt_repeat_k=config.rollouts_per_prompt,
                 seed=config.seed,
                 shuffle=False,
                 sample_params=task.sample,

@@ -115,10 +115,7 @@ class ProduceContext:
         return group
 
     async def generate_group(self, rollout_state: Group, *, enable_partial_rollout: bool = False) -> Group:
-        """Generate and judge a group, and the members that the rules of a run add once the first are judged.
-
-        Any exception of the agent loop makes it FAILED with the reason.
-        """
+        """Generate and judge a group; any exception of the agent loop makes it FAILED with the reason."""
         clock = asyncio.get_running_loop().time
         started = clock()
         for state in rollout_state:
@@ -127,14 +124,12 @@ class ProduceContext:
             if not (goes_on and len(state.response_ids)):
                 # It starts over, perhaps because it had expired: all its tokens will be new.
                 state.extra_fields.pop(COUNTED_TOKENS_KEY, None)
-        how = {"enable_partial_rollout": enable_partial_rollout}
-        group = await generated(self.agent_loop.generate_group, rollout_state, self.task_name, **how)
-        if self.rules is not None and (further := self.rules.further_members(group)):
-            # In place: copies of unfinished groups, and what a cancellation puts back, are of this list.
-            rollout_state[:] = [*group, *further]
-            group = rollout_state
-            if not self.should_abort():
-                group = await self.generate_group(group, **how)
+        group = await generated(
+            self.agent_loop.generate_group,
+            rollout_state,
+            self.task_name,
+            enable_partial_rollout=enable_partial_rollout,
+        )
         elapsed_s = clock() - started
         for state in group:
             state.extra_fields[GROUP_GENERATE_TIME_KEY] = elapsed_s

@@ -1,8 +1,7 @@
-"""The form that a generated group must have before it is stored, its size, and the fate of failed members.
+"""The form that a generated group must have before it is stored, and the fate of failed members.
 
 ::
 
-    all COMPLETED, their scores differ          --> further members, up to the most that a group may have
     COMPLETED, but the trainer cannot take it   --> FAILED, with the reason
     FAILED members, at least min_members others --> they leave; the rest goes on as the group
     FAILED members, fewer others                --> the group is FAILED: generated again, or replaced
@@ -11,12 +10,11 @@ Members are attempts: a rollout together with the further trajectories that were
 context without `GroupRules` stores groups as they are, as long as they are well formed.
 """
 
-import copy
 import logging
 import math
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -63,45 +61,6 @@ class GroupRules:
     resume, under other rules, may have fewer."""
     max_failed_groups: int | None = None
     """Groups of one task that may fail while a batch is made; None: twice the batch, and at least 8."""
-    sizes: tuple[int, int] = (0, 0)
-    """Attempts that a group begins with, and the most that it may have; two equal numbers add none."""
-
-    def further_members(self, group: Sequence[RolloutState]) -> list[RolloutState]:
-        """The attempts to be made beside the first ones, now that these are judged: more where scores vary.
-
-        Of the attempts that may be added, a share of four times the variance of the scores, at most all; that
-        is 4 p (1 - p) for scores of 0 and 1, of which a share p is 1. Only the first ones decide, and a group
-        that has grown is not asked again: an interruption, before or after, changes nothing.
-        """
-        fewest, most = self.sizes
-        if fewest == most:
-            return []
-        firsts = [attempt[0] for attempt in split_attempts(group)]
-        if len(firsts) != fewest or any(self.why_untrainable(state) is not None for state in firsts):
-            return []
-        first, names = firsts[0], {state.rollout_id for state in firsts}
-        # Some of those that were added are left of a group that had grown and lost members; or none is.
-        were_added = names & {f"{first.group_id}/{place}" for place in range(fewest, most)}
-        if were_added or any(GROWN_KEY in state.extra_fields for state in firsts):
-            return []
-        spread = np.var([float((state.reward or {})["score"]) for state in firsts])
-        further = []
-        for place in range(fewest, fewest + round(min(1.0, 4 * float(spread)) * (most - fewest))):
-            # As a rollout that was interrupted before its first token; agents may add to lists of their own.
-            state = replace(
-                first,
-                rollout_id=f"{first.group_id}/{place}",
-                message=copy.deepcopy(first.message),
-                extra_fields=copy.deepcopy(first.extra_fields),
-                num_tries=0,
-                status=Status.ABORTED,
-            )
-            reset_rollout_response(state)
-            further.append(state)
-        for state in (*firsts, *further) if further else ():
-            # Those that are added may leave, and their ids must not come again.
-            state.extra_fields[GROWN_KEY] = True
-        return further
 
     def release_failed(self, group: list[RolloutState]) -> list[RolloutState]:
         """Make FAILED what cannot be trained, then take the failed members out of `group`; return those.
@@ -132,8 +91,6 @@ def _has_failed(attempt: Sequence[RolloutState]) -> bool:
     return any(state.status is Status.FAILED for state in attempt)
 
 
-GROWN_KEY = "grown"
-"""Entry of the `extra_fields` of all members of a group that has grown."""
 _ERROR_LENGTH = 200
 """Characters of an error message that the ledger's file keeps: the reason, not the traceback."""
 

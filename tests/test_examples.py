@@ -30,6 +30,7 @@ SMALL_RUN = [
         (["own_agent_loop.py"], "trained [1, 1, 0, 0, 0, 1, 1]"),
         (["agent_program.py"], "trained tokens"),
         (["own_staleness_rule.py"], "BackOff:"),
+        (["second_chances.py"], "3 Reply(says='', done=True, reward=0.8)"),
         (["buffer_alone.py"], "chance of the action that pays: 1.00"),
         (["low_level_loop.py", "recipes/demo_tiny.toml", *SMALL_RUN], "step 2: reward"),
         (["async_loop.py", "recipes/demo_separate.toml", *SMALL_RUN], "the books:"),

@@ -56,7 +56,6 @@ def test_keys_of_components_stand_beside_those_of_the_run_file() -> None:
         ("cluster.arguments.num_workers", "cluster ray"),
         ("tasks.0.judge.arguments.limits.wall_s", "judge code"),
         ("tasks.0.judge.arguments.parts.0.weight", "judge composed"),
-        ("tasks.0.agent.arguments.environment.arguments.num_tries", "environment second_chances"),
         ("environment.id", "run in environments"),
     }
 

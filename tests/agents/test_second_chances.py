@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_families import make_tokenizer
 
-from forebay.agents import MultiTurnAgentLoop, SecondChances
+from forebay.agents import MultiTurnAgentLoop
 from forebay.aio.virtual_time import run
-from forebay.config import ConfigError
+from forebay.config import ConfigError, import_object
 from forebay.engines import RolloutController, ScriptedEngine
 from forebay.produce import DataConfig, load_prompts
 from forebay.types import RolloutState, SampleParams, Status
 
 TOKENIZER = make_tokenizer("tiny")
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def _in_the_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+
+
+def SecondChances(**arguments: Any) -> Any:
+    return import_object("environment", "second_chances:SecondChances")(**arguments)
 
 
 async def play(tries: list[str], **options: Any) -> RolloutState:
@@ -89,7 +100,7 @@ async def test_problems_of_reasoning_gym_are_played_in_several_turns() -> None:
         None,
         TOKENIZER,
         sample_params=SampleParams(max_tokens=500),
-        environment={"name": "second_chances", "arguments": {"judge": {"name": "reasoning_gym"}}},
+        environment={"name": "second_chances:SecondChances", "arguments": {"judge": {"name": "reasoning_gym"}}},
     )
     state = RolloutState(prompt.message, rollout_id="g/0", reward_model=prompt.reward_model)
     try:

@@ -487,6 +487,25 @@ async def test_counts_follow_every_change(store):
     assert len(store) == await store.count({}) == len(await store.get({}, rows_only=True))
 
 
+async def test_a_read_that_failed_half_way_keeps_no_later_call_from_the_file(tmp_path):
+    store = SQLStorage(tmp_path / "buffer.db")
+    for number in range(20):
+        await store.put(make_row(payload=[number]))
+    with contextlib.closing(sqlite3.connect(tmp_path / "buffer.db")) as other:
+        other.execute("UPDATE forebay_groups SET tags = '{no JSON' WHERE uid = 0")
+        other.commit()
+        # Kept, and with it the place where the rows were being read.
+        with pytest.raises(ValueError, match=r"no JSON|Expecting|damaged") as kept:
+            await store.get({}, limit=10, rows_only=True)
+        other.execute("UPDATE forebay_groups SET tags = '{}' WHERE uid = 0")
+        other.commit()
+        await store.put(make_row(payload=[20]))
+        assert await store.count({}) == 21
+        assert len(await store.get({}, limit=30, rows_only=True)) == 21
+    assert kept is not None
+    store.close()
+
+
 async def test_a_look_waits_for_no_write(store):
     """Reads have a thread of their own, and see the last commit."""
     await store.put(make_row("a"))

@@ -188,7 +188,11 @@ async def test_short_questions_to_a_small_file_wait_for_no_thread(tmp_path, monk
 
     async def ask():
         rows = await store.get(old, order="-staleness", limit=4, rows_only=True)
-        return [row.uid for row in rows], await store.count(old), await store.get({**old, "uid": 99}, limit=4)
+        return (
+            [row.uid for row in rows],
+            await store.count(old),
+            await store.get({**old, "uid": 99}, limit=4, rows_only=True),
+        )
 
     begun, go_on = threading.Event(), threading.Event()
 

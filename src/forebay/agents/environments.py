@@ -6,21 +6,16 @@
                               |         done: the episode is over
               plain data in the rollout's extra_fields: paused, stored, killed and continued with it
 
-One environment object serves all rollouts; the state of one episode is in its `memory`. Two are here:
-
-* `LiveEnvironment` is for objects with a state of their own (`Episode`). Each rollout gets one, replayed
-  where it goes on: ``make() -> step(text), step(text), ... -> close()``, and in another process ``make()``,
-  the same texts again, and on.
-* `SecondChances` is for tasks with an answer: any judge looks at every try, and the model may try again.
+One environment object serves all rollouts; the state of one episode is in its `memory`. One is here:
+`LiveEnvironment`, for objects with a state of their own (`Episode`). Each rollout gets one, replayed where it goes
+on: ``make() -> step(text), step(text), ... -> close()``, and in another process ``make()``, the same texts again,
+and on.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
-
-from pydantic import Field
 
 from forebay.config import (
     ConfigError,
@@ -30,10 +25,8 @@ from forebay.config import (
     find_component,
     look_up,
     parse_component,
-    parse_config,
 )
-from forebay.judges.build import JudgeConfig, build_judge
-from forebay.types import Message, RolloutState, Status
+from forebay.types import Message, RolloutState
 
 Memory = dict[str, Any]
 """The memory of one episode: text, numbers, lists and dicts."""
@@ -182,78 +175,7 @@ class LiveEnvironment(Environment):
         return episode
 
 
-SOLVED_SCORE = 1.0
-"""A try at or over this score ends the episode; as in evaluations."""
-
-NOT_RIGHT = "That is not right. Try again."
-
-
-class SecondChances(Environment):
-    """Has every turn judged, and gives the model further tries.
-
-    Invariants: the rewards of an episode add up to the best score of any try, times `discount` for every try
-    before it (a negative score is not discounted), however the episode ends; a judge that fails, fails the
-    rollout.
-
-    >>> environment = SecondChances(judge={"name": "reasoning_gym"}, num_tries=3, discount=0.8)
-
-    Args:
-        arguments: those of `Arguments`, by name.
-
-    Raises:
-        ConfigError: an argument does not fit, or the judge is unknown or does not take its own.
-    """
-
-    class Arguments(StrictModel, strict=True):
-        """Keys of a ``second_chances`` environment in a run file."""
-
-        # Built for its errors: they belong to the run file, and come before anything starts.
-        judge: Annotated[JudgeConfig, checked_by(build_judge)]
-        """The judge of every try, as a task's ``judge``."""
-        num_tries: int = Field(default=3, ge=1)
-        """Turns that are judged."""
-        discount: float = Field(default=1.0, gt=0, le=1)
-        """Factor of a success for every try before it; 1.0: later ones are worth as much."""
-        says: str = NOT_RIGHT
-        """The model's next message after a try that was not right."""
-
-    def __init__(self, **arguments: Any) -> None:
-        self._arguments = parse_config(self.Arguments, arguments, source="second_chances")
-        self._judge = build_judge(self._arguments.judge)
-
-    async def reset(self, state: RolloutState) -> Memory:
-        """Begin without a try and without a best score."""
-        return {"num_tries": 0, "best": None}
-
-    async def step(self, state: RolloutState, memory: Memory, text: str) -> Reply:
-        """Judge the try.
-
-        Raises:
-            RuntimeError: the judge failed.
-        """
-        # The judge writes status and reward into it, and the episode may go on.
-        tried = copy(state)
-        tried.response, tried.status, tried.reward = text, Status.COMPLETED, None
-        judged = await self._judge.judge(tried)
-        if judged.reward is None:
-            raise RuntimeError(judged.error_msg or "the judge gave no verdict")
-        score = float(judged.reward["score"])
-        worth = score * self._arguments.discount ** memory["num_tries"] if score > 0 else score
-        best = memory["best"]
-        # The gain, try by try: the episode may end by a limit before the last one.
-        gain = worth if best is None else max(worth - best, 0.0)
-        memory["best"] = worth if best is None else max(best, worth)
-        memory["num_tries"] += 1
-        if score >= SOLVED_SCORE or memory["num_tries"] == self._arguments.num_tries:
-            return Reply(done=True, reward=gain)
-        return Reply(self._arguments.says, reward=gain)
-
-    async def shut_down(self) -> None:
-        """Close the judge."""
-        await self._judge.aclose()
-
-
-ENVIRONMENTS: dict[str, Any] = {"live": LiveEnvironment, "second_chances": SecondChances}
+ENVIRONMENTS: dict[str, Any] = {"live": LiveEnvironment}
 """The names that ``environment`` may have in a run file; besides, ``package.module:Class``."""
 
 

@@ -69,7 +69,7 @@ class MultiTurnAgentLoop(AgentLoop):
         """Keys of a ``multi_turn`` agent in a run file."""
 
         environment: Annotated[Any, checked_by(find_environment)]
-        """The environment that answers the model: ``live``, ``second_chances`` or ``package.module:Class`` of
+        """The environment that answers the model: ``live`` or ``package.module:Class`` of
         an `Environment`, or a table with such a ``name`` and its ``arguments``."""
         max_turns: int = Field(default=8, ge=1)
         """Turns of the model; the environment still replies to the last."""

@@ -22,12 +22,12 @@ from urllib.parse import urlsplit
 
 import torch
 
-from forebay.aio.time_limits import not_counted
+from forebay.aio.time_limits import not_counted, timeout
 from forebay.cluster.calls import FEEDING, beside
 from forebay.cluster.library import cause_of, import_ray, why
 from forebay.engines.base import EngineLost, WeightsGone
 from forebay.engines.servers.dialects import Call
-from forebay.engines.servers.link import Refused, ServerLink
+from forebay.engines.servers.link import CONTROL_LIMIT_S, Refused, ServerLink
 from forebay.engines.servers.sender import Sender
 from forebay.engines.weights.buckets import Buckets
 from forebay.io.address import is_loopback
@@ -71,7 +71,7 @@ class FarWeights(LiveWeights):
             with not_counted():
                 step: int | None = await feed(far, self._written_out, hold)
         except ray.exceptions.RayError as error:
-            if isinstance(cause := cause_of(error), EngineLost | Refused):
+            if not isinstance(cause := cause_of(error), ray.exceptions.RayError):
                 raise cause from None
             self.gone.set()
             raise WeightsGone(f"the trainer gives no weights any more: {why(error)}") from error
@@ -99,15 +99,17 @@ class EngineLink(ServerLink):
         """Whether it maps no memory, wherever it is; and whether its workers have not joined the sender of now."""
 
     def come_to(self, node: str) -> None:
-        """For a trainer on this machine, to which the engine's loopback does not lead from another."""
+        """Name the server as the machine `node`, which has the trainer, reaches it."""
         host, self.is_far = urlsplit(str(self)).hostname or "", self.is_far or self.node != node
         if self.node != node and is_loopback(host):
             self._server = str(self).replace(host, self._address, 1)
 
     async def do(self, calls: Iterable[Call], *, takes_long: bool = False) -> Any:
-        """As of `ServerLink`."""
+        """As of `ServerLink`; the engine's process, which has a limit for each call, may stand still."""
+        late = EngineLost(f"{self}: the process of its engine gave no answer")
         try:
-            return await self._engine.do.remote(self._transfer, list(calls), takes_long)
+            async with timeout(None if takes_long else 2 * CONTROL_LIMIT_S, lambda: late):
+                return await self._engine.do.remote(self._transfer, list(calls), takes_long)
         except import_ray().exceptions.RayError as error:
             cause = cause_of(error)
             raise cause if isinstance(cause, EngineLost | Refused) else EngineLost(why(error)) from None
@@ -139,12 +141,18 @@ class Feeder:
         link.come_to(import_ray().get_runtime_context().get_node_id())
         device = self._device if link.is_far else None
         sender = self._senders.setdefault((link.server, device), Sender(link, device))
-        # One that the engine has given up ends with the next thing that the server is to do.
+        # A transfer that the engine has given up ends with the next thing that the server is to do.
         async with sender.turn:
-            made = Buckets(self._live, "cpu", written_out=written_out)
-            buckets, sender.link = self._buckets.setdefault(str(written_out), made), link
+            if (key := str(written_out)) not in self._buckets:
+                self._buckets[key] = Buckets(self._live, "cpu", written_out=written_out)
+            buckets, sender.link = self._buckets[key], link
             if link.is_new:
                 sender.kill()
-            step = await buckets.send(link, sender, hold=hold)
+            try:
+                step = await buckets.send(link, sender, hold=hold)
+            except BaseException:
+                # The server may be gone for good.
+                sender.kill()
+                raise
             await buckets.release()
             return step

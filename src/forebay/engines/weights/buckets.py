@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -28,10 +28,6 @@ from forebay.io.shared import Layout, MemoryFile, views
 from forebay.models import empty_cache
 from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import Weights
-
-if TYPE_CHECKING:
-    from forebay.engines.servers.link import ServerLink
-    from forebay.engines.servers.sender import Sender
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +112,10 @@ class Buckets:
             # Where it is cancelled over its own wait for a train step, after that.
             begun.add_done_callback(lambda _: holding.__exit__(None, None, None))
 
-    async def send(self, link: "ServerLink", sender: "Sender", *, hold: bool = False) -> int | None:
-        """Have a server take all of them, as they are now; the step, or None if a train step changed them on the way.
+    async def send(self, link: Any, sender: Any, *, hold: bool = False) -> int | None:
+        """Have the server of a `ServerLink`, with its `Sender`, take all of them, as they are now.
 
+        The step of the weights; None if a train step changed them on the way.
         With `hold` the trainer's next step waits.
 
         Raises:

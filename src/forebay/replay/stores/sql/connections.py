@@ -69,9 +69,7 @@ class Transactions:
             return
         try:
             # Given back to the pool, it is rolled back unless it was committed.
-            with closing(self._engine.raw_connection()) as pooled:
-                driver: Any = pooled.driver_connection
-                direct = Direct(driver)
+            with closing(self._engine.raw_connection()) as pooled, closing(Direct(pooled.driver_connection)) as direct:
                 direct.exec_driver_sql(sqlite)
                 yield direct
                 direct.exec_driver_sql("COMMIT")

@@ -19,8 +19,9 @@ class Direct:
 
     dialect = sqlite.dialect(paramstyle="named")
 
-    def __init__(self, driver: sqlite3.Connection) -> None:
+    def __init__(self, driver: Any) -> None:
         self._driver = driver
+        self._cursors: list[sqlite3.Cursor] = []
 
     def execute(self, statement: sa.Executable, values: Values | list[Values] | None = None) -> sqlite3.Cursor:
         """Run the statement, or run it once for each values of a list."""
@@ -46,7 +47,14 @@ class Direct:
     def exec_driver_sql(self, text: str, values: Any = ()) -> sqlite3.Cursor:
         """Run a statement's text, or run it once for each values of a list."""
         run = self._driver.executemany if isinstance(values, list) else self._driver.execute
-        return run(text, values)
+        cursor: sqlite3.Cursor = run(text, values)
+        self._cursors.append(cursor)
+        return cursor
+
+    def close(self) -> None:
+        """End every statement: one that is not read to its end would keep the connection at this moment."""
+        for cursor in self._cursors:
+            cursor.close()
 
 
 Connection = sa.Connection | Direct
@@ -57,5 +65,6 @@ _TEXTS: WeakKeyDictionary[sa.Executable, dict[tuple[str, ...], tuple[str, Values
 
 def _compile(statement: Any, names: tuple[str, ...]) -> tuple[str, Values, list[str]]:
     compiled = statement.compile(dialect=Direct.dialect, column_keys=[*names])
-    fixed = {name: bound.value for name, bound in compiled.binds.items() if not bound.required and name not in names}
-    return compiled.string, fixed, [name for name, bound in compiled.binds.items() if bound.expanding]
+    binds = compiled.bind_names.items()
+    fixed = {name: bound.value for bound, name in binds if not bound.required and name not in names}
+    return compiled.string, fixed, [name for bound, name in binds if bound.expanding]

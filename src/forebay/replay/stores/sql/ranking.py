@@ -75,7 +75,10 @@ def _lines(
     build = _statements if len(shown) <= MAX_KEPT else _statements.__wrapped__
     values = {f"step_{place}": steps[task] for place, (task, _) in enumerate(tasks)}
     for statement in build(columns, ranking, shown, tasks, lock):
-        yield from connection.execute(statement, values)
+        found = connection.execute(statement, values)
+        # A piece at a time: a generator that ends early would close a cursor that it walks, from any thread.
+        while some := found.fetchmany(1000):
+            yield from some
 
 
 MAX_KEPT = 1000

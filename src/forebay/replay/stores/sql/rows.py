@@ -197,6 +197,9 @@ def insert_tasks(connection: Connection, names: Iterable[str]) -> None:
         insert_missing(connection, tasks, missing)
 
 
+_UPDATE_PAYLOADS = payloads.update().where(payloads.c.uid == sa.bindparam("key"))
+
+
 def replace_rows(connection: Connection, rows: Sequence[PreparedRow]) -> None:
     """Replace the rows of these uids, which exist; a row without bytes keeps its payload."""
     if not rows:
@@ -206,7 +209,7 @@ def replace_rows(connection: Connection, rows: Sequence[PreparedRow]) -> None:
     columns = [{name: row.columns[name] for name in _FIELDS[2:]} for row in rows]
     connection.execute(_UPDATE, [{"key": row.uid, **new} for row, new in zip(rows, columns, strict=True)])
     if data := [_payload("key", row) for row in rows if row.data is not None]:
-        connection.execute(payloads.update().where(payloads.c.uid == sa.bindparam("key")), data)
+        connection.execute(_UPDATE_PAYLOADS, data)
     for chunk in slices_of([row.uid for row in rows], CHUNK):
         connection.execute(_DELETE[-1], {"uids": chunk})
     # Of rows with the same uid the last one counts.

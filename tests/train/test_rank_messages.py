@@ -15,6 +15,7 @@ import torch
 from forebay.io.shared import MemoryFile, lay_out, mapped, views
 from forebay.train import Packer, TrainBatch, TrainConfig
 from forebay.train.learner import Learner
+from forebay.train.model.lora import named_parts
 from forebay.train.parallel.array_messages import connect, receive, send
 from forebay.train.parallel.learner import RankedLearner, source_of
 from forebay.train.parallel.ranks import PROCESSES, FailedCall, LocalRanks, RankError, Ranks
@@ -149,7 +150,7 @@ def test_a_rank_keeps_no_memory_that_it_wrote_once(make_model):
     model, kept = make_model(), mapped.cache_info().currsize
     layout, num_bytes = lay_out(model.named_parameters())
     memory = MemoryFile(num_bytes)
-    learner = SimpleNamespace(model=model)
+    learner = SimpleNamespace(model=model, _named_parts=list(named_parts(model)))
     learner.copy_weights = partial(Learner.copy_weights, learner)
     rank = SimpleNamespace(learner=learner)
     RankWorker.copy_weights(rank, layout, True, False, False, memory.path, memory.inode, num_bytes)

@@ -17,6 +17,7 @@ the node it was on before if the store is an SQLite file, which is on that node'
 import asyncio
 import gc
 import secrets
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -94,15 +95,23 @@ class BufferActor:
             self._place = None
 
 
-def start_buffer(*, name: str = DEFAULT_NAME, host: str | None = None, **settings: Any) -> Any:
+def start_buffer(
+    *,
+    name: str = DEFAULT_NAME,
+    host: str | None = None,
+    actor_options: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
     """Start a buffer as the actor `name` and return Ray's handle; ``ray.init`` was called before.
 
-    The actor lives as long as the program that started it has a handle or a client of it.
+    The actor lives as long as the program that started it has a handle or a client of it;
+    ``actor_options={"lifetime": "detached"}`` keeps it until `stop_buffer`.
 
     Args:
         name: by which `connect_buffer` finds it, from other programs on the same cluster too.
         host: where to listen on the actor's node. None: loopback if that node is the whole cluster when the
             first client asks, else the node's address; name one where nodes will join later.
+        actor_options: of Ray, beyond the name: where it is placed, and what it may use.
         settings: `store` ("memory"; or the path of an SQLite file or the URL of a PostgreSQL database, which
             survive the actor's process), `policy` ("fifo", "staleness" or "prioritized"), `limit` (live
             groups at most, beyond which the oldest are evicted), `max_live` (live groups beyond which puts
@@ -113,9 +122,10 @@ def start_buffer(*, name: str = DEFAULT_NAME, host: str | None = None, **setting
     """
     ray = import_ray()
     options = ServeOptions(address="", **settings)
-    placed: dict[str, Any] = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "max_concurrency": MAX_CALLS}
+    placed: dict[str, Any] = {"num_cpus": 0} | dict(actor_options or {})
     if options.store != IN_MEMORY and "://" not in options.store:
-        placed["scheduling_strategy"] = on_node(ray.get_runtime_context().get_node_id())
+        placed.setdefault("scheduling_strategy", on_node(ray.get_runtime_context().get_node_id()))
+    placed |= {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": MAX_CALLS}
     # The same one after a restart. It also keeps out programs that reach the node and are not of the cluster.
     token = secrets.token_urlsafe(32)
     return ray.remote(BufferActor).options(name=name, namespace=NAMESPACE, **placed).remote(options, token, host)

@@ -145,6 +145,17 @@ async def ended(pid):
         await asyncio.sleep(0.01)
 
 
+async def overtaken(parts):
+    """A hand-over in whose buckets a train step comes, stuck in its second try, and the step after that."""
+    (parts.given / "stuck").touch()
+    loading = asyncio.ensure_future(parts.load())
+    await parts.is_stuck()
+    await parts.trainer.train.remote()
+    (parts.given / "one").touch()
+    await parts.is_stuck()
+    return loading, asyncio.ensure_future(parts.trainer.train.remote())
+
+
 async def test_a_server_has_the_weights_of_now_whatever_ends_and_the_trainer_goes_on(parts):
     assert await parts.engine.facts.remote() == (512, False, True)
     for step in (1, 2):
@@ -154,25 +165,13 @@ async def test_a_server_has_the_weights_of_now_whatever_ends_and_the_trainer_goe
     senders = await parts.trainer.senders.remote()
     assert len(senders) == parts.is_far, "the same for both"
     # A train step in the middle of the buckets: the server is given all of them again, and the next step waits.
-    (parts.given / "stuck").touch()
-    loading = asyncio.ensure_future(parts.load())
-    await parts.is_stuck()
-    await parts.trainer.train.remote()
-    (parts.given / "one").touch()
-    await parts.is_stuck()
-    training = asyncio.ensure_future(parts.trainer.train.remote())
+    loading, training = await overtaken(parts)
     (parts.given / "stuck").unlink()
     await loading
     await training
     assert "-at_000003" in parts.newest()[1]["version"]
     # The same, and the engine's process ends with its server.
-    (parts.given / "stuck").touch()
-    loading = asyncio.ensure_future(parts.load())
-    await parts.is_stuck()
-    await parts.trainer.train.remote()
-    (parts.given / "one").touch()
-    await parts.is_stuck()
-    training = asyncio.ensure_future(parts.trainer.train.remote())
+    loading, training = await overtaken(parts)
     assert (await asyncio.wait([training], timeout=0.5))[1], "it is held"
     os.kill(parts.pid, signal.SIGKILL)
     with pytest.raises(parts.ray.exceptions.RayActorError):

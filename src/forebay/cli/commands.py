@@ -243,6 +243,8 @@ def main() -> None:
             # A second Ctrl-C would only print what the libraries think of it while they close.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         raise
+    if resume is not None and overwrite:
+        raise ConfigError("--resume goes on with a run, and --overwrite replaces one: leave one of the two out")
 
 
 def _train(run_file: Path | None, overrides: list[str], dry_run: bool, resume: Path | None, overwrite: bool) -> None:

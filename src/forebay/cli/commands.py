@@ -109,7 +109,7 @@ def warmup(
 ) -> None:
     """Do the supervised phase of a run alone, and try its held-out prompts; train --resume goes on."""
     with one_message():
-        if getattr(load_config(_kind_of(run_file), run_file, overrides or []), "warmup", None) is None:
+        if load_config(RunConfig, run_file, overrides or []).warmup is None:
             raise ConfigError(f"{run_file} has no [warmup]: add one, with steps")
         # As a run of no train steps, which --resume can go on from.
         _train(run_file, [*(overrides or []), "steps=0"], False, None, overwrite)

@@ -276,6 +276,8 @@ class RunConfig(RunFile):
     @classmethod
     def _fill_preset(cls, given: Any) -> Any:
         """The keys of another table that the preset of ``[train]`` brings."""
+        if "environment" in given:
+            raise ConfigError("[environment] is of a run in environments: forebay train, eval and board work with it")
         train, produce = (given.get(key, {}) for key in ("train", "produce"))
         if not isinstance(train, Mapping) or not isinstance(produce, Mapping):
             return given

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import Future
 
 import pytest
 
@@ -13,8 +12,8 @@ from forebay.aio.time_limits import (
     CallThreads,
     OverrunError,
     TooManyOverrunsError,
+    in_thread,
     not_counted,
-    start_thread,
     time_limit,
     timeout,
     timeout_at,
@@ -116,9 +115,8 @@ async def test_what_a_future_does_not_take_is_an_error_that_says_where(error: Ba
     def leave() -> None:
         raise error
 
-    call: Future[None] = start_thread(leave)
     with pytest.raises(RuntimeError, match=f"{type(error).__name__}: 1") as caught:
-        await asyncio.wait_for(asyncio.wrap_future(call), 5.0)
+        await asyncio.wait_for(in_thread(leave), 5.0)
     assert __file__ in str(raised_at(caught.value))
 
 

@@ -86,6 +86,8 @@ async def run_async(
         ConfigError: something does not fit.
         ProductionError, StallError, FloatingPointError, PartLost, DiskError: as `forebay.runs.launch.launch`.
     """
+    if resume is not None and overwrite:
+        raise ConfigError("resume goes on with a run, and overwrite replaces one: leave one of the two out")
     # The folder may have been moved.
     folder = None if resume is None else await asyncio.to_thread(Path(resume).resolve)
     tables, beside = _tables(config, folder)

@@ -16,6 +16,7 @@ from forebay.engines import EngineHealth, EngineLost
 from forebay.engines.members import NOTHING
 from forebay.models.starting_weights import AdaptersRefusedError
 from forebay.produce.background import tell
+from forebay.watching.stalls import StallError
 
 exceptions = pytest.importorskip("ray").exceptions
 
@@ -241,6 +242,30 @@ def test_an_engine_that_hangs_is_started_again_and_the_run_goes_on(hangs):
         # It was told all that is wanted of it.
         last = {name for pid, name in engines[0].actor.calls if pid == 2}
         assert last >= {"load_weights", "resume"}
+        for engine in engines:
+            await engine.stop()
+
+    virtual_time.run(main())
+
+
+def test_a_stall_in_an_engines_process_is_that_engines_alone_and_not_the_trainers():
+    async def main():
+        engines = [placed(0), placed(1)]
+        load = engines[0].actor.load_weights.remote
+        stall = exceptions.RayTaskError("load_weights", "", StallError("no answer")).as_instanceof_cause()
+
+        async def stall_once(*told):
+            if engines[0].actor.pid == 1:
+                raise stall
+            await load(*told)
+
+        engines[0].actor.load_weights = Method(stall_once)
+        controller = ClusterController(engines, Workers([]), None)
+        # An error of this call would be taken for one of the trainer, which gives the weights.
+        await controller.update_weights(Published(None, 1), 1)
+        assert controller.away() == "engine 0"
+        await asyncio.sleep(1)
+        assert [engine.pid for engine in engines] == [2, 1]
         for engine in engines:
             await engine.stop()
 

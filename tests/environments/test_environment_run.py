@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import ClassVar
 from unittest.mock import Mock
 
@@ -234,6 +235,41 @@ def test_the_command_trains_resumes_and_evaluates(tmp_path):
     assert forebay("train", "--resume", tmp_path / "small", "steps=2").exit_code == 0
     assert json.loads((tmp_path / "small/checkpoints/step_000002/run.json").read_text())["num_resumes"] == 1
     assert "step 2" in forebay("eval", tmp_path / "small").stdout
+    both = forebay("train", "--resume", tmp_path / "small", "--overwrite")
+    assert both.exit_code == 2
+    assert "--resume goes on with a run, and --overwrite replaces one" in both.stderr
+    # Of a recipe, and of the run that was made from it.
+    cluster = Path(__file__).parents[2] / "recipes/clusters/example.toml"
+    commands = [("plan", recipe), ("simulate", recipe, "--cluster", cluster), ("warmup", recipe)]
+    for command in [*commands, ("card", tmp_path / "small")]:
+        refused = forebay(*command)
+        assert refused.exit_code == 2
+        assert refused.stderr.count("\n") == 1
+        assert (
+            "[environment] is of a run in environments: forebay train, eval and board work with it" in refused.stderr
+        )
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_the_one_that_is_evaluated(tmp_path, monkeypatch):
+    recipe, folder = tmp_path / "recipe.toml", tmp_path / "small"
+    recipe.write_text(RECIPE.replace("OUTPUT", str(tmp_path)))
+    forebay("train", recipe)
+    load, num_losses = run_module.load_checkpoint, 2
+
+    def prune_and_load(path):
+        nonlocal num_losses
+        if num_losses:
+            num_losses -= 1
+            path.rename(path.with_name(f"step_{int(path.name[5:]) + 1:06d}"))
+        return load(path)
+
+    monkeypatch.setattr(run_module, "load_checkpoint", prune_and_load)
+    assert "eval/return" in forebay("eval", folder).stdout
+    num_losses = 100
+    refused = forebay("eval", folder)
+    assert refused.exit_code == 2
+    assert "cannot go on from step_0000" in refused.stderr
+    assert num_losses == 97
 
 
 @pytest.mark.parametrize(

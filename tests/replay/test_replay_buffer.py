@@ -1,6 +1,7 @@
 """The replay buffer's methods, on every store."""
 
 import asyncio
+import re
 from collections import Counter
 from copy import deepcopy
 
@@ -551,6 +552,29 @@ async def test_steps_and_thresholds_are_whole_numbers(buffer, name, value):
         with pytest.raises(ValueError, match=r"must be a whole number|Expected `int"):
             await back(value)
     assert len(buffer) == 0
+
+
+@pytest.mark.parametrize("size", [1.0, float("nan"), True, "1", [1]], ids=repr)
+async def test_a_batch_size_that_is_no_whole_number_is_the_same_error_everywhere(buffer, size):
+    await put_named(buffer, "ab")
+    for take in (lambda: buffer.get(size, "math", COMPLETED), lambda: buffer.take_batch({"math": size})):
+        said = f"the batch size of task 'math' must be a whole number, got {size!r}; give an int"
+        with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+            await take()
+    assert len(buffer) == 2
+
+
+async def test_a_huge_batch_size_takes_all_and_a_negative_one_nothing(buffer):
+    await put_named(buffer, "abcd")
+    for size in (0, -1, -(2**70)):
+        assert await buffer.get(size, "math", COMPLETED) == []
+        assert await buffer.take_batch({"math": size}) == ({"math": []}, {"math": 0})
+    assert len(buffer) == 4
+    assert names(await buffer.get(np.int64(1), "math", COMPLETED)) == ["a"]
+    assert names(await buffer.get(2**70, "math", COMPLETED)) == ["b", "c", "d"]
+    await put_named(buffer, "ef")
+    taken, counts = await buffer.take_batch({"math": 2**70}, train_step=3)
+    assert (names(taken["math"]), counts) == (["e", "f"], {"math": 2})
 
 
 async def test_no_group_at_all_is_no_empty_group(buffer):

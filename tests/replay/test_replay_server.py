@@ -121,8 +121,8 @@ async def test_what_a_client_cannot_send_stores_nothing(buffer):
 
 
 async def test_arguments_of_another_kind_are_errors_of_the_call_alone(buffer):
-    with pytest.raises(ValueError, match="batch_size"):
-        await buffer.get(2.5, "math", COMPLETED)
+    with pytest.raises(ValueError, match="train_step"):
+        await buffer.commit(2.5)
     with pytest.raises(ValueError, match="group_status"):
         await buffer.count("math", "done")
     await buffer.put(make_group("a"), "math", current_train_step=np.int64(3))

@@ -378,6 +378,19 @@ def test_memory_that_does_not_suffice_for_a_step_is_one_message(tmp_path, monkey
     assert len(list_checkpoints(tmp_path / "run")) <= 1
 
 
+def advantage_that_finds_nothing(batch, config):
+    return next(row for row in batch.metrics if row == "nothing")
+
+
+def test_a_stop_iteration_of_the_users_code_ends_the_run_with_its_place(tmp_path, capsys):
+    settings = {"lr": 1e-3, "token_budget": 512, "advantage": f"{__name__}:advantage_that_finds_nothing"}
+    with pytest.raises(SystemExit), one_message():
+        train(tmp_path, steps=1, warmup=None, train=settings)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "the function raised StopIteration" in said
+    assert f"{Path(__file__).name}, line" in said
+
+
 def test_overrides_of_a_resumed_run_stay_and_cannot_move_it(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as elsewhere:
         elsewhere.setattr("forebay.runs.checkpoints.device_fact", lambda _: "cuda (NVIDIA L4), bfloat16")

@@ -3,16 +3,21 @@
 import asyncio
 import errno
 import os
+import sqlite3
+from functools import partial
 from pathlib import Path
 
 import pytest
+import sqlalchemy
 from test_colocated_run import config as run_config
 from test_colocated_run import losses
 from typer.testing import CliRunner
 
 from forebay.cli import app
+from forebay.config import ConfigError
 from forebay.io.safe_files import DiskError
 from forebay.ledger.journal import Journal
+from forebay.replay import SQLStorage
 from forebay.runs.config import to_toml
 from forebay.runs.folder import list_checkpoints, saved_config
 from forebay.runs.launch import launch
@@ -37,7 +42,7 @@ class Filling:
         self.function, self.calls, self.error = function, calls, error
 
     def __get__(self, owner, kind=None):
-        return self if owner is None else lambda *args: self(owner, *args)
+        return self if owner is None else partial(self, owner)
 
     def __call__(self, *args, **kwargs):
         self.calls -= 1
@@ -73,6 +78,29 @@ def test_a_run_on_a_full_disk_is_one_sentence_and_goes_on_later(tmp_path, monkey
     assert not list(config.folder.glob("checkpoints/*.tmp"))
     asyncio.run(launch(saved_config(config.folder), resume=config.folder))
     assert losses(config.folder) == undisturbed
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [(sqlalchemy.exc.OperationalError, "database or disk is full"), (sqlalchemy.exc.DatabaseError, "is malformed")],
+)
+def test_an_error_of_the_runs_sqlite_file_names_it(tmp_path, monkeypatch, kind, said):
+    config = small_run(tmp_path)
+    config = config.model_copy(update={"replay": config.replay.model_copy(update={"store": "sqlite"})})
+    error = kind("INSERT INTO rows VALUES (1)", {}, sqlite3.OperationalError(said))
+    with monkeypatch.context() as patched:
+        patched.setattr(SQLStorage, "put_many", Filling(SQLStorage.put_many, 5, error))
+        with pytest.raises(DiskError) as caught:
+            asyncio.run(launch(config))
+    message, file = str(caught.value), config.folder / "buffer.db"
+    assert "\n" not in message
+    assert f"the replay buffer {str(file)!r} cannot be written or read: {said}; step_000002 is saved" in message
+    for name, content in (("is malformed", file.read_bytes()[:100] * 200), ("is not an SQLite database", b"no" * 99)):
+        for left in config.folder.glob("buffer.db*"):
+            left.unlink()
+        file.write_bytes(content)
+        with pytest.raises(ConfigError, match=f"{file}.*' cannot be opened: .*{name}"):
+            asyncio.run(launch(saved_config(config.folder), resume=config.folder))
 
 
 @pytest.mark.parametrize("place", ["/etc/passwd", "/proc", "/etc/passwd/deeper", "/dev/null"])

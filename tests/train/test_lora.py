@@ -8,7 +8,7 @@ import torch
 
 from forebay.models.starting_weights import BASE_FINGERPRINT, AdaptersRefusedError, BaseDiffersError, fingerprint
 from forebay.train import TrainConfig, TrainController
-from forebay.train.model.lora import add_lora, is_lora, model_weights
+from forebay.train.model.lora import add_lora, is_lora, model_weights, named_parts, own_blocks
 
 
 def trainer_for(model, **settings):
@@ -55,6 +55,17 @@ def test_merged_weights_have_the_plain_models_names_and_compute_the_same(make_mo
     torch.testing.assert_close(plain(ids).logits, expected, atol=1e-5, rtol=1e-5)
     after = trainer.model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_rank_whose_memory_takes_nothing_merges_nothing(make_model, monkeypatch):
+    model = add_lora(make_model(), rank=2, alpha=2.0, targets="all-linear")
+    parts = list(named_parts(model))
+    asked = [layer for _, _, layer in parts if layer is not None]
+    for layer in asked:
+        monkeypatch.setattr(layer, "get_delta_weight", lambda _: pytest.fail("a delta that no memory takes"))
+    places = {name: parameter.to("meta") for name, parameter, _ in parts}
+    assert asked
+    assert [name for name, *_ in own_blocks(parts, merged=True, only=places, are_whole=True)] == list(places)
 
 
 def test_an_engine_gets_merged_weights(make_model, make_groups):

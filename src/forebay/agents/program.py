@@ -31,7 +31,7 @@ from forebay.agents.chat.session import MODEL, ChatSession
 from forebay.agents.chat.tool_calls import check_parser, choose_reader
 from forebay.agents.extra_fields import REQUESTS_KEY
 from forebay.aio.tasks import beside, without_exit
-from forebay.aio.time_limits import start_thread, timeout
+from forebay.aio.time_limits import in_thread, timeout
 from forebay.config import StrictModel, checked_by, import_object
 from forebay.extras import needed_by
 from forebay.types import Message, RolloutState, Status
@@ -236,7 +236,7 @@ def _as_function(program: Program | str | Sequence[str]) -> Callable[[ProgramSes
         return lambda session: without_exit(plain(session))
     # A thread of its own, not one of a pool: programs wait for the model, and all of a pool could do so at
     # once. It cannot be stopped: once the session has ended, its next request fails.
-    return lambda session: asyncio.wrap_future(start_thread(plain, session))
+    return lambda session: in_thread(plain, session)
 
 
 async def _run_command(command: Sequence[str], session: ProgramSession) -> Any:

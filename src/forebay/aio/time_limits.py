@@ -212,27 +212,43 @@ def not_counted() -> Iterator[None]:
         clock.go_on()
 
 
-def start_thread(function: Callable[..., ResultT], *arguments: Any) -> Future[ResultT]:
-    """``function(*arguments)`` in a daemon thread of its own; those of a pool would be waited for at exit.
+def contained(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
+    """`function`, which others wrote, for any thread: what it raises is an error that ends the call alone.
 
-    A SystemExit, which would end the thread, and a StopIteration, which no future of asyncio takes, are
-    RuntimeErrors of the future.
+    A SystemExit, which would end the program or the thread, and a StopIteration, which no future of asyncio
+    takes, so that its caller would wait for ever, are RuntimeErrors.
     """
+
+    def call(*arguments: Any) -> ResultT:
+        try:
+            return function(*arguments)
+        except (SystemExit, StopIteration) as error:
+            said = RuntimeError(f"the function raised {type(error).__name__}: {error}")
+            raise said.with_traceback(error.__traceback__) from None
+
+    return call
+
+
+def start_thread(function: Callable[..., ResultT], *arguments: Any) -> Future[ResultT]:
+    """``function(*arguments)``, `contained`, in a daemon thread of its own; those of a pool would be waited for at
+    exit."""
     call: Future[ResultT] = Future()
     call.set_running_or_notify_cancel()
 
     def run() -> None:
         try:
-            call.set_result(function(*arguments))
+            call.set_result(contained(function)(*arguments))
         # Each of them has to end the call: its caller would go on waiting.
         except BaseException as error:
-            if not isinstance(error, Exception) or isinstance(error, StopIteration):
-                said = RuntimeError(f"the function raised {type(error).__name__}: {error}")
-                error = said.with_traceback(error.__traceback__)
             call.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
     return call
+
+
+def in_thread(function: Callable[..., ResultT], *arguments: Any) -> asyncio.Future[ResultT]:
+    """`start_thread` for the event loop: `asyncio.to_thread` for functions that others wrote."""
+    return asyncio.wrap_future(start_thread(function, *arguments))
 
 
 class _Timeout(asyncio.Timeout):  # type: ignore[misc]  # final, but every use of one would have to be written anew

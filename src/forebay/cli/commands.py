@@ -43,7 +43,7 @@ from forebay.cli import simulate as simulate_cli
 from forebay.cli.errors import MARKUP, Overrides, one_message, say
 from forebay.config import ConfigError, load_config, read_toml
 from forebay.runs.config import RunConfig, load_ranks, to_toml
-from forebay.runs.folder import RUN_FILE, saved_as
+from forebay.runs.folder import RUN_FILE, list_checkpoints, saved_as
 from forebay.tracebacks import INTERRUPTED
 from forebay.train import presets
 from forebay.train.parallel.place import find_place
@@ -109,7 +109,7 @@ def warmup(
 ) -> None:
     """Do the supervised phase of a run alone, and try its held-out prompts; train --resume goes on."""
     with one_message():
-        if getattr(load_config(_kind_of(run_file), run_file, overrides or []), "warmup", None) is None:
+        if load_config(RunConfig, run_file, overrides or []).warmup is None:
             raise ConfigError(f"{run_file} has no [warmup]: add one, with steps")
         # As a run of no train steps, which --resume can go on from.
         _train(run_file, [*(overrides or []), "steps=0"], False, None, overwrite)
@@ -124,17 +124,14 @@ def evaluate(
     """Try a trained model on the held-out prompts of its run, and print the metrics."""
     with one_message():
         config = saved_as(_kind_of(folder / RUN_FILE), folder, overrides or [])
-        if isinstance(config, RunConfig):
-            from forebay.runs.launch import launch_evaluation
-
-            asyncio.run(launch_evaluation(config, model))
-            return
-        from forebay.environments.run import evaluate as play
-
-        if model is not None:
-            raise ConfigError("--model is for runs that train language models; leave it out")
-        for name, value in asyncio.run(play(config)).items():
-            typer.echo(f"{name} {value:g}")
+        for num_left in (2, 1, 0):
+            newest = list_checkpoints(folder)[-1:]
+            try:
+                return _evaluate(config, model)
+            except Exception:
+                # A run at work may have deleted it meanwhile; then another one is the newest.
+                if not num_left or all(path.exists() for path in newest):
+                    raise
 
 
 @app.command()
@@ -246,6 +243,8 @@ def main() -> None:
 
 
 def _train(run_file: Path | None, overrides: list[str], dry_run: bool, resume: Path | None, overwrite: bool) -> None:
+    if resume is not None and overwrite:
+        raise ConfigError("--resume goes on with a run, and --overwrite replaces one: leave one of the two out")
     if resume is not None:
         config = _load(resume / RUN_FILE, overrides, resume)
     elif run_file is not None:
@@ -309,6 +308,20 @@ def _check(run_file: Path | None, overrides: list[str]) -> None:
         try_parts(config, typer.echo)
     command = shlex.join(["forebay", "train", str(run_file), *overrides])
     typer.echo(f"all of it works; nothing was trained or kept. To start: {command}")
+
+
+def _evaluate(config: "RunConfig | FragmentRunConfig", model: Path | None) -> None:
+    if isinstance(config, RunConfig):
+        from forebay.runs.launch import launch_evaluation
+
+        asyncio.run(launch_evaluation(config, model))
+        return
+    from forebay.environments.run import evaluate as play
+
+    if model is not None:
+        raise ConfigError("--model is for runs that train language models; leave it out")
+    for name, value in asyncio.run(play(config)).items():
+        typer.echo(f"{name} {value:g}")
 
 
 def _load(file: Path, overrides: list[str], resume: Path | None = None) -> "RunConfig | FragmentRunConfig":

@@ -93,8 +93,7 @@ class EngineLink(ServerLink):
         context = ray.get_runtime_context()
         self._engine, self._transfer = context.current_actor, transfer
         self.node, self._address = context.get_node_id(), ray.util.get_node_ip_address()
-        self.server = link._server if isinstance(link._server, str) else str(link._server.log)
-        """A name that stays when it is started anew."""
+        self.name = link.name
         self.is_far, self.is_new = sender.device is not None, not sender.is_joined
         """Whether it maps no memory, wherever it is; and whether its workers have not joined the sender of now."""
 
@@ -140,7 +139,7 @@ class Feeder:
         """As `Buckets.send`, with weights that the engine's servers want `written_out`; in this one's `loop`."""
         link.come_to(import_ray().get_runtime_context().get_node_id())
         device = self._device if link.is_far else None
-        sender = self._senders.setdefault((link.server, device), Sender(link, device))
+        sender = self._senders.setdefault((link.name, device), Sender(link, device))
         # A transfer that the engine has given up ends with the next thing that the server is to do.
         async with sender.turn:
             if (key := str(written_out)) not in self._buckets:

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from forebay.aio.tasks import unless
-from forebay.aio.time_limits import start_thread
+from forebay.aio.time_limits import in_thread
 from forebay.config import ConfigError, errors_about, look_up
 from forebay.environments import evaluation
 from forebay.environments.config import FragmentRunConfig
@@ -216,7 +216,7 @@ class FragmentRun:
         self.display.phase("evaluating")
         with self._doing(EVALUATE):
             # Not `to_thread`: user code that calls sys.exit() in there would end the run without a word.
-            metrics = await asyncio.wrap_future(start_thread(evaluation.measure, self.config, self.trainer.policy))
+            metrics = await in_thread(evaluation.measure, self.config, self.trainer.policy)
         self._metrics.log(self.trainer.step, metrics)
         self.display.evaluation(f"step {self.trainer.step}", metrics)
 
@@ -420,7 +420,7 @@ async def evaluate(config: FragmentRunConfig) -> dict[str, float]:
     """
     trainer = build_trainer(config)
     _load_newest(config.folder, trainer)
-    return {"step": trainer.step} | await asyncio.wrap_future(start_thread(evaluation.measure, config, trainer.policy))
+    return {"step": trainer.step} | await in_thread(evaluation.measure, config, trainer.policy)
 
 
 def build_trainer(config: FragmentRunConfig) -> PPOTrainer:

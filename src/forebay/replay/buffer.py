@@ -28,7 +28,7 @@ from forebay.replay import saving
 from forebay.replay.arrival import PutKeywords
 from forebay.replay.format.packed import GroupCodec, PlainCodec, hand_out
 from forebay.replay.policies import ReplayPolicy
-from forebay.replay.query import QueryLike, StorageIndices, check_whole
+from forebay.replay.query import QueryLike, StorageIndices, check_sizes, check_whole
 from forebay.replay.reuse import Reuse, superfluous
 from forebay.replay.stores.archiving import COPY_STEP, ArchivingStorage, taking
 from forebay.replay.stores.contract import StorageBackend, StorageItem, TagValue
@@ -186,15 +186,14 @@ class ReplayBuffer:
         self, batch_size: int, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
     ) -> list[Group]:
         """Remove and return up to `batch_size` groups in policy order."""
-        if batch_size <= 0:
-            return []
+        size = check_sizes({task_name: batch_size})[task_name]
         async with self._lock.alone():
             # Samplers mostly find nothing, and to look costs far less than to take.
             query = StorageIndices(task_name, group_status, tags).get_key()
             if not await self.policy.count(query, self.storage):
                 return []
             async with self._taking(None) as view:
-                groups: list[Group] = await self._take(batch_size, task_name, group_status, view, tags=tags)
+                groups: list[Group] = await self._take(size, task_name, group_status, view, tags=tags)
                 if groups:
                     self._changes.note()
         return groups
@@ -239,12 +238,12 @@ class ReplayBuffer:
         Without `train_step` they are deleted. With it they become ARCHIVED with that step, until `commit`
         prunes them or `restore` brings them back.
         """
-        train_step = check_whole("train_step", train_step)
+        train_step, sizes = check_whole("train_step", train_step), check_sizes(task_batch_sizes)
         async with self._lock.alone(), self._taking(train_step) as view:
             still_held = train_step is not None  # The store keeps what is ARCHIVED.
             groups: dict[str, list[Group]] = {
                 task: await self._take(size, task, group_status, view, still_held=still_held)
-                for task, size in task_batch_sizes.items()
+                for task, size in sizes.items()
             }
             if any(groups.values()):
                 self._changes.note()

@@ -218,9 +218,19 @@ def check_whole(name: str, value: Any) -> Any:
     Raises:
         ValueError: it is no whole number. A database would keep it, and no later call could read it.
     """
-    if value is not None and not isinstance(value, numbers.Integral):
+    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
         raise ValueError(f"{name} must be a whole number, got {show_value(value)}; give an int")
     return None if value is None else int(value)
+
+
+def check_sizes(sizes: Mapping[str, Any]) -> dict[str, int]:
+    """The groups of a batch by task, from 0 to as many as databases count.
+
+    Raises:
+        ValueError: one is no whole number.
+    """
+    whole = {task: check_whole(f"the batch size of task {task!r}", size) for task, size in sizes.items()}
+    return {task: max(0, min(size, 2**63 - 1)) for task, size in whole.items()}
 
 
 def to_float(value: Any) -> float:

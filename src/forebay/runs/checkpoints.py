@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forebay.aio.time_limits import contained
 from forebay.config import ConfigError, errors_about
 from forebay.io.safe_files import check, publish, unfinished, write_json
 from forebay.metrics import read_jsonl
@@ -188,8 +189,8 @@ def limit_lag(run: Run, train_steps: int) -> None:
 
 
 async def compute(run: Run, function: Callable[..., T], *args: Any) -> T:
-    """Call `function` in the compute thread and wait for it."""
-    return await asyncio.get_running_loop().run_in_executor(run.compute_thread, function, *args)
+    """Call `function` in the compute thread and wait for it; a loss or an advantage may be the user's."""
+    return await asyncio.get_running_loop().run_in_executor(run.compute_thread, contained(function), *args)
 
 
 @contextlib.contextmanager

@@ -256,6 +256,11 @@ class RunConfig(RunFile):
     evaluate: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
 
+    @property
+    def buffer_policy(self) -> str:
+        """As ``replay.policy``; without one the most stale first, or in order of arrival where nothing can be."""
+        return self.replay.policy or ("staleness" if self.produce.is_async else "fifo")
+
     def tries(self, task: TaskConfig) -> EvalConfig:
         """How the held-out prompts of `task` are tried."""
         own = {} if task.evaluate is None else task.evaluate.model_dump(exclude_none=True)
@@ -271,6 +276,8 @@ class RunConfig(RunFile):
     @classmethod
     def _fill_preset(cls, given: Any) -> Any:
         """The keys of another table that the preset of ``[train]`` brings."""
+        if "environment" in given:
+            raise ConfigError("[environment] is of a run in environments: forebay train, eval and board work with it")
         train, produce = (given.get(key, {}) for key in ("train", "produce"))
         if not isinstance(train, Mapping) or not isinstance(produce, Mapping):
             return given

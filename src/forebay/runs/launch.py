@@ -21,10 +21,11 @@ from rich.console import Console
 
 from forebay.config import ConfigError
 from forebay.evaluate import Evaluator
-from forebay.io.safe_files import DamagedError, check, is_disk_error
+from forebay.io.safe_files import DamagedError, DiskError, check, is_disk_error
 from forebay.judges import build_judge
 from forebay.produce import ProductionError, Prompt, Sampler, TaskRunner
 from forebay.produce.prompts.dataset import last_user_text
+from forebay.produce.recovery import GROUPS
 from forebay.replay import FIFOReplayPolicy, ReplayBuffer, StorageBackend
 from forebay.runs import folder as run_folder
 from forebay.runs import steps, store
@@ -66,7 +67,13 @@ async def launch(config: RunConfig, *, resume: Path | None = None, overwrite: bo
                 raise ConfigError(f"nothing to resume in {str(folder)!r}: it has no complete checkpoint")
             checkpoint = checkpoints[-1]
             step = run_folder.step_of(checkpoint)
-            changes = changed(run_folder.saved_config(folder), config)
+            saved = run_folder.saved_config(folder)
+            changes = changed(saved, config)
+            if (checkpoint / "manager" / GROUPS).exists() and (was := saved.buffer_policy) != config.buffer_policy:
+                raise ConfigError(
+                    f"cannot go on ({', '.join(changes)}): the groups of {checkpoint.name} wait in the order that "
+                    f"replay.policy = {was!r} gives them; add replay.policy={was}, or leave the change out"
+                )
             if step >= config.steps and run_folder.is_finished(folder, checkpoint):
                 return run_folder.finished_line(folder, step), False
         with RunDisplay() as display, surroundings.logs_shown(display):
@@ -194,8 +201,11 @@ def _lost_part(run: Run, error: Exception) -> str:
         ) from error
     if isinstance(error, PartLost) or (isinstance(error, RankError) and error.is_lost):
         return str(error)
-    if store.store_of(run.config) == "postgresql" and (lost := store.lost_database(error)):
-        return f"the database of the replay buffer is lost: {lost}"
+    if (kind := store.store_of(run.config)) != "memory" and (lost := store.lost_database(error)):
+        if kind == "postgresql":
+            return f"the database of the replay buffer is lost: {lost}"
+        file = run.config.replay.path or run.folder / store.STORE_FILE
+        raise DiskError(f"the replay buffer {str(file)!r} cannot be written or read: {lost}") from error
     if isinstance(error, ProductionError) and is_disk_error(error.__cause__):
         # Groups could not be entered in the books: it is the disk that a person has to look at.
         raise error.__cause__

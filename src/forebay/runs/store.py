@@ -90,7 +90,8 @@ def open_storage(config: RunConfig, folder: Path, *, is_new: bool) -> replay.Sto
     try:
         storage = replay.SQLStorage(url)
     except (SQLAlchemyError, ValueError) as error:
-        raise ConfigError(f"replay.store = {kind!r} cannot be opened: {plain_reason(error)}") from None
+        shown = kind if kind == "postgresql" else str(url)
+        raise ConfigError(f"replay.store = {shown!r} cannot be opened: {plain_reason(error)}") from None
     try:
         # A file in the run's folder moves with it.
         is_in_folder = kind == "sqlite" and config.replay.path is None
@@ -191,10 +192,11 @@ def wait_for_database(config: RunConfig) -> None:
 
 def lost_database(error: BaseException | None) -> str | None:
     """Why the database of a run is lost, if that is what `error` comes from; None if it is not."""
-    from sqlalchemy.exc import InterfaceError, OperationalError
+    from sqlalchemy.exc import DatabaseError, InterfaceError, OperationalError
 
     while error is not None:
-        if isinstance(error, InterfaceError | OperationalError):
+        # The base of all is what SQLite raises of a damaged file.
+        if isinstance(error, InterfaceError | OperationalError) or type(error) is DatabaseError:
             return plain_reason(error)
         error = error.__cause__ or error.__context__
     return None

@@ -68,6 +68,8 @@ class ServerLink:
             import aiohttp
         self.dialect = dialect
         self._server = server
+        self.name = server if isinstance(server, str) else str(server.log)
+        """Stays when the server is started anew, at another address."""
         # Limits on the whole are the callers'. It reads no proxy from the environment.
         limits = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_LIMIT_S)
         self._request = partial(aiohttp.request, headers=headers, timeout=limits, allow_redirects=False)

@@ -26,7 +26,7 @@ from typing import Protocol
 import numpy as np
 
 from forebay.aio.tasks import outlast
-from forebay.aio.time_limits import start_thread
+from forebay.aio.time_limits import in_thread
 from forebay.environments.workers.hub import Hub
 from forebay.environments.workers.messages import WorkerDied, WorkerError, WorkerSpec
 
@@ -154,7 +154,7 @@ class ThreadWorkers:
         from forebay.environments.workers.worker import run_worker
 
         try:
-            await asyncio.wrap_future(start_thread(run_worker, hub.address, spec.model_dump_json()))
+            await in_thread(run_worker, hub.address, spec.model_dump_json())
         # Whatever the environment raises, it is this worker's end only.
         except Exception as error:
             raise WorkerDied(f"{type(error).__name__}: {error}") from error

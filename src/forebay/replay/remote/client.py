@@ -32,6 +32,7 @@ from forebay.io.messages import SILENCE_LIMIT_S, UNDO_S, Note, check_limit, enco
 from forebay.io.methods import called
 from forebay.replay.arrival import Arrival, PutKeywords
 from forebay.replay.buffer import Group, ReplayBuffer
+from forebay.replay.query import check_sizes
 from forebay.replay.remote import messages
 from forebay.replay.remote.link import BufferLink
 from forebay.replay.remote.messages import ConnectionLost
@@ -164,9 +165,7 @@ class RemoteReplayBuffer:
         self, batch_size: int, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
     ) -> list[Group]:
         """Take groups; those that do not arrive here are in the buffer again."""
-        if batch_size <= 0:
-            return []
-        sizes, checked = {task_name: batch_size}, None if tags is None else check_tags(tags)
+        sizes, checked = check_sizes({task_name: batch_size}), None if tags is None else check_tags(tags)
         arguments = messages.TakeArguments(b"", sizes, group_status, None, checked)
         return (await self._take(arguments))[task_name]
 
@@ -187,7 +186,7 @@ class RemoteReplayBuffer:
         train_step: int | None = None,
     ) -> tuple[dict[str, list[Group]], dict[str, int]]:
         """Take groups of several tasks; those that do not arrive here are in the buffer again."""
-        arguments = messages.TakeArguments(b"", dict(task_batch_sizes), group_status, train_step)
+        arguments = messages.TakeArguments(b"", check_sizes(task_batch_sizes), group_status, train_step)
         taken = await self._take(arguments)
         return taken, {task: len(groups) for task, groups in taken.items()}
 

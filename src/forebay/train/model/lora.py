@@ -128,7 +128,7 @@ def own_blocks(
         value, adapts = parameter.detach(), merged and layer is not None
         # Cast before it travels, where nothing is added to it.
         place, block = ((), whole(value if adapts else value.to(only[name].dtype))) if are_whole else own_block(value)
-        if adapts:
+        if adapts and block.numel() and not only[name].is_meta:
             with torch.no_grad():
                 block = block + layer.get_delta_weight(ADAPTER)[place].to(block.device, block.dtype)
         yield name, place, block

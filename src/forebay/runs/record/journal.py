@@ -309,15 +309,13 @@ def _read_lines(path: Path) -> Iterator[Facts]:
     """The whole lines of a journal; their numbers are checked."""
     if not path.is_file():
         raise ValueError(f"the record is damaged: {str(path)!r} is missing")
-    number = 0
     with path.open("rb") as file:
-        for place, line in enumerate(file, start=1):
+        for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 logger.warning("%s: the last line was not finished; it is left out", path)
                 return
-            with damage_named(f"{str(path)!r} line {place}"):
+            with damage_named(f"{str(path)!r} line {number}"):
                 facts = json.loads(line)
-                number += 1
                 if facts["number"] != number:
                     raise ValueError(f"it has number {facts['number']}, but {number} comes next")
             yield facts

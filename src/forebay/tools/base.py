@@ -107,12 +107,8 @@ def schema_of(tool: Tool | Callable[..., Any] | str | Mapping[str, Any]) -> Sche
     Raises:
         ConfigError: as `build_tool`.
     """
-    if isinstance(tool, str | Mapping):
-        named = parse_component(tool, source="tools")
-        schema = getattr(look_up("tool", named.name, TOOLS), "schema", None)
-        if isinstance(schema, dict):
-            return schema
-    return build_tool(tool).schema
+    schema = getattr(find_tool(tool)[0], "schema", None)
+    return schema if isinstance(schema, dict) else build_tool(tool).schema
 
 
 def find_tool(tool: Any) -> tuple[Any, Mapping[str, Any]]:

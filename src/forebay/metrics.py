@@ -161,10 +161,8 @@ def read_jsonl(path: Path) -> list[Row]:
         ValueError: a line other than the last is not a JSON object with a train step.
     """
     rows: list[Row] = []
-    lines = path.read_bytes().splitlines(keepends=True)
-    for number, line in enumerate(lines, start=1):
-        if number == len(lines) and not line.endswith(b"\n"):
-            break
+    # Behind the last end of a line is what a crash cut short, or nothing.
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             row = json.loads(line)
         except ValueError:

@@ -18,7 +18,7 @@ import inspect
 import json
 import os
 import signal
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from tempfile import TemporaryFile
 from typing import IO, Annotated, Any
@@ -34,6 +34,7 @@ from forebay.aio.tasks import beside, without_exit
 from forebay.aio.time_limits import in_thread, timeout
 from forebay.config import StrictModel, checked_by, import_object
 from forebay.extras import needed_by
+from forebay.judges.base import checked_reward
 from forebay.types import Message, RolloutState, Status
 from forebay.watching.activity import TOOL
 
@@ -186,10 +187,9 @@ class ProgramAgentLoop(AgentLoop):
             state.status = Status.COMPLETED
         first.extra_fields[REQUESTS_KEY] = session.num_requests
         if self.judge is None and result is not None:
-            reward = dict(result) if isinstance(result, Mapping) else {"score": result}
             try:
-                first.reward = {**reward, "score": float(reward["score"])}
-            except (KeyError, TypeError, ValueError):
+                first.reward = checked_reward(result)
+            except (TypeError, ValueError):
                 said = f"{self.name} must return a number, or a mapping with a number as score; it returned {result!r}"
                 raise ValueError(said[:_TAIL_CHARACTERS]) from None
         return trajectories

@@ -119,7 +119,8 @@ class Link:
             error = pending.future.exception()
             if error is None and pending.late is not None:
                 pending.late(pending.future.result())
-        if pending.is_answered or self.lost is not None:
+        # It is answered, or the link is lost.
+        if pending.number not in self._pending:
             return
         if self.channel.recall(pending.posted):
             del self._pending[pending.number]
@@ -183,7 +184,6 @@ class Link:
         # Before the call is forgotten: if reading fails, the loss of the link is its answer.
         value = self.read(message) if isinstance(message, messages.Answer) else None
         del self._pending[message.number]
-        pending.is_answered = True
         if not is_wanted and isinstance(message, messages.Answer) and pending.late is not None:
             pending.late(value)
         if isinstance(message, messages.Failure) and is_wanted:
@@ -225,13 +225,12 @@ class Link:
 class Pending:
     """A call without an answer."""
 
-    __slots__ = ("buffers", "future", "is_answered", "is_withdrawn", "late", "number", "posted")
+    __slots__ = ("buffers", "future", "is_withdrawn", "late", "number", "posted")
 
     def __init__(self, number: int, posted: Posted, late: Callable[[Any], None] | None = None) -> None:
         self.number, self.posted, self.late = number, posted, late
         self.is_withdrawn = False
         self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.is_answered = False
         self.buffers: list[Any] = []
         """The buffers of its parts and its answer, as far as they have come."""
 

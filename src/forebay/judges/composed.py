@@ -16,6 +16,7 @@ import inspect
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from forebay.aio.time_limits import CallThreads
@@ -83,13 +84,6 @@ class ComposedJudge(Judge):
         self.by = by
         self._name = " + ".join(labels)
         self.needs_whole_group = any(part.judge.needs_whole_group for part in parts)
-
-    async def score(self, state: RolloutState) -> Verdict:
-        """The weighted sum, and the parts."""
-        (verdict,) = await self.verdicts([state])
-        if isinstance(verdict, JudgeError):
-            raise verdict
-        return verdict
 
     async def verdicts(self, states: Sequence[RolloutState]) -> list[dict[str, Any] | JudgeError]:
         """Each part judges the rollouts that it is meant for, all parts at once."""
@@ -183,17 +177,17 @@ class FunctionJudge(Judge):
         num_threads: int = 4,
         arguments: dict[str, Any] | None = None,
     ) -> None:
-        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 (an object with an async __call__)
         )
         # The clock of a plain function begins when it gets its thread (`CallThreads`).
-        super().__init__(timeout_s=timeout_s if self._is_async else None)
+        super().__init__(timeout_s=timeout_s if is_async else None)
         self.needs_whole_group = bool(getattr(function, _GROUP_MARK, False))
-        self._function: Callable[..., Any] = function
-        self._arguments = arguments or {}
         own_name: str = getattr(function, "__name__", type(function).__name__)
         self._name = own_name if name is None else name
-        self._threads = CallThreads(timeout_s=timeout_s, num_threads=num_threads, result="verdict")
+        threads = CallThreads(timeout_s=timeout_s, num_threads=num_threads, result="verdict")
+        called: Callable[..., Any] = partial(function, **(arguments or {}))
+        self._call = called if is_async else partial(threads.run, called)
 
     async def score(self, state: RolloutState) -> Verdict:
         """The function's verdict on one rollout."""
@@ -206,11 +200,6 @@ class FunctionJudge(Judge):
             return await super().score_group(states)
         verdicts: Sequence[Verdict | Exception] = await self._call(states)
         return verdicts
-
-    async def _call(self, target: Any) -> Any:
-        if self._is_async:
-            return await self._function(target, **self._arguments)
-        return await self._threads.run(lambda: self._function(target, **self._arguments))
 
 
 class ShuffledJudge(Judge):
@@ -232,10 +221,6 @@ class ShuffledJudge(Judge):
         self.inner = inner
         self.seed = seed
         self._name = f"shuffled {inner.name}"
-
-    async def score(self, state: RolloutState) -> Verdict:
-        """The inner judge's score: one rollout has nothing to be permuted with."""
-        return await self.inner.score(state)
 
     async def verdicts(self, states: Sequence[RolloutState]) -> list[dict[str, Any] | JudgeError]:
         """The inner judge's, permuted."""

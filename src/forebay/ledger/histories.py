@@ -21,7 +21,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,6 @@ OPEN = (ADMITTED, LIVE)
 """The places of groups that are neither trained nor dropped."""
 
 EVENTS = (ADMITTED, PRODUCED, RETRIED, REQUEUED, LEFT, TRAINED, REUSED, UNUSED, DROPPED)
-
-_COLUMNS = (
-    *("place", "train_step", "num_retries", "num_left", "num_reused", "first_s", "last_s", "num_tokens"),
-    *("latency_s", "score"),
-)
-"""The columns of a group, in this order."""
 
 
 class Histories:
@@ -304,6 +298,9 @@ def _place_after(event: str, reason: str | None, before: str | None) -> str:
         return before or (ADMITTED if event == ADMITTED else LIVE)
     return LIVE
 
+
+_COLUMNS = tuple(each.name for each in fields(GroupLife) if each.name not in ("group_id", "task_name", "reason"))
+"""The columns of a group, in this order; its reason is a part of its place."""
 
 Row = dict[str, Any]
 """The columns of one group; None: not known."""

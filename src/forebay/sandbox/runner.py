@@ -76,11 +76,7 @@ class Sandbox:
         readable: Iterable[str | Path] = (),
         max_concurrent: int | None = None,
     ) -> None:
-        self.limits = (
-            limits
-            if isinstance(limits, isolations.Limits)
-            else parse_config(isolations.Limits, limits or {}, source="limits")
-        )
+        self.limits = parse_config(isolations.Limits, dict(limits or {}), source="limits")
         try:
             self.levels = () if isinstance(levels, str) else tuple(map(isolations.Isolation, levels))
         except ValueError:

@@ -45,7 +45,7 @@ class FunctionTool:
         num_threads: calls of a plain function that run at once.
 
     Raises:
-        ValueError: the docstring or the types are not enough for a schema.
+        ConfigError: the docstring or the types are not enough for a schema.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class FunctionTool:
                 schema = get_json_schema(function)
             # transformers has an exception for each thing that may be missing, without a common base.
             except Exception as error:
-                raise ValueError(
+                raise ConfigError(
                     f"tool {getattr(function, '__name__', function)!r}: {error}; it needs a type for each "
                     f"parameter and a docstring with a line for each under 'Args:'"
                 ) from error
@@ -107,12 +107,8 @@ def schema_of(tool: Tool | Callable[..., Any] | str | Mapping[str, Any]) -> Sche
     Raises:
         ConfigError: as `build_tool`.
     """
-    if isinstance(tool, str | Mapping):
-        named = parse_component(tool, source="tools")
-        schema = getattr(look_up("tool", named.name, TOOLS), "schema", None)
-        if isinstance(schema, dict):
-            return schema
-    return build_tool(tool).schema
+    schema = getattr(find_tool(tool)[0], "schema", None)
+    return schema if isinstance(schema, dict) else build_tool(tool).schema
 
 
 def find_tool(tool: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -145,7 +141,4 @@ def build_tool(tool: Tool | Callable[..., Any] | str | Mapping[str, Any]) -> Too
         return cast(Tool, tool)
     if not callable(tool):
         raise ConfigError(f"{tool!r} is neither a tool, with schema and call(arguments), nor a function")
-    try:
-        return FunctionTool(tool)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    return FunctionTool(tool)

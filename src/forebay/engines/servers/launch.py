@@ -17,6 +17,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
+from forebay.aio.tasks import beside
 from forebay.aio.time_limits import timeout
 from forebay.engines.base import EngineLost
 from forebay.engines.servers import guard as server_guard
@@ -100,23 +101,21 @@ class LocalServer:
             )
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        ended = asyncio.create_task(self._process.wait())
         try:
-            while not await is_ready():
-                elapsed_s = loop.time() - began_s
-                if ended.done():
-                    why = f"ended with exit code {ended.result()} after {elapsed_s:.0f} s"
-                elif elapsed_s > self._start_limit_s:
-                    why = f"was not ready after {self._start_limit_s:.0f} s"
-                else:
-                    await asyncio.wait([ended], timeout=_ASK_EVERY_S)
-                    continue
-                raise EngineLost(f"the server {why}; the end of {self.log}:\n{self.log_tail()}")
+            async with beside(self._process.wait()) as ended:
+                while not await is_ready():
+                    elapsed_s = loop.time() - began_s
+                    if ended.done():
+                        why = f"ended with exit code {ended.result()} after {elapsed_s:.0f} s"
+                    elif elapsed_s > self._start_limit_s:
+                        why = f"was not ready after {self._start_limit_s:.0f} s"
+                    else:
+                        await asyncio.wait([ended], timeout=_ASK_EVERY_S)
+                        continue
+                    raise EngineLost(f"the server {why}; the end of {self.log}:\n{self.log_tail()}")
         except BaseException:
             await self.stop()
             raise
-        finally:
-            ended.cancel()
 
     async def wait(self) -> int:
         """Wait for the process to end; its exit code."""

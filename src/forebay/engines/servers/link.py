@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from forebay.aio.tasks import beside
 from forebay.aio.time_limits import timeout
 from forebay.engines.base import EngineLost, GenerateRequest
 from forebay.engines.servers.dialects import Call, Dialect
@@ -339,9 +340,8 @@ class Watch:
         await self._quiet.wait()
 
     async def _watch(self) -> None:
-        ended = asyncio.ensure_future(self._server.wait() if self._server else asyncio.Event().wait())
-        try:
-            why = ""
+        why = ""
+        async with beside(self._server.wait() if self._server else asyncio.Event().wait()) as ended:
             while not why:
                 await asyncio.wait([ended], timeout=_HEALTH_EVERY_S)
                 if ended.done():
@@ -351,8 +351,6 @@ class Watch:
                 else:
                     why = await self._fault()
             self._lose(why)
-        finally:
-            ended.cancel()
 
     async def _fault(self) -> str:
         """Why the server must be taken for lost; empty if it need not."""

@@ -55,7 +55,7 @@ class BufferLink(Link):
         self.num_evicted: dict[str, int] = {}
         self._puts = Gate(messages.PUT_WINDOW_BYTES)
         self._put_turn = asyncio.Lock()
-        self._calls = Gate(messages.MAX_CALLS)
+        self._calls = asyncio.Semaphore(messages.MAX_CALLS)
 
     @classmethod
     async def open(cls, address: Address, token: str | None, *, limit_s: float = SILENCE_LIMIT_S) -> Self:
@@ -108,11 +108,8 @@ class BufferLink(Link):
             ConnectionLost: the connection broke before the answer came.
             ValueError, RuntimeError, ...: an error of the method.
         """
-        await self._calls.enter(1)
-        try:
+        async with self._calls:
             return await self.call(method, arguments)
-        finally:
-            self._calls.leave(1)
 
     async def put(self, arguments: messages.PutArguments, groups: Sequence[Sequence[RolloutState]]) -> Any:
         """Put groups, which are labeled and packed here; the result.

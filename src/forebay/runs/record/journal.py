@@ -90,7 +90,7 @@ class Recorder:
         self.segment = segment
         """The folder that this start of the run writes to."""
         self._number = 0
-        self._failure: Exception | None = None
+        self._failure = ""
         self._files = _Files(segment)
         self._timer: asyncio.TimerHandle | None = None
         self._writer: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "record")
@@ -101,7 +101,7 @@ class Recorder:
 
         `facts` are JSON values; those that are None are left out. It returns at once.
         """
-        if self._failure is not None or self._writer is None:
+        if self._failure or self._writer is None:
             return
         self._number += 1
         known = {name: value for name, value in facts.items() if value is not None}
@@ -112,7 +112,7 @@ class Recorder:
 
     async def room(self) -> None:
         """Wait until less than `BACKLOG` events are queued; mostly, that is at once."""
-        if self._failure is not None or self._writer is None:
+        if self._failure or self._writer is None:
             return
         if self._number - self._files.num_added > BACKLOG:
             # A call that does nothing, behind all that is queued: its end says that there is room.
@@ -137,14 +137,9 @@ class Recorder:
             self._files.close()
         except (OSError, ValueError) as error:
             # The rest found no room either. The first failure says more.
-            self._failure = self._failure or error
-        if self._failure is not None:
-            logger.warning(
-                "the record of the run in %s is not complete: %s: %s",
-                self.segment,
-                type(self._failure).__name__,
-                self._failure,
-            )
+            self._failure = self._failure or f"{type(error).__name__}: {error}"
+        if self._failure:
+            logger.warning("the record of the run in %s is not complete: %s", self.segment, self._failure)
 
     def _flush(self) -> None:
         self._timer = None
@@ -154,12 +149,12 @@ class Recorder:
     # In the writer's thread
 
     def _try(self, action: Callable[..., None], *arguments: Any) -> None:
-        if self._failure is None:
+        if not self._failure:
             try:
                 action(*arguments)
             # A full disk; a value that no table or JSON holds. The run goes on without its record.
             except (OSError, ValueError, TypeError) as error:
-                self._failure = error
+                self._failure = f"{type(error).__name__}: {error}"
 
 
 class _Files:
@@ -309,15 +304,13 @@ def _read_lines(path: Path) -> Iterator[Facts]:
     """The whole lines of a journal; their numbers are checked."""
     if not path.is_file():
         raise ValueError(f"the record is damaged: {str(path)!r} is missing")
-    number = 0
     with path.open("rb") as file:
-        for place, line in enumerate(file, start=1):
+        for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 logger.warning("%s: the last line was not finished; it is left out", path)
                 return
-            with damage_named(f"{str(path)!r} line {place}"):
+            with damage_named(f"{str(path)!r} line {number}"):
                 facts = json.loads(line)
-                number += 1
                 if facts["number"] != number:
                     raise ValueError(f"it has number {facts['number']}, but {number} comes next")
             yield facts

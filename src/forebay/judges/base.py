@@ -40,7 +40,7 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
 
 
-class Judge:
+class Judge(ABC):
     """Gives rollouts their reward. Subclasses write `score`; everything else is here.
 
     >>> class Length(Judge):
@@ -61,8 +61,6 @@ class Judge:
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
-        if cls.score is Judge.score and cls.score_group is Judge.score_group and cls.verdicts is Judge.verdicts:
-            raise TypeError(f"the judge {cls.__name__} has neither score nor score_group")
         # A subclass with a score of its own has to promise it anew.
         if {"score", "score_group"} & vars(cls).keys() and "waits" not in vars(cls):
             cls.waits = True
@@ -80,15 +78,9 @@ class Judge:
         """The name of this judge in error messages."""
         return self._name or type(self).__name__
 
+    @abstractmethod
     async def score(self, state: RolloutState) -> Verdict:
-        """The score of one completed rollout, or a mapping with ``score`` and whatever should be logged.
-
-        Where a subclass does not say: its verdict on a group of one.
-        """
-        (verdict,) = await self.verdicts([state])
-        if isinstance(verdict, JudgeError):
-            raise verdict
-        return verdict
+        """The score of one completed rollout, or a mapping with ``score`` and whatever should be logged."""
 
     async def judge(self, target: Target) -> Target:
         """Judge one COMPLETED rollout or all COMPLETED rollouts of a group, in place, and return it.
@@ -150,7 +142,7 @@ class Judge:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     # Not abstract: most judges hold nothing.
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Give back what the judge holds; may block for a moment."""
 
     async def aclose(self) -> None:
@@ -158,7 +150,7 @@ class Judge:
         await asyncio.to_thread(self.close)
 
 
-class GroupJudge(Judge, ABC):
+class GroupJudge(Judge):
     """Judges the rollouts of a group together: rankings, pairwise comparisons, novelty within the group.
 
     Invariants: `score_group` gets the COMPLETED rollouts of one group, all at once; `timeout_s` and retries
@@ -176,6 +168,13 @@ class GroupJudge(Judge, ABC):
     @abstractmethod
     async def score_group(self, states: Sequence[RolloutState]) -> Sequence[Verdict | Exception]:
         """A verdict for each rollout, in their order."""
+
+    async def score(self, state: RolloutState) -> Verdict:
+        """The verdict on a group of one."""
+        (verdict,) = await self.score_group([state])
+        if isinstance(verdict, Exception):
+            raise verdict
+        return verdict
 
 
 class JudgeError(Exception):

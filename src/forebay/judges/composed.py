@@ -85,6 +85,13 @@ class ComposedJudge(Judge):
         self._name = " + ".join(labels)
         self.needs_whole_group = any(part.judge.needs_whole_group for part in parts)
 
+    async def score(self, state: RolloutState) -> Verdict:
+        """The weighted sum, and the parts."""
+        (verdict,) = await self.verdicts([state])
+        if isinstance(verdict, JudgeError):
+            raise verdict
+        return verdict
+
     async def verdicts(self, states: Sequence[RolloutState]) -> list[dict[str, Any] | JudgeError]:
         """Each part judges the rollouts that it is meant for, all parts at once."""
         keys = [self._key(state) for state in states]
@@ -221,6 +228,10 @@ class ShuffledJudge(Judge):
         self.inner = inner
         self.seed = seed
         self._name = f"shuffled {inner.name}"
+
+    async def score(self, state: RolloutState) -> Verdict:
+        """The inner judge's score: one rollout has nothing to be permuted with."""
+        return await self.inner.score(state)
 
     async def verdicts(self, states: Sequence[RolloutState]) -> list[dict[str, Any] | JudgeError]:
         """The inner judge's, permuted."""

@@ -36,13 +36,13 @@ async def vllm(start_fake, fake_kinds) -> Any:
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch) -> None:
     for name, seconds in {
-        "engine._TRY_AGAIN_S": 0.01,
-        "link._ASK_EVERY_S": 0.01,
-        "link._HEALTH_EVERY_S": 0.01,
-        "link._BUSY_FIRST_S": 0.01,
-        "link._TRY_AGAIN_S": 0.01,
+        "pool._TRY_AGAIN_S": 0.01,
+        "servers.link._ASK_EVERY_S": 0.01,
+        "servers.link._HEALTH_EVERY_S": 0.01,
+        "servers.link._BUSY_FIRST_S": 0.01,
+        "servers.link._TRY_AGAIN_S": 0.01,
     }.items():
-        monkeypatch.setattr(f"forebay.engines.servers.{name}", seconds)
+        monkeypatch.setattr(f"forebay.engines.{name}", seconds)
 
 
 def give_up_soon(monkeypatch) -> None:

@@ -210,7 +210,7 @@ async def test_a_child_whose_successors_die_while_they_start_is_tried_three_time
     assert (await answer(num_killed=2)).response_ids.tolist() == expected.response_ids.tolist()
     assert pool.counts()["engine_restarts"] == 1
     assert caplog.text.count("is brought up once more: engine process") == 2
-    with pytest.raises(EngineLost, match="no engine is left: engine 0 .* ended with code -9"):
+    with pytest.raises(EngineLost, match=r"no engine is left: engine 0 .* ended with code -9"):
         await answer(num_killed=3)
     assert caplog.text.count("is given up: engine process") == 1
     await engine.bring_up()

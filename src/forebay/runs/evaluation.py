@@ -19,19 +19,17 @@ resumed run tries the held-out prompts when they are due next.
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from functools import partial
 
 from forebay.engines.base import EngineLost
 from forebay.engines.pool import EnginePool
-from forebay.produce.strategies.rules import fail_group, generated
+from forebay.produce.strategies.rules import generated
 from forebay.runs.build import Run
 from forebay.runs.checkpoints import compute, find_best, phase
 from forebay.runs.folder import checkpoint_path
 from forebay.runs.reporting import raise_alarms
 from forebay.runs.rollouts import EvalSet
 from forebay.runs.verify import WeightsDifferError
-from forebay.tracebacks import raised_at
-from forebay.types import RolloutState, made_by
+from forebay.types import RolloutState, Status, made_by
 from forebay.watching.activity import EVALUATE, EVALUATE_BESIDE, SYNC
 from forebay.watching.stalls import StallWatch
 
@@ -165,9 +163,8 @@ async def _evaluate_beside(run: Run, controller: EnginePool, eval_sets: Sequence
     why = None
     if found - {train_step}:
         why = f"came back with other weights, and answered with those of the steps {sorted(found)}"
-    # Where every rollout failed.
-    elif not found and not controller.engines_up:
-        why = f"does not come back: {groups[0][0].error_msg}"
+    elif not controller.engines_up and all(state.status is Status.FAILED for group in groups for state in group):
+        why = f"is not back: {(await controller.health()).detail}"
     if why is not None:
         run.display.warning(f"the evaluation of step {train_step} is left out: its engine was lost, and {why}")
         return
@@ -205,26 +202,11 @@ async def evaluation_groups(
 ) -> list[list[RolloutState]]:
     """A judged group for every held-out prompt, FAILED as in production; all are generated at once.
 
-    Of groups that fail with the same error, one is told of: where an engine is lost for good, all do.
-
     Raises:
         StallError: none of them has been finished for too long.
     """
-    told = set[str]()
-
-    async def generate(eval_set: EvalSet, group: list[RolloutState]) -> object:
-        try:
-            return await eval_set.agent_loop.generate_group(group)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            if reason not in told:
-                told.add(reason)
-                raise
-            fail_group(group, reason, raised_at(error))
-            return group
-
     work = [
-        generated(partial(generate, eval_set), group, eval_set.task_name)
+        generated(eval_set.agent_loop.generate_group, group, eval_set.task_name)
         for eval_set in eval_sets
         for group in await eval_set.groups()
     ]

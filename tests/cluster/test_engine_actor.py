@@ -308,7 +308,7 @@ async def started(start_fake, monkeypatch):
             self.is_running = False
 
     monkeypatch.setattr(build, "LocalServer", Started)
-    monkeypatch.setattr("forebay.engines.servers.engine._TRY_AGAIN_S", 0.01)
+    monkeypatch.setattr("forebay.engines.pool._TRY_AGAIN_S", 0.01)
     return fake
 
 

@@ -24,6 +24,7 @@ from test_engine_adapters import Source
 from forebay.config import Component, ConfigError
 from forebay.engines import EngineSurroundings, GenerateRequest, TransformersEngine, build_engines
 from forebay.engines.base import Completion, EngineLost
+from forebay.engines.pool import EnginePool
 from forebay.engines.process import engine as process
 from forebay.engines.process.engine import ProcessEngine
 from forebay.engines.process.host import INLINE_BYTES, EngineRecipe, as_plain, from_plain
@@ -186,6 +187,33 @@ async def test_a_killed_child_is_told_at_once_and_comes_back_with_its_weights(en
     again = await engine.generate(request())
     assert again.response_ids.tolist() == expected.response_ids.tolist()
     assert set(again.model_steps.tolist()) == {7}
+
+
+async def test_a_child_whose_successors_die_while_they_start_is_tried_three_times(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("forebay.engines.pool._TRY_AGAIN_S", 0.01)
+    expected, pool = await engine.generate(request()), EnginePool([engine])
+
+    async def answer(*, num_killed: int) -> Completion:
+        """That to a request over which the child is killed, and so many children that are started then."""
+        asked, killed = asyncio.create_task(pool.complete(request())), set[int]()
+        while not asked.done():
+            if engine.pid not in killed and len(killed) <= num_killed:
+                killed.add(engine.pid)
+                os.kill(engine.pid, signal.SIGKILL)
+            await asyncio.sleep(0.001)
+        assert len(killed) == 1 + num_killed
+        return await asked
+
+    assert (await pool.complete(request())).response_ids.tolist() == expected.response_ids.tolist()
+    assert (await answer(num_killed=2)).response_ids.tolist() == expected.response_ids.tolist()
+    assert pool.counts()["engine_restarts"] == 1
+    assert caplog.text.count("is brought up once more: engine process") == 2
+    with pytest.raises(EngineLost, match=r"no engine is left: engine 0 .* ended with code -9"):
+        await answer(num_killed=3)
+    assert caplog.text.count("is given up: engine process") == 1
+    await engine.bring_up()
 
 
 async def test_a_frozen_child_is_lost_and_replaced(monkeypatch: Any, engine: Any) -> None:

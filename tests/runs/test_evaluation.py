@@ -3,17 +3,21 @@
 import asyncio
 import contextlib
 import json
+import os
+import signal
 
 import pyarrow.parquet as pq
 import pytest
 
 from forebay.agents import SingleTurnAgentLoop
 from forebay.config import ConfigError, parse_config
+from forebay.engines import EngineLost
 from forebay.evaluate import Evaluator
 from forebay.ledger import Ledger
 from forebay.metrics import read_jsonl
 from forebay.replay import SQLStorage
 from forebay.runs import evaluation, steps
+from forebay.runs import launch as launching
 from forebay.runs.config import RunConfig
 from forebay.runs.evaluation import is_due
 from forebay.runs.folder import list_checkpoints, saved_config
@@ -326,6 +330,67 @@ def test_an_evaluation_that_fails_beside_takes_no_batch_with_it(tmp_path, monkey
     at = [{r["train_step"]: r["reward"] for r in _rows(p) if "reward" in r} for p in (folder, tmp_path / "whole/run")]
     assert at[0] == at[1]
     assert len(at[0]) == STEPS
+
+
+def kill_each(engine, killed):
+    """Kill the engine's process, unless that was done."""
+    if engine.pid not in killed:
+        killed.add(engine.pid)
+        os.kill(engine.pid, signal.SIGKILL)
+
+
+TWO_ENGINES = {
+    "engine": {"name": "process", "arguments": {"engines": 2}},
+    "evaluate": {"every": 2, "mode": "beside"},
+    "produce": {"mode": "separate", "max_staleness": 1},
+}
+
+
+@pytest.mark.usefixtures("warm")
+def test_a_run_goes_on_without_evaluations_when_their_engine_is_lost_for_good(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("forebay.engines.pool._TRY_AGAIN_S", 0.01)
+    answers, killed, calls = evaluation._answers, set(), []
+
+    async def lost_in_the_second(controller, *arguments):
+        answering = asyncio.create_task(answers(controller, *arguments))
+        calls.append(answering)
+        while len(calls) == 2 and not answering.done():
+            kill_each(controller.engines[0], killed)
+            await asyncio.sleep(0.001)
+        return await answering
+
+    monkeypatch.setattr(evaluation, "_answers", lost_in_the_second)
+    folder = train(tmp_path, **TWO_ENGINES)
+    # The engine's process and its three successors.
+    assert len(killed) == 4
+    assert trained(folder) == STEPS
+    assert [row["train_step"] for row in _rows(folder) if any(name.startswith("eval/") for name in row)] == [0, 4, 6]
+    assert [row["train_step"] for row in _rows(folder) if row.get("eval/left_out")] == [4, 6]
+    assert evaluated(folder) == [row["train_step"] for row in evaluations(folder)] == [0]
+    notes = [row["text"] for row in read_jsonl(folder / "notes.jsonl")]
+    for text, times in {
+        "the evaluation of step 2 is left out: its engine was lost, and is not back: engine 0: engine process": 1,
+        "held-out prompts are not tried any more: no engine is left": 1,
+        "failed": 0,
+    }.items():
+        assert sum(text in note for note in notes) == times, notes
+
+
+@pytest.mark.usefixtures("warm")
+def test_an_engine_for_evaluations_that_never_comes_up_ends_the_run(tmp_path, monkeypatch):
+    killed, loops = set(), launching.LOOPS["separate"]
+
+    async def without_engine(run):
+        running = asyncio.create_task(loops(run))
+        while not running.done():
+            kill_each(run.eval_controller.engines[0], killed)
+            await asyncio.sleep(0.001)
+        await running
+
+    monkeypatch.setitem(launching.LOOPS, "separate", without_engine)
+    with pytest.raises(EngineLost, match="ended with code -9"):
+        train(tmp_path, **TWO_ENGINES)
+    assert not (tmp_path / "run" / "model").exists()
 
 
 class SometimesRaises(SingleTurnAgentLoop):

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Protocol
 
 from forebay.aio.tasks import is_cancelled
 from forebay.config import StrictModel, parse_config
+from forebay.engines.base import EngineLost
 from forebay.judges.base import Judge
 from forebay.tracebacks import raised_at
 from forebay.types import (
@@ -199,7 +200,9 @@ class AgentLoop(ABC):
                 # Passed on, the agent's own would end the group while the siblings still write into it.
                 if isinstance(error, asyncio.CancelledError) and is_cancelled():
                     raise
-                logger.exception("rollout %s failed", state.rollout_id)
+                # Where no engine is left, all rollouts fail, and the engines' pool has told why.
+                if not isinstance(error, EngineLost):
+                    logger.exception("rollout %s failed", state.rollout_id)
                 attempt = attempt[:1]
                 _fail(attempt[0], type(self).__name__, error)
             first = attempt[0]

@@ -11,7 +11,8 @@ An engine takes token ids and returns token ids: it never sees chat messages and
 Contract:
 
 * An engine that lives elsewhere (a server) can be lost. Its requests then end with ``"error"`` and ``lost``,
-  with the tokens known so far, and its other calls raise `EngineLost`. Its ``async bring_up()`` starts it.
+  with the tokens known so far, and its other calls raise `EngineLost`. Its ``async bring_up()`` starts it:
+  one try, since `forebay.engines.pool` sees to the next.
 * `generate` may be called concurrently without bound; the engine decides how many run together and the rest
   wait. It returns a `Completion` for everything that happens to a request, also for an engine error
   (``finish_reason="error"``); it raises `ValueError` only for a request that can never run (too long, say).
@@ -120,6 +121,10 @@ def request_seed(*parts: str | int) -> int:
 
 class EngineLost(RuntimeError):
     """An engine cannot be reached, or has ended; it may come back, and others can do its work."""
+
+
+class SetUpWrongly(EngineLost):
+    """It refuses what it is asked right after it was started, as it would every time."""
 
 
 class WeightsGone(RuntimeError):

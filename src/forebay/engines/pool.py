@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from forebay.aio.changed import Changes
-from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
+from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest, SetUpWrongly
 from forebay.engines.call import UNSEEN, Call, Within
 from forebay.engines.members import Member, Members, Work, said_by_all
 from forebay.io.shared import LentTensors
@@ -36,7 +36,6 @@ from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Load = Callable[[Member], Awaitable[None]]
 
 LOAD_LIMIT_S = 600.0
 """The time to take over weights, and to free them: minutes are usual where a model is large."""
@@ -44,8 +43,8 @@ LOAD_LIMIT_S = 600.0
 MAX_RETRIES = 3
 """Engines that one call may lose before it fails: a request that brings down every server must end."""
 
-_BRING_UP_TRIES = 3
-"""Tries with an engine that comes up and then does not follow the others: each try limits itself."""
+_BRING_UP_TRIES, _TRY_AGAIN_S = 3, 10.0
+"""With one that was up before, or comes up and does not follow the others; and the pause between two of them."""
 
 
 class EnginePool:
@@ -308,7 +307,7 @@ class EnginePool:
             model_step, lambda member: cast("Any", member.engine).load_adapters(shared, model_step, config=config)
         )
 
-    async def _load(self, model_step: int, load: Load) -> None:
+    async def _load(self, model_step: int, load: Callable[[Member], Awaitable[None]]) -> None:
         self._given_step, self._asleep = model_step, False
         self._note()
         what = f"load the weights of step {model_step}"
@@ -397,23 +396,28 @@ class EnginePool:
             member.bringing_up = asyncio.create_task(self._bring_up(member, again=True))
 
     async def _bring_up(self, member: Member, *, again: bool) -> None:
+        # One that never was up gets one try: it is set up wrongly.
+        was_up = again
         try:
             for num_left in reversed(range(_BRING_UP_TRIES)):
                 # After a try that failed, too: `sleep` waits for engines that start, and this for its end.
                 member.is_starting = False
                 self._note()
+                if num_left < _BRING_UP_TRIES - 1:
+                    await asyncio.sleep(_TRY_AGAIN_S)
                 while self._asleep and member.sleeps:
                     await self._changes.wait(self._changes.version)
                 member.is_starting, member.is_asleep = True, False
-                await cast("Any", member.engine).bring_up()
-                if (told := member.loading) and told.done() and isinstance(told.result()[0], EngineLost):
-                    # It was away then, and has taken those weights by itself.
-                    member.loading = None
                 try:
+                    await cast("Any", member.engine).bring_up()
+                    was_up = True
+                    if (told := member.loading) and told.done() and isinstance(told.result()[0], EngineLost):
+                        # It was away then, and has taken those weights by itself.
+                        member.loading = None
                     await self._rest_as_others_do(member)
                     break
                 except (EngineLost, StallError, ValueError) as error:
-                    if not num_left:
+                    if not (num_left and was_up) or isinstance(error, SetUpWrongly):
                         raise
                     logger.warning("%s is brought up once more: %s", member, error)
             member.is_up = True
@@ -442,7 +446,6 @@ class EnginePool:
         # Before the wait: if a pause begins or ends in it, `_rest_as_others_do` goes round again.
         member.paused = self.is_paused
         if member.is_asleep and (self.is_paused or self._asleep):
-            # It rests.
             return
         await (member.engine.pause() if member.paused else member.engine.resume())
         if member.is_asleep:
@@ -451,10 +454,7 @@ class EnginePool:
             self._note()
 
     async def _change(self) -> None:
-        """Wait until an engine comes back, is given up, or a pause begins.
-
-        Raises EngineLost if none is left to wait for.
-        """
+        """Wait until an engine comes back, is given up, or a pause begins; EngineLost if none is left to wait for."""
         if self._closed:
             raise EngineLost("the engines were closed")
         if all(member.gone for member in self._members):

@@ -43,7 +43,7 @@ async def run_colocated(run: Run) -> None:
             steps.report(run, train_step, batch, metrics)
             steps.guard(run, train_step, metrics)
             if due := steps.due_sets(run, train_step):
-                await steps.evaluate(run, f"step {train_step}", due)
+                await steps.evaluate(run, due)
             if steps.is_due(train_step, config.checkpoint_every):
                 await steps.begin_checkpoint(run)
         await steps.finish(run)

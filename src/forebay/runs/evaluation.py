@@ -8,6 +8,7 @@
              meanwhile: production, train steps, hand-overs to the other engines, checkpoints
              what falls due meanwhile is left out: its tasks are tried with the next evaluation
              waits for the task: the end of the last step
+             its engine is lost for good: no more prompts are tried; production goes on
 
 A checkpoint says which evaluation is under way. The run that goes on from it takes the result from
 `metrics.jsonl`, or does that evaluation again with the weights of its own step, which are those of the
@@ -19,8 +20,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
-import numpy as np
-
+from forebay.engines.base import EngineLost
 from forebay.engines.pool import EnginePool
 from forebay.produce.strategies.rules import generated
 from forebay.runs.build import Run
@@ -29,7 +29,7 @@ from forebay.runs.folder import checkpoint_path
 from forebay.runs.reporting import raise_alarms
 from forebay.runs.rollouts import EvalSet
 from forebay.runs.verify import WeightsDifferError
-from forebay.types import RolloutState, made_by
+from forebay.types import RolloutState, Status, made_by
 from forebay.watching.activity import EVALUATE, EVALUATE_BESIDE, SYNC
 from forebay.watching.stalls import StallWatch
 
@@ -53,8 +53,7 @@ async def sync_weights(run: Run) -> None:
                     raise
                 continue
             if states is not None:
-                compared = await compute(run, run.weight_check.compare, number, states, run.trainer)
-                differences.append(compared)
+                differences.append(await compute(run, run.weight_check.compare, number, states, run.trainer))
         metrics = {"sync/engines_unchecked": float(len(run.controller.engines) - len(differences))}
         if differences:
             metrics["sync/logprob_difference"] = max(differences)
@@ -83,7 +82,7 @@ async def evaluate_again(run: Run, step: int) -> None:
             run.display.warning(f"step {run.train_step} is evaluated in place of step {step}, which is gone: {error}")
             await _load(run, run.train_step)
     tried = run.trainer.model_step
-    await evaluate(run, f"step {tried}" if tried else "before", due_sets(run, step))
+    await evaluate(run, due_sets(run, step))
     if tried != run.train_step:
         await _load(run, run.train_step)
 
@@ -92,7 +91,7 @@ async def _load(run: Run, step: int) -> None:
     await compute(run, run.trainer.resume, checkpoint_path(run.folder, step) / "trainer")
 
 
-async def evaluate(run: Run, label: str, eval_sets: Sequence[EvalSet] | None = None) -> None:
+async def evaluate(run: Run, eval_sets: Sequence[EvalSet] | None = None) -> None:
     """Try the held-out prompts, or only `eval_sets`, with the weights of the trainer.
 
     Beside production it is only begun; while another is under way it is left out, with a warning. Otherwise
@@ -115,14 +114,24 @@ async def evaluate(run: Run, label: str, eval_sets: Sequence[EvalSet] | None = N
             run.metrics.log(step, {"eval/left_out": 1.0})
             return
         await evaluation_ended(run)
-        with phase(run, "sync", SYNC):
-            run.synced_bytes += await run.trainer.sync_weights(run.eval_controller)
+        try:
+            with phase(run, "sync", SYNC):
+                run.synced_bytes += await run.trainer.sync_weights(run.eval_controller)
+        except EngineLost as error:
+            # One that does not come up at the beginning is set up wrongly.
+            if not step:
+                raise
+            if not run.eval_lost:
+                run.display.warning(f"held-out prompts are not tried any more: {error}")
+            run.eval_lost = True
+            run.metrics.log(step, {"eval/left_out": 1.0})
+            return
         # No task is left out again and again.
         wanted, run.left_out = [*eval_sets, *run.left_out], []
         eval_sets = [eval_set for eval_set in run.eval_sets if eval_set in wanted]
         # With its step: when it ends, the run may be further on.
-        working = _evaluate_beside(run, run.eval_controller, label, eval_sets, step)
-        run.evaluating, run.evaluating_step = asyncio.create_task(working, name=f"evaluation {label}"), step
+        working = _evaluate_beside(run, run.eval_controller, eval_sets, step)
+        run.evaluating, run.evaluating_step = asyncio.create_task(working, name=f"evaluation of step {step}"), step
         return
     # Between two hand-overs the engines hold older weights than the trainer.
     if run.controller.model_step != step:
@@ -131,7 +140,7 @@ async def evaluate(run: Run, label: str, eval_sets: Sequence[EvalSet] | None = N
         if run.turns is not None:
             await run.turns.generate()
         groups = await _answers(run.controller, eval_sets, run.manager.stall_watch)
-    _note(run, label, eval_sets, groups, step)
+    _note(run, eval_sets, groups, step)
 
 
 async def evaluation_ended(run: Run) -> None:
@@ -147,21 +156,19 @@ async def evaluation_ended(run: Run) -> None:
         working.result()
 
 
-async def _evaluate_beside(
-    run: Run, controller: EnginePool, label: str, eval_sets: Sequence[EvalSet], train_step: int
-) -> None:
+async def _evaluate_beside(run: Run, controller: EnginePool, eval_sets: Sequence[EvalSet], train_step: int) -> None:
     with run.activities.span(EVALUATE_BESIDE, f"step {train_step}"):
         groups = await _answers(controller, eval_sets, run.eval_watch)
-    versions = [made_by(state) for group in groups for state in group]
-    found = np.unique(np.concatenate(versions)).tolist()
-    # Empty where every rollout failed.
-    if found not in ([], [train_step]):
-        run.display.warning(
-            f"the evaluation of step {train_step} is left out: its engine was lost, came back with other "
-            f"weights, and answered with those of the steps {found}"
-        )
+    found = set[int]().union(*(made_by(state).tolist() for group in groups for state in group))
+    why = None
+    if found - {train_step}:
+        why = f"came back with other weights, and answered with those of the steps {sorted(found)}"
+    elif not controller.engines_up and all(state.status is Status.FAILED for group in groups for state in group):
+        why = f"is not back: {(await controller.health()).detail}"
+    if why is not None:
+        run.display.warning(f"the evaluation of step {train_step} is left out: its engine was lost, and {why}")
         return
-    _note(run, label, eval_sets, groups, train_step)
+    _note(run, eval_sets, groups, train_step)
     # Its checkpoint may be there already.
     find_best(run)
 
@@ -176,9 +183,7 @@ async def _answers(
         await controller.pause_generation()
 
 
-def _note(
-    run: Run, label: str, eval_sets: Sequence[EvalSet], groups: list[list[RolloutState]], train_step: int
-) -> None:
+def _note(run: Run, eval_sets: Sequence[EvalSet], groups: list[list[RolloutState]], train_step: int) -> None:
     """Log the metrics of `groups`, answered by the weights of `train_step`, in the row of that step."""
     metrics = run.evaluator.evaluate(groups, whole=len(eval_sets) == len(run.eval_sets))
     metrics["eval/model_step"] = float(train_step)
@@ -186,6 +191,7 @@ def _note(
     metrics |= raise_alarms(run, {"train_step": train_step, **metrics})
     # A later row is cut by a resume from the checkpoint of `train_step`, or may be the next evaluation's.
     run.metrics.log(train_step, metrics)
+    label = {0: "before", run.config.steps: "after"}.get(train_step, f"step {train_step}")
     run.display.evaluation(label, metrics)
     if run.rollouts_history is not None:
         run.rollouts_history.left(groups, "evaluated", train_step=train_step)

@@ -82,7 +82,7 @@ async def _after_step(run: Run, train_step: int, *, sync: bool) -> None:
     due = steps.due_sets(run, train_step)
     if due and run.eval_controller is not None:
         # Only begun, with the weights that the trainer has: production goes on.
-        await steps.evaluate(run, f"step {train_step}", due)
+        await steps.evaluate(run, due)
         due = []
     # The last one is made where production has come to its end.
     is_last = train_step == config.steps or run.stop.is_set()
@@ -94,7 +94,7 @@ async def _after_step(run: Run, train_step: int, *, sync: bool) -> None:
         if sync and not rests:
             await run.manager.continue_produce(run.controller.model_step)
         if due:
-            await steps.evaluate(run, f"step {train_step}", due)
+            await steps.evaluate(run, due)
         if save:
             # Begun where nothing is in flight, if production rests anyway, so that interrupted rollouts are
             # saved with their tokens; it is written while production goes on.

@@ -166,7 +166,7 @@ async def begin(run: Run) -> None:
         await evaluate_again(run, run.evaluating_step)
     await sync_weights(run)
     if not run.evaluations and run.evaluating is None:
-        await evaluate(run, "before")
+        await evaluate(run)
     # Where parts of the run can be lost: something to go back to before the first train step.
     if run.cluster is not None and run.train_step == 0:
         await checkpoint(run)
@@ -204,7 +204,7 @@ async def finish(run: Run) -> None:
         await evaluation_ended(run)
         # Unless the weights of now were tried already.
         if not run.evaluations or run.evaluations[-1]["train_step"] != run.train_step:
-            await evaluate(run, "after")
+            await evaluate(run)
             await evaluation_ended(run)
     elif run.evaluating is not None and not run.evaluating.done():
         run.display.message(f"the evaluation of step {run.evaluating_step} is cut off; --resume does it again")

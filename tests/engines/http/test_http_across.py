@@ -61,7 +61,7 @@ def source() -> Source:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.engines.servers.engine._TRY_AGAIN_S", 0.01)
+    monkeypatch.setattr("forebay.engines.pool._TRY_AGAIN_S", 0.01)
 
 
 @pytest.fixture

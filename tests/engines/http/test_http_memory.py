@@ -51,7 +51,7 @@ class Weights:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch) -> None:
-    monkeypatch.setattr("forebay.engines.servers.engine._TRY_AGAIN_S", 0.01)
+    monkeypatch.setattr("forebay.engines.pool._TRY_AGAIN_S", 0.01)
 
 
 @pytest.fixture(params=["FakeVLLM", "FakeSGLang"])

@@ -48,7 +48,7 @@ def trainer(warm) -> Iterator[TrainController]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch) -> None:
-    monkeypatch.setattr("forebay.engines.servers.engine._TRY_AGAIN_S", 0.01)
+    monkeypatch.setattr("forebay.engines.pool._TRY_AGAIN_S", 0.01)
     monkeypatch.setattr(bucket_module, "BUCKET_BYTES", BUCKET)
 
 

@@ -416,7 +416,7 @@ async def test_two_ranks_train_and_the_server_computes_what_they_do(folder, tmp_
 async def test_weights_are_sent_to_a_server_of_others_which_maps_no_memory(folder, trainer, tmp_path, monkeypatch):
     """Over gloo, as to a machine of its own."""
     monkeypatch.setattr("forebay.engines.weights.buckets.BUCKET_BYTES", 1 << 19)
-    monkeypatch.setattr("forebay.engines.servers.engine._TRY_AGAIN_S", 0.1)
+    monkeypatch.setattr("forebay.engines.pool._TRY_AGAIN_S", 0.1)
     told = Dialect.bucket
 
     def without_path(self: Dialect, bucket: Any) -> Any:

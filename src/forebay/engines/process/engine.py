@@ -30,6 +30,7 @@ import msgspec
 from forebay.aio.time_limits import timeout
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.process.host import MAX_HEADER_BYTES, PARENT_LIMIT_S, EngineRecipe, as_plain, from_plain
+from forebay.engines.servers.launch import log_tail
 from forebay.engines.weights.between_processes import SharedMemoryHandOver
 from forebay.io.channel import BlockingChannel, Channel
 from forebay.io.link import Link
@@ -261,8 +262,6 @@ _HANG_LIMIT_S = 2.0
 
 _CHILD_CODE = "from forebay.engines.process.child import main; main()"
 
-_LOG_TAIL_BYTES = 2000
-
 
 class _Child:
     """The process and this end of its socket."""
@@ -332,10 +331,7 @@ class _Child:
         return f"engine process {self.process.pid} ended with code {code}; {self._last_words()}"
 
     def _last_words(self) -> str:
-        with self._log.open("rb") as file:
-            file.seek(max(0, self._log.stat().st_size - _LOG_TAIL_BYTES))
-            tail = file.read().decode(errors="replace").strip() or "(nothing)"
-        return f"its log, {str(self._log)!r}, ends with: {tail}"
+        return f"its log, {str(self._log)!r}, ends with: {log_tail(self._log).strip() or '(nothing)'}"
 
     async def close(self) -> None:
         """End the connection and the process."""

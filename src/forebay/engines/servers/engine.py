@@ -39,7 +39,7 @@ from enum import Enum, auto
 from typing import Any
 
 from forebay.aio.time_limits import time_limit, timeout
-from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest, WeightsGone
+from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest, SetUpWrongly, WeightsGone
 from forebay.engines.local.stopping import StopTexts
 from forebay.engines.servers.dialects import CACHE, WEIGHTS, Dialect
 from forebay.engines.servers.images import SentImages, check_prompt
@@ -220,14 +220,13 @@ class HTTPEngine:
             try:
                 if not is_up:
                     raise EngineLost(f"{self}: {self._lost_because}")
-                async with timeout(_SLEEP_LIMIT_S):
+                late = EngineLost(f"{self} did not sleep within {_SLEEP_LIMIT_S:.0f} s")
+                async with timeout(_SLEEP_LIMIT_S, lambda: late):
                     await self._stop_all(goes_on=False)
                     await self._weights.sleep(keep_weights=keep_weights)
-            except BaseException as error:
+            except BaseException:
                 if self._server is not None:
                     await self._server.stop()
-                if isinstance(error, TimeoutError):
-                    raise EngineLost(f"{self} did not sleep within {_SLEEP_LIMIT_S:.0f} s") from None
                 raise
 
     async def load_weights(self, weights: Weights, model_step: int) -> None:
@@ -288,17 +287,13 @@ class HTTPEngine:
         """Return once the server answers as it should and has the current weights.
 
         A server of this machine that is down, or does not answer, or cannot be used, is started anew; for
-        another one this waits until it is there. One that never was up gets one try: it is set up wrongly;
-        so is one that refuses what it is asked right after its start.
+        another one this waits until it is there.
 
         Raises:
-            EngineLost: it could not be started, did not come back, or is not set up as it must be.
+            EngineLost: it could not be started, did not come back, or cannot be used.
+            SetUpWrongly: it was started, and then refuses what it is asked.
         """
-        failures: list[str] = []
-        num_tries = 1 if self._state is State.NEW else _START_TRIES
-        while len(failures) < num_tries:
-            if failures and self._server is None:
-                await asyncio.sleep(_TRY_AGAIN_S)
+        while True:
             is_new, seen = False, self._files.changes.version
             try:
                 is_new = await self._link.reach(self._start_limit_s, self._restarts)
@@ -308,14 +303,11 @@ class HTTPEngine:
                 await self._files.changes.wait(seen)
             except (EngineLost, Refused, BadAnswer, AdaptersRefusedError) as error:
                 self._lose(str(error))
-                failures.append(str(error))
-                if self._server is not None:
-                    await self._server.stop()
-                    if is_new and isinstance(error, ServerFailed):
-                        break
-        reasons = "; ".join(dict.fromkeys(failures))
-        where = "" if self._server is None else f" (its log: {self._server.log})"
-        raise EngineLost(f"given up after {len(failures)} tries: {reasons}{where}")
+                if self._server is None:
+                    raise EngineLost(str(error)) from None
+                await self._server.stop()
+                kind = SetUpWrongly if is_new and isinstance(error, ServerFailed) else EngineLost
+                raise kind(f"{error} (its log: {self._server.log})") from None
 
     # States
 
@@ -492,9 +484,3 @@ _SLEEP_LIMIT_S = 120.0
 
 _END_LIMIT_S = 5.0
 """The time that requests get to end after the server was paused; then their connections are closed."""
-
-_START_TRIES = 3
-"""Failures in a row to bring a server back, after which it is given up."""
-
-_TRY_AGAIN_S = 10.0
-"""The pause between two tries to use such a server: it cannot be started anew."""

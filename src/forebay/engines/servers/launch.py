@@ -112,7 +112,7 @@ class LocalServer:
                     else:
                         await asyncio.wait([ended], timeout=_ASK_EVERY_S)
                         continue
-                    raise EngineLost(f"the server {why}; the end of {self.log}:\n{self.log_tail()}")
+                    raise EngineLost(f"the server {why}; the end of {self.log}:\n{log_tail(self.log)}")
         except BaseException:
             await self.stop()
             raise
@@ -144,9 +144,10 @@ class LocalServer:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 await process.stdin.wait_closed()
 
-    def log_tail(self) -> str:
-        """The last lines of its log."""
-        with self.log.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-_TAIL_LINES:])
+
+def log_tail(path: Path) -> str:
+    """The last lines of a log."""
+    with path.open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = log.read().decode(errors="replace").splitlines()
+    return "\n".join(lines[-_TAIL_LINES:])

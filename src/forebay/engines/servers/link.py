@@ -28,7 +28,7 @@ from forebay.aio.tasks import beside
 from forebay.aio.time_limits import timeout
 from forebay.engines.base import EngineLost, GenerateRequest
 from forebay.engines.servers.dialects import Call, Dialect
-from forebay.engines.servers.launch import LocalServer
+from forebay.engines.servers.launch import LocalServer, log_tail
 from forebay.engines.servers.stream import BadAnswer, ErrorEvent
 from forebay.extras import needed_by
 
@@ -346,7 +346,7 @@ class Watch:
                 await asyncio.wait([ended], timeout=_HEALTH_EVERY_S)
                 if ended.done():
                     assert self._server is not None
-                    tail = self._server.log_tail()
+                    tail = log_tail(self._server.log)
                     why = f"it ended with exit code {ended.result()}; the end of its log:\n{tail}"
                 else:
                     why = await self._fault()

@@ -105,11 +105,11 @@ class RankWorker:
         if train.uses_critic:
             kind = type(models["model"].base_model)
             own = {"class": f"{kind.__module__}:{kind.__qualname__}", "frozen": [], "dtype": "float32"}
-            body, size = load({**policy, **own}), models["model"].config.get_text_config().hidden_size
+            body = load({**policy, **own})
         # Where one rank draws the head of a critic (numbers that become 0), and then adapters, so does each.
         torch.set_rng_state(random_state)
         if train.uses_critic:
-            models["value_model"] = Critic(body, size)
+            models["value_model"] = Critic(body)
         self._models = models
 
     def build(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any] | None, Layout, float]:

@@ -265,8 +265,7 @@ class Learner:
 
     def moments(self) -> Iterator[torch.Tensor]:
         """The state of the optimizers, as it lies in memory."""
-        for optimizer in self._optimizers.values():
-            yield from optimizer.moments()
+        return (tensor for _, tensor, _ in self._places(weights=False))
 
     def offload(self, weights: bool) -> None:
         """Move the moments, and the models' weights if asked, to the host's memory, until `onload`."""

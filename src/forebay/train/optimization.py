@@ -176,12 +176,8 @@ class Optimizer:
         """Forget accumulated gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
-    def moments(self) -> Iterator[torch.Tensor]:
-        """The tensors of AdamW's state; none before the first step."""
-        return (tensor for _, tensor, _ in self.places())
-
     def places(self) -> Iterator[Place]:
-        """The places of these tensors, for `forebay.train.offload`."""
+        """The tensors of AdamW's state, for `forebay.train.offload`; none before the first step."""
         for number, state in enumerate(self._adamw.state.values()):
             for key, value in state.items():
                 if hasattr(value, "full_tensor"):

@@ -16,7 +16,7 @@ from forebay.models.config import AttentionKey, PrecisionKey
 from forebay.train.batch import Layout
 from forebay.train.objective.corrections import CORRECTIONS, DEFAULT_BANDS, Band
 from forebay.train.objective.guard import DEFAULT_BANDS as GUARD_BANDS
-from forebay.train.objective.guard import GuardAction, check_bands
+from forebay.train.objective.guard import Bands, GuardAction
 from forebay.train.parallel.config import ParallelConfig
 from forebay.train.presets import with_papers
 
@@ -141,7 +141,7 @@ class TrainConfig(StrictModel):
     """(low, high): importance weights outside are truncated to it, or masked; None: the correction's own."""
     guard: GuardAction = "warn"
     """The reaction when the measures leave `guard_bands`: ``off``, ``warn``, ``lower_lag`` or ``stop``."""
-    guard_bands: dict[str, float] = GUARD_BANDS
+    guard_bands: Bands = GUARD_BANDS
     """The least ``ess_token`` and ``ess_sequence`` and the most ``mismatch_kl`` and ``clip_share`` allowed;
     what is left out is not watched."""
     # Critic (for advantage "gae")
@@ -267,7 +267,6 @@ class TrainConfig(StrictModel):
             look_up("advantage", self.advantage, dict.fromkeys((*ADVANTAGE_NAMES, "pass_at_8")))
         look_up("loss", self.loss, dict.fromkeys(LOSS_NAMES))
         look_up("correction", self.correction, CORRECTIONS)
-        check_bands(self.guard_bands)
         for problem in self._problems():
             raise ConfigError(problem)
         return self

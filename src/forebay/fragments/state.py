@@ -13,6 +13,7 @@ Each fragment is in exactly one place, so at any moment
 ``added = in chunks + in sequences + used up + dropped (by reason)``.
 """
 
+import math
 from collections.abc import Callable, Iterable
 
 from forebay.fragments.chunks import Chunk, ChunkTable, Fragment, Sequences
@@ -112,7 +113,7 @@ class ReplayState:
         session_id, model_version = change.session_id, change.model_version
         if session_id != self.meta.session_id:
             self._drop_chunks(list(self.chunks), "session")
-            self._drop(self.sequences.drop_all(), "session")
+            self._drop(self.sequences.drop_stale(math.inf), "session")
         self.meta.session_id, self.meta.model_version = session_id, model_version
         self._drop_stale()
 

@@ -78,7 +78,7 @@ class OffPolicyGuard:
             window.clear()
         return GuardDecision(self._action, message)
 
-    def _message(self, train_step: int, outside: list[str], metrics: Mapping[str, float]) -> str:
+    def _message(self, train_step: int, outside: list[Measure], metrics: Mapping[str, float]) -> str:
         seen = [
             f"{name} {statistics.median(window):.4g} ("
             f"{'at least' if name in LOWER_BOUNDS else 'at most'} {self._bands[name]:g})"

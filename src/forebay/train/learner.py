@@ -124,11 +124,12 @@ class Learner:
         self._collate = partial(tensors, with_borders=borders, sight=Sight(lora.without_adapters(model)))
         self._policy_loss: losses.PolicyLossFunction = look_up("loss", config.loss, losses.POLICY_LOSSES)
         self._corrector = Corrector(config.correction, config.band)
-        make_optimizer = partial(Optimizer, settings=config, total_steps=total_steps, mesh=mesh)
-        self._optimizer = make_optimizer(model)
+        make_optimizer = partial(Optimizer, total_steps=total_steps, mesh=mesh)
+        self._optimizer = make_optimizer(model, config)
         self._optimizers = {"optimizer": self._optimizer}
         if self.critic is not None:
-            self._optimizers["critic_optimizer"] = make_optimizer(self.critic, lr=config.critic_lr)
+            own = config.model_copy(update={"lr": config.critic_lr})
+            self._optimizers["critic_optimizer"] = make_optimizer(self.critic, own)
         self._parts = checkpoint.TrainerParts(
             model=model, critic=self.critic, optimizers=self._optimizers, starting_weights=fixed
         )

@@ -14,7 +14,7 @@ Each fragment is in exactly one place, so at any moment
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from forebay.fragments.chunks import Chunk, ChunkTable, Fragment, Sequences
 from forebay.fragments.leases import FragmentBatch, Lease, LeaseRow, References
@@ -58,9 +58,8 @@ class ReplayState:
 
     # Coming in.
 
-    def add(self, fragments: Iterable[tuple[str, FragmentMetadata]], now_s: float) -> None:
+    def add(self, fragments: Sequence[tuple[str, FragmentMetadata]], now_s: float) -> None:
         """Take the fragments in, or drop them; one that is here already changes nothing."""
-        fragments = list(fragments)
         new = {each: metadata for each, metadata in fragments if not self.references.knows(each)}
         self._add(journal.checked(journal.Added(new, len(fragments) - len(new))), now_s)
 

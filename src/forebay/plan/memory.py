@@ -359,7 +359,6 @@ def _no_moves() -> AbstractContextManager[object]:
 def fill_numbers(batch: TrainBatch) -> TrainBatch:
     """`batch` with every number that a pass may ask for; which ones they are changes no size."""
     ones_R = np.ones(batch.num_response_tokens, np.float32)
-    for name in ("advantages", "returns", "values", "old_logprobs", "ref_logprobs", "importance"):
+    for name in ("advantages", "returns", "values", "old_logprobs", "ref_logprobs", "importance", "token_weights"):
         setattr(batch, name, ones_R)
-    batch.token_weights = ones_R
     return batch

@@ -25,8 +25,6 @@ LOSS_NAMES = ("clipped", "gspo", "cispo")
 """The keys of `ADVANTAGES` and `POLICY_LOSSES` (`forebay.train.objective`), so that run files are checked
 without them: both modules read this one, and losses load torch."""
 
-ADAM = (0.9, 0.999, 1e-8)
-"""AdamW's published betas and epsilon."""
 Moments = Literal["float32", "cpu", "8bit"]
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -55,7 +53,8 @@ class TrainConfig(StrictModel):
     such as ["cosine", 20] has the number of train steps over which it rises before."""
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Of matrices; norms and biases never decay."""
-    adam: tuple[Share, Share, Positive] = ADAM
+    # The published ones.
+    adam: tuple[Share, Share, Positive] = (0.9, 0.999, 1e-8)
     """AdamW's betas, how much it keeps of the mean gradient and of the mean square, and its epsilon."""
     moments: Moments = "float32"
     """``cpu``: in the host's memory, on the device for their step only; the same numbers, slower. ``8bit``: a

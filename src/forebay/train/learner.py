@@ -106,10 +106,9 @@ class Learner:
             self.ref_model.requires_grad_(False).eval()
         below = model if lora.is_lora(model) else self.ref_model
         fixed = checkpoint.fingerprint(below) if below is not None and has_content else None
-        is_half = self._precision != "float32"
         self._mesh = mesh
         # FSDP casts what it gathers, so autocast has only what every rank has whole to cast.
-        self._casts = is_half and (mesh is None or lora.is_lora(model))
+        self._casts = self._precision != "float32" and (mesh is None or lora.is_lora(model))
         parts = [part for part in (lora.without_adapters(model), self.ref_model, self.critic) if part is not None]
         for part in parts:
             _place(part, self.device, mesh)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.train import OffPolicyError, OffPolicyGuard
-from forebay.train.objective.guard import DEFAULT_BANDS, LOWER_BOUNDS, MIN_STEPS, WINDOW_STEPS, check_bands
+from forebay.train.objective.guard import DEFAULT_BANDS, LOWER_BOUNDS, MIN_STEPS, WINDOW_STEPS
 
 HEALTHY = {"train/ess_token": 0.99, "train/mismatch_kl": 1e-4, "train/clip_share": 0.02}
 SICK = {"ess_token": 0.1, "mismatch_kl": 3.0, "clip_share": 0.9}
@@ -98,4 +98,6 @@ def test_a_restored_guard_goes_on_where_it_was():
 def test_the_constants_fit_together():
     assert MIN_STEPS <= WINDOW_STEPS
     assert set(LOWER_BOUNDS) & set(DEFAULT_BANDS) == {"ess_token"}
-    check_bands(DEFAULT_BANDS)
+    for wrong in ({"ess": 0.5}, {"mismatch_kl": 0.0}, {"mismatch_kl": math.nan}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            OffPolicyGuard("warn", wrong)

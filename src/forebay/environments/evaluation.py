@@ -2,10 +2,10 @@
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from forebay.environments.config import EnvironmentConfig, FragmentRunConfig
 from forebay.environments.policy import Policy
-from forebay.environments.workers.messages import Episode
 from forebay.environments.workers.stepper import make_vector
 
 EVAL_RETURN = "eval/return"
@@ -18,8 +18,8 @@ al., 2015), the longest limit in common use."""
 
 def play(
     config: EnvironmentConfig, policy: Policy, num_episodes: int, seed: int, *, max_steps: int | None = None
-) -> list[Episode]:
-    """The first episode of `num_episodes` environments, reset with seeds of their own.
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Rewards and steps of the first episode of `num_episodes` environments, reset with seeds of their own.
 
     Taking the first episodes that end, whatever environment they are of, would favor short ones. One that
     does not end counts as far as `max_steps`, by default `MAX_STEPS`.
@@ -45,18 +45,17 @@ def play(
                 break
     finally:
         envs.close()
-    return [Episode(*each) for each in zip(rewards_E.tolist(), lengths_E.tolist(), strict=True)]
+    return rewards_E, lengths_E
 
 
 def measure(config: FragmentRunConfig, policy: Policy) -> dict[str, float]:
     """The metrics of an evaluation: `config.eval_episodes` episodes, the same ones every time."""
     seed = config.seed + EVALUATION_SEED
-    episodes = play(config.environment, policy, config.eval_episodes, seed)
-    returns = np.array([episode.reward for episode in episodes])
+    returns, lengths = play(config.environment, policy, config.eval_episodes, seed)
     return {
         EVAL_RETURN: float(returns.mean()),
         "eval/min_return": float(returns.min()),
         "eval/std_return": float(returns.std()),
-        "eval/episode_steps": float(np.mean([episode.num_steps for episode in episodes])),
-        "eval/episodes": len(episodes),
+        "eval/episode_steps": float(lengths.mean()),
+        "eval/episodes": len(returns),
     }

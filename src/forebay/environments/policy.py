@@ -135,16 +135,12 @@ class Policy(nn.Module):
 
     def weights(self) -> bytes:
         """All parameters and buffers as float32 bytes, in the order of `state_dict`."""
-        parts = [tensor.detach().float().flatten() for tensor in self.state_dict().values()]
-        return torch.cat(parts).numpy().tobytes()
+        return nn.utils.parameters_to_vector(self.state_dict().values()).numpy().tobytes()
 
     def load_weights(self, weights: bytes) -> None:
         """Take over what `weights` of an equal policy gave."""
         vector = torch.from_numpy(np.frombuffer(weights, np.float32).copy())
-        tensors: list[torch.Tensor] = list(self.state_dict().values())
-        parts = torch.split(vector, [tensor.numel() for tensor in tensors])
-        for tensor, part in zip(tensors, parts, strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        nn.utils.vector_to_parameters(vector, self.state_dict(keep_vars=True).values())
 
 
 def _layers(size: int, hidden: int, out: int, *, last_gain: float) -> nn.Sequential:

@@ -23,6 +23,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,8 +133,7 @@ class PPOTrainer:
         policy = self.policy
         values_SB = ((torch.from_numpy(targets.values_SB) - policy.value_mean) / policy.value_std).float()
         weights_SB = (old_SB - batch.logprobs_SB).exp().clamp(max=MAX_RATIO)
-        sums: dict[str, float] = {}
-        count = 0
+        rows: list[dict[str, float]] = []
         for index, params, values in self._mini_batches(batch, live_SB):
             logprobs = policy.head.log_prob(params, batch.action_SB[index])
             ratio = (logprobs - old_SB[index]).exp()
@@ -153,10 +153,8 @@ class PPOTrainer:
                 "clip_share": ((ratio - 1).abs() > clip).float().mean(),
                 "grad_norm": self._descend(loss),
             }
-            for name, value in numbers.items():
-                sums[name] = sums.get(name, 0.0) + value.item()
-            count += 1
-        metrics.update((name, total / count) for name, total in sums.items())
+            rows.append({name: value.item() for name, value in numbers.items()})
+        metrics.update((name, fmean(row[name] for row in rows)) for name in rows[0])
 
     def _descend(self, loss: torch.Tensor) -> torch.Tensor:
         self._optimizer.zero_grad()

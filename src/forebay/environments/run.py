@@ -408,8 +408,8 @@ def try_parts(config: FragmentRunConfig, say: Callable[[str], None]) -> None:
     say(f"policy  {config.policy.hidden_size} units, and its trainer")
     build_mode(config)
     say(f"workers {config.environment.workers} {config.environment.mode}")
-    (reward, _) = evaluation.play(config.environment, policy, 1, config.seed, max_steps=1)[0]
-    say(f"step    {config.environment.id}: reward {reward:g}")
+    rewards, _ = evaluation.play(config.environment, policy, 1, config.seed, max_steps=1)
+    say(f"step    {config.environment.id}: reward {rewards[0]:g}")
 
 
 async def evaluate(config: FragmentRunConfig) -> dict[str, float]:

@@ -163,7 +163,7 @@ class Sequences:
         self._partials[fragment.worker_uuid] = partial, now_s
         return useless, []
 
-    def drop_stale(self, min_version: int) -> list[Fragment]:
+    def drop_stale(self, min_version: float) -> list[Fragment]:
         """Remove those of older versions, and what precedes them: no chunk without them can hold it."""
         dropped = []
         for worker, (partial, heard_s) in list(self._partials.items()):
@@ -180,12 +180,6 @@ class Sequences:
     def drop_worker(self, worker_uuid: str) -> list[Fragment]:
         """Remove those of this worker."""
         return self._partials.pop(worker_uuid, ([], 0.0))[0]
-
-    def drop_all(self) -> list[Fragment]:
-        """Remove the fragments of all workers, and return them."""
-        dropped = list(self)
-        self._partials.clear()
-        return dropped
 
     def heard_last(self) -> tuple[str, float] | None:
         """The worker silent for longest, and when it was heard; None: there is no partial chunk."""

@@ -13,6 +13,7 @@ Each fragment is in exactly one place, so at any moment
 ``added = in chunks + in sequences + used up + dropped (by reason)``.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 from forebay.fragments.chunks import Chunk, ChunkTable, Fragment, Sequences
@@ -50,7 +51,6 @@ class ReplayState:
         """The batch served last."""
         self.chunks = ChunkTable()
         self.sequences = Sequences(rules.fragments_per_chunk)
-        self._chunk_of: dict[str, Chunk] = {}
 
     @property
     def _min_version(self) -> int:
@@ -58,13 +58,13 @@ class ReplayState:
 
     # Coming in.
 
-    def add(self, fragments: Iterable[tuple[str, FragmentMetadata]], now_s: float) -> None:
+    def add(self, fragments: Sequence[tuple[str, FragmentMetadata]], now_s: float) -> None:
         """Take the fragments in, or drop them; one that is here already changes nothing."""
-        fragments = list(fragments)
         new = {each: metadata for each, metadata in fragments if not self.references.knows(each)}
         self._add(journal.checked(journal.Added(new, len(fragments) - len(new))), now_s)
 
-    def _add(self, added: journal.Added, now_s: float) -> None:
+    def _add(self, added: journal.Added, now_s: float) -> list[Chunk]:
+        """Take in what is new; the chunks that are complete now."""
         self.changes.append(added)
         new, num_duplicates = added.fragments, added.num_duplicates
         meta, is_chunk = self.meta, self.rules.fragments_per_chunk == 1
@@ -97,12 +97,9 @@ class ReplayState:
         meta.num_chunks += len(chunks)
         if limit := self.rules.rate_limit:
             meta.difference += limit.samples_per_insert * len(chunks)
-        self._hold_chunks(chunks)
-        self._evict()
-
-    def _hold_chunks(self, chunks: Sequence[Chunk]) -> None:
         self.chunks.add(chunks)
-        self._chunk_of.update([(fragment.fragment_id, chunk) for chunk in chunks for fragment in chunk.fragments])
+        self._evict()
+        return chunks
 
     def _evict(self) -> None:
         excess = len(self.chunks) - self.rules.max_chunks
@@ -115,7 +112,7 @@ class ReplayState:
         session_id, model_version = change.session_id, change.model_version
         if session_id != self.meta.session_id:
             self._drop_chunks(list(self.chunks), "session")
-            self._drop(self.sequences.drop_all(), "session")
+            self._drop(self.sequences.drop_stale(math.inf), "session")
         self.meta.session_id, self.meta.model_version = session_id, model_version
         self._drop_stale()
 
@@ -234,10 +231,7 @@ class ReplayState:
 
     def _remove_chunks(self, chunks: list[Chunk]) -> list[Fragment]:
         self.chunks.remove(chunks)
-        fragments = [fragment for chunk in chunks for fragment in chunk.fragments]
-        for fragment in fragments:
-            del self._chunk_of[fragment.fragment_id]
-        return fragments
+        return [fragment for chunk in chunks for fragment in chunk.fragments]
 
     def _drop(self, fragments: list[Fragment], reason: str) -> None:
         self.meta.tallies.dropped[reason] += len(fragments)
@@ -275,12 +269,13 @@ class ReplayState:
             # The number that was saved is a place in the table of then.
             chunk.slot = -1
             self.references.hold(chunk.fragments)
-        self._hold_chunks(snapshot.chunks)
+        self.chunks.add(snapshot.chunks)
         self.references.hold(snapshot.parts)
         for fragment in snapshot.parts:
             self.sequences.add(fragment, now_s=0.0)
+        by_first = _by_first(snapshot.chunks)
         for change in saved.changes:
-            self._replay(change)
+            self._replay(change, by_first)
         self.rules = rules
         self._apply_rules(has_payload)
         # The first commit writes a snapshot, which has all of it.
@@ -288,12 +283,12 @@ class ReplayState:
         # Most of these payloads are deleted already. One that was announced again since is needed.
         self.free = [fragment_id for fragment_id in self.free if fragment_id not in self.references]
 
-    def _replay(self, change: journal.Change) -> None:
+    def _replay(self, change: journal.Change, by_first: dict[str, Chunk]) -> None:
         match change:
             case journal.Added():
-                self._add(change, now_s=0.0)
+                by_first |= _by_first(self._add(change, now_s=0.0))
             case journal.Served(fragment_ids, lease_s):
-                self._serve([self._chunk_of[each] for each in fragment_ids], 0.0, lease_s)
+                self._serve([by_first[each] for each in fragment_ids], 0.0, lease_s)
             case journal.LeaseEnded(number, is_expired):
                 self._end_lease(self.leases[number], is_expired=is_expired)
             case journal.VersionSet(session_id, model_version):
@@ -314,3 +309,8 @@ class ReplayState:
             self.drop_worker(worker, "lost_payload")
         self._evict()
         self._drop_stale()
+
+
+def _by_first(chunks: Iterable[Chunk]) -> dict[str, Chunk]:
+    """The chunks as the journal names them: by their first fragment."""
+    return {chunk.fragments[0].fragment_id: chunk for chunk in chunks}

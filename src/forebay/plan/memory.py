@@ -193,7 +193,7 @@ def step_memory(
             # Only for schedules that fall; a rehearsal's rate is 0 in any case.
             total_steps=1,
             ref_model=reference,
-            value_model=_critic(_model(model_config, held)) if config.uses_critic else None,
+            value_model=Critic(_model(model_config, held).base_model) if config.uses_critic else None,
         )
         trained = [learner.model] if learner.critic is None else [learner.model, learner.critic]
         parameters = [parameter for part in trained for parameter in part.parameters()]
@@ -266,10 +266,6 @@ def _largest_packs(batch: TrainBatch, config: TrainConfig) -> list[Pack]:
 
 def _model(model_config: Any, held: Precision = "float32") -> Any:
     return auto_class(model_config).from_config(model_config, dtype=getattr(torch, held))
-
-
-def _critic(model: Any) -> Critic:
-    return Critic(model.base_model, model.config.get_text_config().hidden_size)
 
 
 def _grouped_mm(rows_ND: torch.Tensor, experts_EDF: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
@@ -363,7 +359,6 @@ def _no_moves() -> AbstractContextManager[object]:
 def fill_numbers(batch: TrainBatch) -> TrainBatch:
     """`batch` with every number that a pass may ask for; which ones they are changes no size."""
     ones_R = np.ones(batch.num_response_tokens, np.float32)
-    for name in ("advantages", "returns", "values", "old_logprobs", "ref_logprobs", "importance"):
+    for name in ("advantages", "returns", "values", "old_logprobs", "ref_logprobs", "importance", "token_weights"):
         setattr(batch, name, ones_R)
-    batch.token_weights = ones_R
     return batch

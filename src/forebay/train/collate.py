@@ -263,17 +263,15 @@ def _pad(starts: Ints, widths: Ints) -> Ints:
 def _distinct_prompts(batch: TrainBatch, pack: Pack) -> tuple[Ints, Ints, Pack]:
     """The tokens of the distinct prompts of a pack (Q x P), which of them each sequence has (B), and a
     sequence that has each (Q)."""
-    if len(pack) == 0:
-        return _PAD, np.zeros(1, np.int64), pack
     _, members, rows = np.unique(batch.prompt_index[pack], return_index=True, return_inverse=True)
     chosen = pack[members]
+    # An empty pack has one row, a pad.
+    rows = rows if len(pack) else np.zeros(1, np.int64)
     return _pad(batch.token_starts[chosen], batch.prompt_lengths[chosen]), rows, chosen
 
 
 def _responses(batch: TrainBatch, pack: Pack, longest_prompt: int) -> tuple[Ints, Ints | None]:
     """The tokens of responses in rows, and the mask of prompt pads if there are any."""
-    if len(pack) == 0:
-        return _PAD, None
     ends = batch.prompt_lengths[pack]
     # All but the last token, which predicts nothing; the prompt's last one predicts the first.
     widths = np.maximum(batch.response_lengths[pack] - 1, 0)

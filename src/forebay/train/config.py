@@ -16,7 +16,7 @@ from forebay.models.config import AttentionKey, PrecisionKey
 from forebay.train.batch import Layout
 from forebay.train.objective.corrections import CORRECTIONS, DEFAULT_BANDS, Band
 from forebay.train.objective.guard import DEFAULT_BANDS as GUARD_BANDS
-from forebay.train.objective.guard import GuardAction, check_bands
+from forebay.train.objective.guard import Bands, GuardAction
 from forebay.train.parallel.config import ParallelConfig
 from forebay.train.presets import with_papers
 
@@ -25,8 +25,6 @@ LOSS_NAMES = ("clipped", "gspo", "cispo")
 """The keys of `ADVANTAGES` and `POLICY_LOSSES` (`forebay.train.objective`), so that run files are checked
 without them: both modules read this one, and losses load torch."""
 
-ADAM = (0.9, 0.999, 1e-8)
-"""AdamW's published betas and epsilon."""
 Moments = Literal["float32", "cpu", "8bit"]
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -55,7 +53,8 @@ class TrainConfig(StrictModel):
     such as ["cosine", 20] has the number of train steps over which it rises before."""
     weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Of matrices; norms and biases never decay."""
-    adam: tuple[Share, Share, Positive] = ADAM
+    # The published ones.
+    adam: tuple[Share, Share, Positive] = (0.9, 0.999, 1e-8)
     """AdamW's betas, how much it keeps of the mean gradient and of the mean square, and its epsilon."""
     moments: Moments = "float32"
     """``cpu``: in the host's memory, on the device for their step only; the same numbers, slower. ``8bit``: a
@@ -141,7 +140,7 @@ class TrainConfig(StrictModel):
     """(low, high): importance weights outside are truncated to it, or masked; None: the correction's own."""
     guard: GuardAction = "warn"
     """The reaction when the measures leave `guard_bands`: ``off``, ``warn``, ``lower_lag`` or ``stop``."""
-    guard_bands: dict[str, float] = GUARD_BANDS
+    guard_bands: Bands = GUARD_BANDS
     """The least ``ess_token`` and ``ess_sequence`` and the most ``mismatch_kl`` and ``clip_share`` allowed;
     what is left out is not watched."""
     # Critic (for advantage "gae")
@@ -267,7 +266,6 @@ class TrainConfig(StrictModel):
             look_up("advantage", self.advantage, dict.fromkeys((*ADVANTAGE_NAMES, "pass_at_8")))
         look_up("loss", self.loss, dict.fromkeys(LOSS_NAMES))
         look_up("correction", self.correction, CORRECTIONS)
-        check_bands(self.guard_bands)
         for problem in self._problems():
             raise ConfigError(problem)
         return self

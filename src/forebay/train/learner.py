@@ -106,10 +106,9 @@ class Learner:
             self.ref_model.requires_grad_(False).eval()
         below = model if lora.is_lora(model) else self.ref_model
         fixed = checkpoint.fingerprint(below) if below is not None and has_content else None
-        is_half = self._precision != "float32"
         self._mesh = mesh
         # FSDP casts what it gathers, so autocast has only what every rank has whole to cast.
-        self._casts = is_half and (mesh is None or lora.is_lora(model))
+        self._casts = self._precision != "float32" and (mesh is None or lora.is_lora(model))
         parts = [part for part in (lora.without_adapters(model), self.ref_model, self.critic) if part is not None]
         for part in parts:
             _place(part, self.device, mesh)
@@ -124,11 +123,12 @@ class Learner:
         self._collate = partial(tensors, with_borders=borders, sight=Sight(lora.without_adapters(model)))
         self._policy_loss: losses.PolicyLossFunction = look_up("loss", config.loss, losses.POLICY_LOSSES)
         self._corrector = Corrector(config.correction, config.band)
-        make_optimizer = partial(Optimizer, settings=config, total_steps=total_steps, mesh=mesh)
-        self._optimizer = make_optimizer(model)
+        make_optimizer = partial(Optimizer, total_steps=total_steps, mesh=mesh)
+        self._optimizer = make_optimizer(model, config)
         self._optimizers = {"optimizer": self._optimizer}
         if self.critic is not None:
-            self._optimizers["critic_optimizer"] = make_optimizer(self.critic, lr=config.critic_lr)
+            own = config.model_copy(update={"lr": config.critic_lr})
+            self._optimizers["critic_optimizer"] = make_optimizer(self.critic, own)
         self._parts = checkpoint.TrainerParts(
             model=model, critic=self.critic, optimizers=self._optimizers, starting_weights=fixed
         )
@@ -265,10 +265,9 @@ class Learner:
 
     def moments(self) -> Iterator[torch.Tensor]:
         """The state of the optimizers, as it lies in memory."""
-        for optimizer in self._optimizers.values():
-            yield from optimizer.moments()
+        return (tensor for _, tensor, _ in self._places(weights=False))
 
-    def offload(self, *, weights: bool) -> None:
+    def offload(self, weights: bool) -> None:
         """Move the moments, and the models' weights if asked, to the host's memory, until `onload`."""
         self._away.offload(self._places(weights=weights))
 
@@ -400,9 +399,9 @@ class Learner:
         """The adapters' weights, by their names in peft's files; none without LoRA."""
         return ((name, parameter.detach()) for name, parameter in lora.adapter_weights(self.model))
 
-    def begin_save(self, folder: Path, train_step: int) -> None:
+    def begin_save(self, folder: Path | str, train_step: int) -> None:
         """Copy the trainer's state, and write it into the empty `folder` beside whatever comes next."""
-        self._writing = checkpoint.begin_save(folder, self._parts, train_step=train_step, mesh=self._mesh)
+        self._writing = checkpoint.begin_save(Path(folder), self._parts, train_step=train_step, mesh=self._mesh)
 
     def finish_save(self) -> None:
         """Wait until what `begin_save` copied is written.
@@ -423,9 +422,9 @@ class Learner:
         self.begin_resume(folder)
         return self.finish_resume()
 
-    def begin_resume(self, folder: Path) -> None:
+    def begin_resume(self, folder: Path | str) -> None:
         """Read it; a rank waits for no other."""
-        self._resuming = checkpoint.load_trainer(folder, self._parts)
+        self._resuming = checkpoint.load_trainer(Path(folder), self._parts)
 
     def finish_resume(self) -> int:
         """Use what was read; ranks wait for each other."""

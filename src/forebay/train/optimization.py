@@ -65,17 +65,14 @@ class Optimizer:
 
     model: nn.Module
     settings: TrainConfig
-    """Its schedule, decay, clipping and moments."""
+    """Its peak learning rate, schedule, decay, clipping and moments."""
     _: KW_ONLY
-    lr: float | None = None
-    """The peak, if it is another one than that of the settings."""
     total_steps: int | None = None
     mesh: DeviceMesh | None = None
     """The ranks that hold slices of `model` and saw different sequences; None: one rank."""
 
     def __post_init__(self) -> None:
         schedule, _ = self.settings.fall_and_rise
-        self._peak = self.settings.lr if self.lr is None else self.lr
         if schedule != "constant" and self.total_steps is None:
             raise ValueError(f"schedule {schedule!r} needs total_steps, the train step at which it ends")
         self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -92,7 +89,7 @@ class Optimizer:
         self._adamw = self._make(groups)
 
     def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        peak, betas, epsilon = self._peak, self.settings.adam[:2], self.settings.adam[2]
+        peak, betas, epsilon = self.settings.lr, self.settings.adam[:2], self.settings.adam[2]
         if self.settings.moments != "8bit":
             return torch.optim.AdamW(groups, lr=peak, betas=betas, eps=epsilon, fused=True)
         with needed_by("train.moments = '8bit'"):
@@ -105,7 +102,7 @@ class Optimizer:
     def learning_rate(self, train_step: int) -> float:
         """The rate of the step after `train_step` completed ones."""
         schedule, warmup_steps = self.settings.fall_and_rise
-        return self._peak * schedule_factor(
+        return self.settings.lr * schedule_factor(
             schedule, train_step, warmup_steps=warmup_steps, total_steps=self.total_steps
         )
 
@@ -176,12 +173,8 @@ class Optimizer:
         """Forget accumulated gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
-    def moments(self) -> Iterator[torch.Tensor]:
-        """The tensors of AdamW's state; none before the first step."""
-        return (tensor for _, tensor, _ in self.places())
-
     def places(self) -> Iterator[Place]:
-        """The places of these tensors, for `forebay.train.offload`."""
+        """The tensors of AdamW's state, for `forebay.train.offload`; none before the first step."""
         for number, state in enumerate(self._adamw.state.values()):
             for key, value in state.items():
                 if hasattr(value, "full_tensor"):

@@ -80,7 +80,7 @@ async def sync_weights(
     No training step may run meanwhile. Gathering and merging happen in a thread.
     """
 
-    async def gather(weights: Callable[[], Weights], dtype: Precision) -> Weights:
+    async def gather(weights: Callable[[], Weights], dtype: Precision | None) -> Weights:
         return await asyncio.to_thread(lambda: list(cast(weights(), dtype)))
 
     config = source.adapter_config
@@ -104,11 +104,9 @@ async def sync_weights(
             logger.warning("all weights of step %d are handed over, adapters merged: %s", model_step, refusal)
     if live is not None and getattr(receiver, "takes_live_weights", False):
         weights: Any = live
-    # An engine in this process casts on the way into its model: a cast copy before would be one more.
-    elif getattr(receiver, "casts_weights", False):
-        weights = await asyncio.to_thread(lambda: list(source.weights()))
     else:
-        weights = await gather(source.weights, dtype)
+        # An engine in this process casts on the way into its model: a cast copy before would be one more.
+        weights = await gather(source.weights, None if getattr(receiver, "casts_weights", False) else dtype)
     await receiver.update_weights(weights, model_step)
     return _num_bytes(weights.sizes() if isinstance(weights, LiveWeights) else weights, dtype)
 

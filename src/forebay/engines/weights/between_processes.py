@@ -148,10 +148,8 @@ class SharedMemoryHandOver:
             await asyncio.wait(filter(None, writing))
         free = [other for other in self._before if not (other.readers or other.num_calls or other is written)]
         self._before = [other for other in self._before if other not in free]
-        return await asyncio.to_thread(self._fill, written, [other.file for other in free if other.file])
-
-    def _fill(self, written: _Written, free: Sequence[MemoryFile]) -> dict[str, Any]:
-        layout, memory = put(written.weights, free)
+        files = [other.file for other in free if other.file]
+        layout, memory = await asyncio.to_thread(put, written.weights, files)
         written.file = memory
         return {"path": memory.path, "inode": memory.inode, "num_bytes": memory.num_bytes, "layout": layout}
 

@@ -37,7 +37,8 @@ from forebay.aio.changed import Changes
 from forebay.config import ConfigError
 from forebay.io.safe_files import made_whole
 from forebay.io.shared import views
-from forebay.models.live_weights import LiveWeights
+from forebay.models.config import Precision
+from forebay.models.live_weights import LiveWeights, cast
 from forebay.models.starting_weights import BASE_FINGERPRINT, AdapterConfig, BaseDiffersError, Weights, fingerprint
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class WeightFiles:
         model_folder: Path | None = None,
         *,
         written_out: Mapping[str, str] | None = None,
-        starting_dtype: str | None = None,
+        starting_dtype: Precision | None = None,
         bucket_device: str | None = None,
     ) -> None:
         """Write into `folder`, which is made with the first weights; config and tokenizer of `model_folder`
@@ -326,18 +327,14 @@ class _Part:
 _WEIGHT_FILES = "*.safetensors"
 
 
-def _stored(folder: Path, dtype: str | None, *, leave_out: Collection[str]) -> Weights:
+def _stored(folder: Path, dtype: Precision | None, *, leave_out: Collection[str] = ()) -> Weights:
     """The weights in a model folder, one after another, those of floating point as `dtype`."""
-    import torch
     from safetensors import safe_open
 
     for path in sorted(folder.glob(_WEIGHT_FILES)):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no mapping.
-                if name not in leave_out:
-                    tensor = file.get_tensor(name)
-                    is_cast = dtype is not None and tensor.is_floating_point()
-                    yield name, tensor.to(getattr(torch, dtype or "")) if is_cast else tensor
+            names = [name for name in file.keys() if name not in leave_out]  # noqa: SIM118 - it is no mapping.
+            yield from cast(((name, file.get_tensor(name)) for name in names), dtype)
 
 
 def shared_weights(model_folder: Path) -> dict[str, str]:
@@ -360,13 +357,11 @@ def shared_weights(model_folder: Path) -> dict[str, str]:
 
 def write_untied(model_folder: Path, target: Path, shared: dict[str, str]) -> Path:
     """Copy the model to `target` with the `shared` weights written out; return `target`."""
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(model_folder, target, ignore=shutil.ignore_patterns(_WEIGHT_FILES, _WEIGHT_INDEX))
-    weights = {}
-    for file in sorted(model_folder.glob(_WEIGHT_FILES)):
-        weights.update(load_file(file))
+    weights = dict(_stored(model_folder, None))
     weights.update({name: weights[source].clone() for name, source in shared.items()})
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((target / "config.json").read_text(encoding="utf-8"))

@@ -5,9 +5,9 @@ whether there are any. A process that queues work for a GPU then waits at each p
 of it. The answer is known here, from the layout.
 """
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import torch
@@ -17,19 +17,15 @@ import torch
 def told_borders(packed: bool) -> Iterator[None]:
     """While open, rows of this thread's passes are taken for several sequences (`packed`), or for one."""
     _teach()
-    before, _known.packed = _known.packed, packed
+    before = _packed.set(packed)
     try:
         yield
     finally:
-        _known.packed = before
+        _packed.reset(before)
 
 
-class _Known(threading.local):
-    packed: bool | None = None
-    """None: nothing is known, and transformers looks."""
-
-
-_known = _Known()
+_packed = ContextVar[bool | None]("packed", default=None)
+"""None, as in every new thread: nothing is known, and transformers looks."""
 
 
 @cache
@@ -41,9 +37,9 @@ def _teach() -> None:
 
     def find(position_ids_BL: torch.Tensor) -> torch.Tensor | None:
         """B x L: the number of each token's sequence in its row; None where every row is one."""
-        if _known.packed is None:
+        if (packed := _packed.get()) is None:
             return look(position_ids_BL)  # type: ignore[no-any-return]
-        if not _known.packed:
+        if not packed:
             return None
         # As if one token came before, so that a row's first sequence has the number 0.
         steps_BL = torch.diff(position_ids_BL, prepend=position_ids_BL[:, :1] - 1, dim=-1)

@@ -22,21 +22,19 @@ class Critic(nn.Module):
     base models of transformers do.
     """
 
-    def __init__(self, body: nn.Module, hidden_size: int) -> None:
+    def __init__(self, body: Any) -> None:
         super().__init__()
-        self.body = body
-        parameter = next(body.parameters())
+        self.body: nn.Module = body
+        parameter, hidden_size = next(body.parameters()), body.config.get_text_config().hidden_size
         self.head = nn.Linear(hidden_size, 1, device=parameter.device, dtype=parameter.dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
     @classmethod
-    def from_policy(cls, model: nn.Module) -> Self:
+    def from_policy(cls, model: Any) -> Self:
         """A critic whose body is a copy of that of the causal language model `model` (without adapters)."""
-        policy: Any = model
-        body: nn.Module = routing.copied(policy.base_model)
         # The critic trains all of its body, also where weights of the policy are frozen.
-        return cls(body.requires_grad_(True), policy.config.get_text_config().hidden_size)
+        return cls(routing.copied(model.base_model).requires_grad_(True))
 
     def forward(self, micro: MicroBatch) -> torch.Tensor:
         """Values of the N trained tokens, float32."""

@@ -170,10 +170,7 @@ CORRECTIONS: Mapping[str, CorrectionFunction | None] = {
 
 DEFAULT_BANDS: Mapping[str, Band] = {
     # The cap of Yao et al. and of Liu, Li et al.; a small weight does no harm, so there is no lower end.
-    "token_tis": (0.0, 2.0),
-    "sequence_tis": (0.0, 2.0),
-    "geometric_tis": (0.0, 2.0),
-    "sequence_mask": (0.0, 2.0),
+    **dict.fromkeys(("token_tis", "sequence_tis", "geometric_tis", "sequence_mask"), (0.0, 2.0)),
     # IcePop's.
     "token_mask": (0.5, 5.0),
     # 0.1 nats per token on average: one rollout's noise of a few hundred tokens is far inside.

@@ -14,13 +14,15 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from forebay.config import ConfigError
+from pydantic import Field, TypeAdapter
 
 GuardAction = Literal["off", "warn", "lower_lag", "stop"]
+Measure = Literal["ess_token", "ess_sequence", "mismatch_kl", "clip_share"]
+Bands = dict[Measure, Annotated[float, Field(gt=0)]]
 
-DEFAULT_BANDS: dict[str, float] = {
+DEFAULT_BANDS: Bands = {
     # Half of the batch's tokens would have taught as much.
     "ess_token": 0.5,
     # Nats per token. The same weights in another engine differ by 1e-6 (float32) to 1e-3 (bfloat16), weights
@@ -45,11 +47,11 @@ class OffPolicyGuard:
     ['none', 'none', 'warn']
     """
 
-    def __init__(self, action: GuardAction = "warn", bands: Mapping[str, float] = DEFAULT_BANDS) -> None:
-        check_bands(bands)
+    def __init__(self, action: GuardAction = "warn", bands: Bands = DEFAULT_BANDS) -> None:
+        """ValueError: a measure is unknown, or a bound is no positive number."""
         self._action = action
-        self._bands = dict(bands)
-        self._windows: dict[str, deque[float]] = {name: deque(maxlen=WINDOW_STEPS) for name in bands}
+        self._bands = TypeAdapter(Bands).validate_python(bands)
+        self._windows: dict[Measure, deque[float]] = {name: deque(maxlen=WINDOW_STEPS) for name in bands}
 
     def check(self, train_step: int, metrics: Mapping[str, float]) -> "GuardDecision":
         """Add the metrics (``train/NAME``) of `train_step` and judge the window.
@@ -76,7 +78,7 @@ class OffPolicyGuard:
             window.clear()
         return GuardDecision(self._action, message)
 
-    def _message(self, train_step: int, outside: list[str], metrics: Mapping[str, float]) -> str:
+    def _message(self, train_step: int, outside: list[Measure], metrics: Mapping[str, float]) -> str:
         seen = [
             f"{name} {statistics.median(window):.4g} ("
             f"{'at least' if name in LOWER_BOUNDS else 'at most'} {self._bands[name]:g})"
@@ -115,9 +117,6 @@ LOWER_BOUNDS = ("ess_token", "ess_sequence")
 """Measures that must not fall under their band; the others must not exceed theirs."""
 
 
-UPPER_BOUNDS = ("mismatch_kl", "clip_share")
-
-
 class OffPolicyError(RuntimeError):
     """The data is too far from the policy to train on, and the guard was told to stop; all numbers inside."""
 
@@ -128,17 +127,3 @@ class GuardDecision(NamedTuple):
     action: Literal["none", "warn", "lower_lag"]
     message: str
     """Empty for ``none``; otherwise every measure with its band."""
-
-
-def check_bands(bands: Mapping[str, float]) -> None:
-    """Check the names and values of guard bands.
-
-    Raises:
-        ConfigError: a measure is unknown or a bound is no positive number.
-    """
-    for name, bound in bands.items():
-        if name not in (*LOWER_BOUNDS, *UPPER_BOUNDS):
-            known = ", ".join((*LOWER_BOUNDS, *UPPER_BOUNDS))
-            raise ConfigError(f"guard_bands: {name!r} is not watched; known: {known}")
-        if not bound > 0:
-            raise ConfigError(f"guard_bands: {name} = {bound} must be over 0; leave {name} out to ignore it")

@@ -3,7 +3,7 @@
 ::
 
     whole(slice)      all of one tensor, for all ranks, which ask for the same in the same order
-    in_one_piece              to a checkpoint          to_fill, put_back    from it
+    own_block         of it, to a checkpoint          to_fill, put_back    from it
     sum_replicated    gradients of weights that every rank has whole      clip_gradients   of all kinds
 
 A tensor that is not sharded passes through everything here unchanged: one code path serves one process
@@ -41,20 +41,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return full
 
 
-def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, with a slice that is one block of the whole.
-
-    Where both tensor parallelism and FSDP split the same dimension, a slice is made of several blocks, which
-    ``torch.distributed.checkpoint`` would take for one.
-    """
-    sliced: Any = tensor
-    blocks = _blocks(tensor)
-    moved: torch.Tensor = tensor if blocks is None else sliced.redistribute(placements=blocks)
-    return moved
-
-
 def to_fill(tensor: torch.Tensor) -> torch.Tensor:
-    """The place for what `in_one_piece` made of such a tensor: itself, or memory that has to be `put_back`.
+    """The place for a rank's `own_block` of such a tensor: itself, or memory that has to be `put_back`.
 
     No rank waits for another here.
     """
@@ -72,7 +60,11 @@ def to_fill(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(tensor: torch.Tensor) -> list[Any] | None:
-    """How `tensor` lies on the ranks once each has one block; None: it does already."""
+    """How `tensor` lies on the ranks once each has one block of the whole; None: it does already.
+
+    Where both tensor parallelism and FSDP split the same dimension, a slice is made of several blocks, which
+    ``torch.distributed.checkpoint`` would take for one.
+    """
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -93,7 +85,9 @@ def own_block(tensor: torch.Tensor) -> tuple[tuple[slice, ...], torch.Tensor]:
     # A tensor that is no slice is whole on every rank; the first one's counts.
     is_copy = distributed.is_initialized() and distributed.get_rank() > 0
     if is_sharded(tensor):
-        sliced: Any = in_one_piece(tensor)
+        sliced: Any = tensor
+        if (blocks := _blocks(tensor)) is not None:
+            sliced = sliced.redistribute(placements=blocks)
         mesh, placements = sliced.device_mesh, sliced.placements
         shape, starts = compute_local_shape_and_global_offset(sliced.shape, mesh, placements)
         is_copy = any(p.is_replicate() and c for p, c in zip(placements, mesh.get_coordinate(), strict=True))

@@ -11,7 +11,7 @@ anything else that can construct it and call its methods (an actor) can host it 
       .build(settings)             -> a Learner of these
       .token_values, .update       -> results for the rank's own sequences, of the whole batch
       .copy_weights                -> the rank's blocks of the weights, in memory that engines map; or all of them
-      .offload, .onload            moments to the host's memory, and back
+      .offload, .onload            moments to the host's memory, and back: from here on methods of the `Learner`
       .begin_save, .finish_save, .begin_resume, .finish_resume
 
 Every method but the constructor is called on all ranks, with the same name and in the same order, because
@@ -22,7 +22,6 @@ no operation of others run out of time. All return; what differs by rank is said
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,11 +105,11 @@ class RankWorker:
         if train.uses_critic:
             kind = type(models["model"].base_model)
             own = {"class": f"{kind.__module__}:{kind.__qualname__}", "frozen": [], "dtype": "float32"}
-            body, size = load({**policy, **own}), models["model"].config.get_text_config().hidden_size
+            body = load({**policy, **own})
         # Where one rank draws the head of a critic (numbers that become 0), and then adapters, so does each.
         torch.set_rng_state(random_state)
         if train.uses_critic:
-            models["value_model"] = Critic(body, size)
+            models["value_model"] = Critic(body)
         self._models = models
 
     def build(self, settings: Mapping[str, Any]) -> tuple[dict[str, Any] | None, Layout, float]:
@@ -140,14 +139,6 @@ class RankWorker:
         """`Learner.update`; an `Update` as a dict, with the columns of the rank's own sequences."""
         return self.learner.update(TrainBatch.from_plain(batch, images), train_step)._asdict()
 
-    def offload(self) -> None:
-        """Move this rank's moments to the host's memory."""
-        self.learner.offload(weights=False)
-
-    def onload(self) -> None:
-        """Move them back to its device."""
-        self.learner.onload()
-
     def copy_weights(
         self, layout: Layout, merged: bool, again: bool, are_apart: bool, path: str, inode: int, num_bytes: int
     ) -> None:
@@ -167,21 +158,11 @@ class RankWorker:
         gathered_weights = {name: value.to("cpu", copy=True) for name, value in self.learner.adapters()}
         return gathered_weights if self.rank == 0 else None
 
-    def begin_save(self, folder: str, train_step: int) -> None:
-        """`Learner.begin_save`: every rank copies what it will write."""
-        self.learner.begin_save(Path(folder), train_step)
-
-    def finish_save(self) -> None:
-        """`Learner.finish_save`: wait until this rank's files are written; for a thread of its own."""
-        self.learner.finish_save()
-
-    def begin_resume(self, folder: str) -> None:
-        """Read what `save` wrote, with any number of ranks; this one waits for no other."""
-        self.learner.begin_resume(Path(folder))
-
-    def finish_resume(self) -> int:
-        """Use it; the number of completed train steps."""
-        return self.learner.finish_resume()
+    def __getattr__(self, name: str) -> Any:
+        """The learner's methods that take plain values are called by the same names, from `build` on."""
+        if name == "learner":
+            raise AttributeError("this rank has built no trainer")
+        return getattr(self.learner, name)
 
     def missing(self, sizes: Mapping[str, int]) -> str | None:
         """The first of these files that this rank's machine does not see with that size."""

@@ -129,7 +129,7 @@ class RankedLearner:
     def offload(self, *, weights: bool) -> None:
         """Move every rank's moments to the host's memory."""
         assert not weights, "they are slices that FSDP holds; a run file that asks for it is refused"
-        self._call("offload", False)
+        self._call("offload")
 
     def onload(self) -> None:
         """Move back to the devices what `offload` moved."""

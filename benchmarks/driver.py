@@ -2,7 +2,7 @@
 
     python benchmarks/driver.py [--engines 10,100,1000] [--groups 6000] [--write]
     python benchmarks/driver.py --engines 1000 --day [--write]
-    python benchmarks/driver.py --ray [--workers 50] [--engines 4] [--minutes 10]
+    python benchmarks/driver.py --ray [--quick] [--workers 50] [--engines 4] [--minutes 10]
 
 The real manager, strategy, sampler, buffer, books (on disk), status, controller, engine pool and agent loop
 of a separate run, on virtual time; engines are scripted: 16 requests each, log-normal lengths, one request in
@@ -15,7 +15,9 @@ quarter of what is in flight, gives the engines new weights and goes on. Each si
 With ``--day`` it goes on for a virtual day and reports the memory of each hour.
 With ``--ray`` agents and engines are on a local Ray cluster, the same engines with as many requests as six groups for
 each worker are, the store is an SQLite file, and the time is real: the CPU is that of this process alone, Ray's client
-included. Processes of the cluster are forked from one that has imported everything (`tests/warm_python.py`).
+included, also by thread. Processes of the cluster are forked from one that has imported everything
+(`tests/warm_python.py`). With ``--quick`` workers answer by themselves after half a second or so, with as many tokens:
+they cost so little that the process that is measured sets the pace.
 With ``--write`` the numbers go into benchmarks/results/production.md. Exits with 1 if a target is missed.
 """
 
@@ -34,13 +36,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 from production_report import write_section
 
 from forebay.agents import SingleTurnAgentLoop
+from forebay.agents.base import AgentLoop
+from forebay.agents.chat.rendering import PromptRenderer
 from forebay.aio.virtual_time import VirtualTimeLoop
 from forebay.engines import RolloutController
 from forebay.engines.base import Completion, EngineHealth, EngineLost
@@ -51,7 +57,7 @@ from forebay.replay import AsyncReplayBufferConfig
 from forebay.runs.launch import GC_THRESHOLDS
 from forebay.runs.show.status import RunStatus
 from forebay.simulation.world import PromptTokenizer
-from forebay.types import SampleParams
+from forebay.types import SampleParams, Status
 from forebay.watching.activity import Activities
 
 MEMBERS, SLOTS, LONGEST = 8, 16, 4096
@@ -59,6 +65,8 @@ GROUPS_A_WORKER = 6
 TOKEN_S = 0.02
 """Seconds of a token: fifty a second for each request."""
 P50, P99 = 200, 1600
+QUICK_S, QUICK_SPREAD = 0.6, 0.7
+"""What a group takes without engines: the median, and sigma of its logarithm."""
 FAILED_SHARE, LOST_EVERY_S, AWAY_S = 0.001, 3600.0, 60.0
 MIN_GROUPS_S, MAX_RATIO = 400.0, 1.2
 IDS = np.arange(LONGEST, dtype=np.int32)
@@ -146,11 +154,42 @@ class CheapEngine:
         await self.pause()
 
 
+class Quick(AgentLoop):
+    """As little of an agent as can be, without an engine: every rollout has its tokens and score at once."""
+
+    def set_up(self) -> None:
+        self._renderer = PromptRenderer(self.tokenizer)
+
+    async def generate_group(self, states, *, enable_partial_rollout=False):
+        await asyncio.sleep(random.lognormvariate(math.log(QUICK_S), QUICK_SPREAD))
+        for number, state in enumerate(states):
+            self._renderer.render(state)
+            count = min(LONGEST, max(1, round(random.lognormvariate(math.log(P50), SIGMA))))
+            state.append(IDS[:count], logprobs=LOGPROBS[:count], model_step=0)
+            state.status, state.finish_reason, state.response = Status.COMPLETED, "stop", "x" * 20
+            state.reward = {"score": float(number & 1)}
+        return states
+
+    async def generate_sample(self, state):
+        raise NotImplementedError
+
+
 class Coin(Judge):
     """A score that differs within a group, at once."""
 
     async def score(self, state) -> float:
         return float(len(state.response_ids) & 1)
+
+
+def cpu_by_thread() -> Counter:
+    """CPU seconds of this process's threads so far, by their names."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    spent: Counter = Counter()
+    for path in Path("/proc/self/task").iterdir():
+        name, _, rest = (path / "stat").read_text().partition("(")[2].rpartition(")")
+        user, system = rest.split()[11:13]
+        spent[names.get(int(path.name), name)] += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return spent
 
 
 def memory_mb() -> float:
@@ -238,7 +277,7 @@ def cheap_engine(surroundings, number: int) -> list[CheapEngine]:
     return [CheapEngine(number)]
 
 
-async def drive_ray(num_engines: int, num_workers: int, minutes: float, folder: Path) -> dict:
+async def drive_ray(num_engines: int, num_workers: int, minutes: float, folder: Path, *, quick: bool) -> dict:
     """`drive` with agents and engines on Ray; CPU seconds and memory of this process, minute by minute."""
     import ray
     import torch
@@ -258,6 +297,7 @@ async def drive_ray(num_engines: int, num_workers: int, minutes: float, folder: 
         "name": "t",
         "data": {"source": "sorting", "arguments": {"length": 3, "letters": 8}, "size": 300},
         "judge": {"name": "driver:Coin", "arguments": {"timeout_s": None}},
+        "agent": {"name": "driver:Quick" if quick else "single_turn"},
         "sample": {"max_tokens": LONGEST},
     }
     config = parse_config(
@@ -303,6 +343,7 @@ async def drive_ray(num_engines: int, num_workers: int, minutes: float, folder: 
     step = taken = 0
     marks: list[tuple[int, float, float, float]] = []
     """Groups taken, seconds, CPU seconds and memory in MB, each minute."""
+    profile = cProfile.Profile() if PROFILE else None
     while len(marks) <= minutes:
         step += 1
         result = await manager.get_batch(batch, step)
@@ -317,8 +358,15 @@ async def drive_ray(num_engines: int, num_workers: int, minutes: float, folder: 
             gc.collect()
             if not marks:
                 gc.freeze()
+                spent_before = cpu_by_thread()
+                if profile:
+                    profile.enable()
             marks.append((taken, now_s, time.process_time(), memory_mb()))
             print(step, *(round(value, 1) for value in marks[-1]), *os.getloadavg(), flush=True)
+    if profile:
+        profile.disable()
+        pstats.Stats(profile).sort_stats("tottime").print_stats(60)
+    spent = cpu_by_thread() - spent_before
     # A group that is just being stored may be counted before it is in the books.
     await manager.pause_produce()
     counts, balance = cluster.counts(), ledger.balance(await manager.count_live())
@@ -338,6 +386,7 @@ async def drive_ray(num_engines: int, num_workers: int, minutes: float, folder: 
         "groups_per_cpu_s": groups / cpu_s,
         "us_per_group": cpu_s / groups * 1e6,
         "cpu_share": cpu_s / (end_s - begin_s),
+        "ms_by_thread": {name: round(cpu / groups * 1e3, 2) for name, cpu in spent.most_common(6)},
         "memory_mb": [round(mark[3], 1) for mark in marks],
         **counts,
     }
@@ -345,12 +394,15 @@ async def drive_ray(num_engines: int, num_workers: int, minutes: float, folder: 
 
 def on_ray(options) -> None:
     """Measure and print `drive_ray`."""
+    global PROFILE
+    PROFILE = options.profile
     sys.path.append(str(Path(__file__).parent.parent / "tests"))
     from warm_python import warm_workers
 
+    sizes = int(options.engines), options.workers, options.minutes
     gc.set_threshold(*GC_THRESHOLDS)
     with warm_workers(), tempfile.TemporaryDirectory() as folder:
-        report = asyncio.run(drive_ray(int(options.engines), options.workers, options.minutes, Path(folder)))
+        report = asyncio.run(drive_ray(*sizes, Path(folder), quick=options.quick))
     print({name: round(value, 2) if isinstance(value, float) else value for name, value in report.items()})
 
 
@@ -407,8 +459,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--day", action="store_true", help="a virtual day of the first size: memory by hour")
     parser.add_argument("--one", type=int, help="this size, in this process")
-    parser.add_argument("--profile", action="store_true", help="with --one: where the time goes")
+    parser.add_argument("--profile", action="store_true", help="with --one or --ray: where the time goes")
     parser.add_argument("--ray", action="store_true", help="agents and engines on a Ray cluster, in real time")
+    parser.add_argument("--quick", action="store_true", help="with --ray: workers that need no engines")
     parser.add_argument("--workers", type=int, default=50)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--write", action="store_true", help="into benchmarks/results/production.md")

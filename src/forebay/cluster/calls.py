@@ -16,9 +16,13 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from forebay.aio.tasks import settle
 from forebay.aio.time_limits import timeout_at
 from forebay.cluster.library import import_ray, why
+from forebay.replay.format.encode import pack_group
+from forebay.types import ByteArray, RolloutState
 from forebay.watching.activity import loop_time
 from forebay.watching.stalls import answered
 
@@ -120,6 +124,21 @@ class BatchedCalls(Generic[ItemT, ResultT]):
                 _, answer = batch.pop(number)
                 if not answer.done():
                     answer.set_result(result)
+
+
+Packed = tuple[bytes, ByteArray]
+"""A group as it travels; `unpack_group` takes both parts."""
+
+
+def packed(group: Sequence[RolloutState]) -> Packed:
+    """`group` for a call or its answer: Ray's own form, with each array by itself, takes each end twice the time.
+
+    Raises:
+        ValueError: a rollout holds a value that cannot be stored; the message says where.
+    """
+    form = pack_group(group, join_small=False)
+    # As an array, which Ray does not copy where it is large.
+    return form.head, np.frombuffer(b"".join(form.buffers), np.uint8)
 
 
 PUSH_EVERY_S = 5.0

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence, Set
 from typing import Any
 
 from forebay.aio.changed import Changes
-from forebay.cluster.calls import ActorLost, CallFailed, asked
+from forebay.cluster.calls import ActorLost, CallFailed, asked, packed
 from forebay.cluster.engines import PlacedEngine
 from forebay.cluster.library import Published
 from forebay.cluster.rollout_worker import Copies, LoopName, Report, RolloutWorker
@@ -29,6 +29,7 @@ from forebay.cluster.supervisor import Supervised
 from forebay.engines import Engine
 from forebay.engines.pool import EnginePool
 from forebay.produce.strategies.context import Group
+from forebay.replay.format.packed import unpack_group
 from forebay.runs.placement import RetryListener
 from forebay.types import Status, reset_rollout_response
 from forebay.watching.activity import GENERATE, QUEUED, Activities, Activity, loop_time
@@ -200,8 +201,7 @@ class PlacedWorker(Supervised):
         self.num_in_flight += 1
         self._groups[number] = states
         try:
-            group: Group = await asked(self.actor.generate.remote(number, loop, states, is_partial))
-            return group
+            return unpack_group(*await asked(self.actor.generate.remote(number, loop, packed(states), is_partial)))
         except ActorLost as error:
             self.suspect(incarnation, error)
             raise

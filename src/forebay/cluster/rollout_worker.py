@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from forebay.agents import AgentLoop
-from forebay.cluster.calls import PUSH_EVERY_S, Packed, built, packed
+from forebay.cluster.calls import PUSH_EVERY_S, as_piece, built, from_piece
 from forebay.cluster.engines import RayEngine
 from forebay.cluster.library import PartSpec, find_modules_in
 from forebay.cluster.supervisor import BEAT_EVERY_S
@@ -25,7 +25,6 @@ from forebay.engines import RolloutController
 from forebay.produce.strategies.context import Group
 from forebay.produce.strategies.rules import check_form
 from forebay.produce.unfinished import copy_unfinished
-from forebay.replay.format.packed import unpack_group
 from forebay.runs.rollouts import build_task_loop
 from forebay.watching.activity import Activities, loop_time
 
@@ -123,8 +122,10 @@ class RolloutWorker:
             # A pace: what changes meanwhile is told together.
             await asyncio.sleep(min(PUSH_EVERY_S, copied_s + self._copy_every_s - report.at_s))
 
-    async def generate(self, number: int, loop: LoopName, group: Packed, is_partial: bool) -> Packed:
-        """The group, generated and judged; `number` is that by which the job can be cancelled.
+    async def generate(self, piece: bytes) -> bytes:
+        """The group, generated and judged.
+
+        The piece tells the number by which the job can be cancelled, the `LoopName`, and whether rollouts go on.
 
         Raises:
             NotBuilt: this process was started in place of one that has ended.
@@ -132,12 +133,12 @@ class RolloutWorker:
         built(self._controller)
         task = asyncio.current_task()
         assert task is not None
-        states = unpack_group(*group)
+        (number, (task_name, held_out), is_partial), states = from_piece(piece)
         lengths = [len(state.response_ids) for state in states]
-        self._jobs[number] = Job(task, self._loops[loop], states)
+        job = self._jobs[number] = Job(task, self._loops[task_name, held_out], states)
         try:
-            made = await self._loops[loop].generate_group(states, enable_partial_rollout=is_partial)
-            return packed(check_form(made, states, lengths))
+            made = await job.loop.generate_group(states, enable_partial_rollout=is_partial)
+            return as_piece(check_form(made, states, lengths))
         finally:
             del self._jobs[number]
 

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence, Set
 from typing import Any
 
 from forebay.aio.changed import Changes
-from forebay.cluster.calls import ActorLost, CallFailed, asked, packed
+from forebay.cluster.calls import ActorLost, CallFailed, as_piece, asked, from_piece
 from forebay.cluster.engines import PlacedEngine
 from forebay.cluster.library import Published
 from forebay.cluster.rollout_worker import Copies, LoopName, Report, RolloutWorker
@@ -29,7 +29,6 @@ from forebay.cluster.supervisor import Supervised
 from forebay.engines import Engine
 from forebay.engines.pool import EnginePool
 from forebay.produce.strategies.context import Group
-from forebay.replay.format.packed import unpack_group
 from forebay.runs.placement import RetryListener
 from forebay.types import Status, reset_rollout_response
 from forebay.watching.activity import GENERATE, QUEUED, Activities, Activity, loop_time
@@ -201,7 +200,9 @@ class PlacedWorker(Supervised):
         self.num_in_flight += 1
         self._groups[number] = states
         try:
-            return unpack_group(*await asked(self.actor.generate.remote(number, loop, packed(states), is_partial)))
+            # All in one: to Ray each argument is a value by itself.
+            answer = await asked(self.actor.generate.remote(as_piece(states, number, loop, is_partial)))
+            return from_piece(answer)[1]
         except ActorLost as error:
             self.suspect(incarnation, error)
             raise

@@ -16,14 +16,9 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
-import msgspec
-
 from forebay.aio.tasks import settle
 from forebay.aio.time_limits import timeout_at
 from forebay.cluster.library import import_ray, why
-from forebay.replay.format.encode import pack_group
-from forebay.replay.format.packed import unpack_group
-from forebay.types import RolloutState
 from forebay.watching.activity import loop_time
 from forebay.watching.stalls import answered
 
@@ -125,27 +120,6 @@ class BatchedCalls(Generic[ItemT, ResultT]):
                 _, answer = batch.pop(number)
                 if not answer.done():
                     answer.set_result(result)
-
-
-_read_piece = msgspec.msgpack.Decoder(tuple[Any, memoryview, list[memoryview]]).decode
-
-
-def as_piece(group: Sequence[RolloutState], *told: Any) -> bytes:
-    """`group` for a call or its answer, with what else is told, for `from_piece`.
-
-    One piece of bytes costs both ends half of what objects do, of which Ray handles each array by itself.
-
-    Raises:
-        ValueError: a rollout holds a value that cannot be stored; the message says where.
-    """
-    form = pack_group(group)
-    return msgspec.msgpack.encode((told, form.head, form.buffers))
-
-
-def from_piece(piece: bytes) -> tuple[list[Any], list[RolloutState]]:
-    """What was told, and the group, in new objects."""
-    told, head, buffers = _read_piece(piece)
-    return told, unpack_group(head, bytearray().join(buffers))
 
 
 PUSH_EVERY_S = 5.0

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from forebay.agents import AgentLoop
-from forebay.cluster.calls import PUSH_EVERY_S, as_piece, built, from_piece
+from forebay.cluster.calls import PUSH_EVERY_S, built
 from forebay.cluster.engines import RayEngine
 from forebay.cluster.library import PartSpec, find_modules_in
 from forebay.cluster.supervisor import BEAT_EVERY_S
@@ -25,6 +27,7 @@ from forebay.engines import RolloutController
 from forebay.produce.strategies.context import Group
 from forebay.produce.strategies.rules import check_form
 from forebay.produce.unfinished import copy_unfinished
+from forebay.replay.format.packed import GroupCodec
 from forebay.runs.rollouts import build_task_loop
 from forebay.watching.activity import Activities, loop_time
 
@@ -122,23 +125,22 @@ class RolloutWorker:
             # A pace: what changes meanwhile is told together.
             await asyncio.sleep(min(PUSH_EVERY_S, copied_s + self._copy_every_s - report.at_s))
 
-    async def generate(self, piece: bytes) -> bytes:
-        """The group, generated and judged.
+    async def generate(self, told: bytes, group: bytes) -> bytes:
+        """The group, generated and judged; in the form of stores, as it came.
 
-        The piece tells the number by which the job can be cancelled, the `LoopName`, and whether rollouts go on.
+        `told` are the number by which the job can be cancelled, the `LoopName`, and whether rollouts go on.
 
         Raises:
             NotBuilt: this process was started in place of one that has ended.
         """
         built(self._controller)
-        task = asyncio.current_task()
-        assert task is not None
-        (number, (task_name, held_out), is_partial), states = from_piece(piece)
+        number, (task_name, held_out), is_partial = msgspec.msgpack.decode(told)
+        states = list(GroupCodec().decode(group))
         lengths = [len(state.response_ids) for state in states]
-        job = self._jobs[number] = Job(task, self._loops[task_name, held_out], states)
+        job = self._jobs[number] = Job(asyncio.current_task(), self._loops[task_name, held_out], states)
         try:
             made = await job.loop.generate_group(states, enable_partial_rollout=is_partial)
-            return as_piece(check_form(made, states, lengths))
+            return GroupCodec().encode(check_form(made, states, lengths))
         finally:
             del self._jobs[number]
 
@@ -191,7 +193,7 @@ Copies = dict[int, Group]
 class Job(NamedTuple):
     """A group in work."""
 
-    task: asyncio.Task[Any]
+    task: Any
     loop: AgentLoop
     states: Group
 

@@ -2,7 +2,7 @@
 
     python benchmarks/driver.py [--engines 10,100,1000] [--groups 6000] [--write]
     python benchmarks/driver.py --engines 1000 --day [--write]
-    python benchmarks/driver.py --ray [--quick] [--workers 50] [--engines 4] [--minutes 10]
+    python benchmarks/driver.py --ray [--quick] [--workers 50] [--engines 4] [--minutes 10] [--token-s 0.02]
 
 The real manager, strategy, sampler, buffer, books (on disk), status, controller, engine pool and agent loop
 of a separate run, on virtual time; engines are scripted: 16 requests each, log-normal lengths, one request in
@@ -79,8 +79,8 @@ class CheapEngine:
 
     max_context_tokens = 1 << 20
 
-    def __init__(self, number: int) -> None:
-        self.model_step = 0
+    def __init__(self, number: int, token_s: float = TOKEN_S) -> None:
+        self.model_step, self._token_s = 0, token_s
         self.is_away = True
         self._random = random.Random(number)
         self._running: dict = {}
@@ -105,7 +105,7 @@ class CheapEngine:
         whole = min(LONGEST, max(1, round(random.Random(request.seed).lognormvariate(math.log(P50), SIGMA))))
         left = max(1, min(whole - request.num_earlier, request.max_tokens))
         ended, begun_s = self._loop.create_future(), self._loop.time()
-        timer = self._loop.call_later(left * TOKEN_S, ended.set_result, "stop")
+        timer = self._loop.call_later(left * self._token_s, ended.set_result, "stop")
         self._running[request.request_id] = ended, begun_s
         try:
             how = await ended
@@ -125,7 +125,7 @@ class CheapEngine:
         )
 
     def num_made_since(self, begun_s, left=LONGEST) -> int:
-        return min(left, int((self._loop.time() - begun_s) / TOKEN_S))
+        return min(left, int((self._loop.time() - begun_s) / self._token_s))
 
     def num_made(self, request_id) -> int:
         running = self._running.get(request_id)
@@ -272,12 +272,12 @@ async def drive(num_engines: int, num_groups: int, folder: Path, *, hours: int =
     }
 
 
-def cheap_engine(surroundings, number: int) -> list[CheapEngine]:
+def cheap_engine(surroundings, token_s: float) -> list[CheapEngine]:
     """The engine of one process on Ray."""
-    return [CheapEngine(number)]
+    return [CheapEngine(0, token_s)]
 
 
-async def drive_ray(num_engines: int, num_workers: int, minutes: float, folder: Path, *, quick: bool) -> dict:
+async def drive_ray(options, folder: Path) -> dict:
     """`drive` with agents and engines on Ray; CPU seconds and memory of this process, minute by minute."""
     import ray
     import torch
@@ -291,13 +291,14 @@ async def drive_ray(num_engines: int, num_workers: int, minutes: float, folder: 
     from forebay.runs.rollouts import build_rollouts, load_data
     from forebay.runs.store import open_storage
 
+    num_engines, num_workers = int(options.engines), options.workers
     in_flight = GROUPS_A_WORKER * num_workers
     batch = max(1, in_flight // 4)
     task = {
         "name": "t",
         "data": {"source": "sorting", "arguments": {"length": 3, "letters": 8}, "size": 300},
         "judge": {"name": "driver:Coin", "arguments": {"timeout_s": None}},
-        "agent": {"name": "driver:Quick" if quick else "single_turn"},
+        "agent": {"name": "driver:Quick" if options.quick else "single_turn"},
         "sample": {"max_tokens": LONGEST},
     }
     config = parse_config(
@@ -309,7 +310,7 @@ async def drive_ray(num_engines: int, num_workers: int, minutes: float, folder: 
             "batch_size": batch,
             "rollouts_per_prompt": MEMBERS,
             "model": {"source": "tiny", "tiny": {"hidden_size": 16, "num_layers": 1, "num_heads": 1}},
-            "engine": {"name": "driver:cheap_engine", "arguments": {"number": 0}},
+            "engine": {"name": "driver:cheap_engine", "arguments": {"token_s": options.token_s}},
             "tasks": [task],
             "produce": {
                 "mode": "separate",
@@ -344,7 +345,7 @@ async def drive_ray(num_engines: int, num_workers: int, minutes: float, folder: 
     marks: list[tuple[int, float, float, float]] = []
     """Groups taken, seconds, CPU seconds and memory in MB, each minute."""
     profile = cProfile.Profile() if PROFILE else None
-    while len(marks) <= minutes:
+    while len(marks) <= options.minutes:
         step += 1
         result = await manager.get_batch(batch, step)
         await manager.replay_buffer.commit(step)
@@ -399,10 +400,9 @@ def on_ray(options) -> None:
     sys.path.append(str(Path(__file__).parent.parent / "tests"))
     from warm_python import warm_workers
 
-    sizes = int(options.engines), options.workers, options.minutes
     gc.set_threshold(*GC_THRESHOLDS)
     with warm_workers(), tempfile.TemporaryDirectory() as folder:
-        report = asyncio.run(drive_ray(*sizes, Path(folder), quick=options.quick))
+        report = asyncio.run(drive_ray(options, Path(folder)))
     print({name: round(value, 2) if isinstance(value, float) else value for name, value in report.items()})
 
 
@@ -462,6 +462,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="with --one or --ray: where the time goes")
     parser.add_argument("--ray", action="store_true", help="agents and engines on a Ray cluster, in real time")
     parser.add_argument("--quick", action="store_true", help="with --ray: workers that need no engines")
+    parser.add_argument("--token-s", type=float, default=TOKEN_S, help="with --ray: seconds of an engine's token")
     parser.add_argument("--workers", type=int, default=50)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--write", action="store_true", help="into benchmarks/results/production.md")

@@ -2,7 +2,7 @@
 
     python benchmarks/driver.py [--engines 10,100,1000] [--groups 6000] [--write]
     python benchmarks/driver.py --engines 1000 --day [--write]
-    python benchmarks/driver.py --ray [--workers 50] [--engines 4] [--minutes 10]
+    python benchmarks/driver.py --ray [--quick] [--workers 50] [--engines 4] [--minutes 10] [--token-s 0.02]
 
 The real manager, strategy, sampler, buffer, books (on disk), status, controller, engine pool and agent loop
 of a separate run, on virtual time; engines are scripted: 16 requests each, log-normal lengths, one request in
@@ -15,7 +15,9 @@ quarter of what is in flight, gives the engines new weights and goes on. Each si
 With ``--day`` it goes on for a virtual day and reports the memory of each hour.
 With ``--ray`` agents and engines are on a local Ray cluster, the same engines with as many requests as six groups for
 each worker are, the store is an SQLite file, and the time is real: the CPU is that of this process alone, Ray's client
-included. Processes of the cluster are forked from one that has imported everything (`tests/warm_python.py`).
+included, also by thread. Processes of the cluster are forked from one that has imported everything
+(`tests/warm_python.py`). With ``--quick`` workers answer by themselves after half a second or so, with as many tokens:
+they cost so little that the process that is measured sets the pace.
 With ``--write`` the numbers go into benchmarks/results/production.md. Exits with 1 if a target is missed.
 """
 
@@ -34,13 +36,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 from production_report import write_section
 
 from forebay.agents import SingleTurnAgentLoop
+from forebay.agents.base import AgentLoop
+from forebay.agents.chat.rendering import PromptRenderer
 from forebay.aio.virtual_time import VirtualTimeLoop
 from forebay.engines import RolloutController
 from forebay.engines.base import Completion, EngineHealth, EngineLost
@@ -51,7 +57,7 @@ from forebay.replay import AsyncReplayBufferConfig
 from forebay.runs.launch import GC_THRESHOLDS
 from forebay.runs.show.status import RunStatus
 from forebay.simulation.world import PromptTokenizer
-from forebay.types import SampleParams
+from forebay.types import SampleParams, Status
 from forebay.watching.activity import Activities
 
 MEMBERS, SLOTS, LONGEST = 8, 16, 4096
@@ -59,6 +65,8 @@ GROUPS_A_WORKER = 6
 TOKEN_S = 0.02
 """Seconds of a token: fifty a second for each request."""
 P50, P99 = 200, 1600
+QUICK_S, QUICK_SPREAD = 0.6, 0.7
+"""What a group takes without engines: the median, and sigma of its logarithm."""
 FAILED_SHARE, LOST_EVERY_S, AWAY_S = 0.001, 3600.0, 60.0
 MIN_GROUPS_S, MAX_RATIO = 400.0, 1.2
 IDS = np.arange(LONGEST, dtype=np.int32)
@@ -71,8 +79,8 @@ class CheapEngine:
 
     max_context_tokens = 1 << 20
 
-    def __init__(self, number: int) -> None:
-        self.model_step = 0
+    def __init__(self, number: int, token_s: float = TOKEN_S) -> None:
+        self.model_step, self._token_s = 0, token_s
         self.is_away = True
         self._random = random.Random(number)
         self._running: dict = {}
@@ -97,7 +105,7 @@ class CheapEngine:
         whole = min(LONGEST, max(1, round(random.Random(request.seed).lognormvariate(math.log(P50), SIGMA))))
         left = max(1, min(whole - request.num_earlier, request.max_tokens))
         ended, begun_s = self._loop.create_future(), self._loop.time()
-        timer = self._loop.call_later(left * TOKEN_S, ended.set_result, "stop")
+        timer = self._loop.call_later(left * self._token_s, ended.set_result, "stop")
         self._running[request.request_id] = ended, begun_s
         try:
             how = await ended
@@ -117,7 +125,7 @@ class CheapEngine:
         )
 
     def num_made_since(self, begun_s, left=LONGEST) -> int:
-        return min(left, int((self._loop.time() - begun_s) / TOKEN_S))
+        return min(left, int((self._loop.time() - begun_s) / self._token_s))
 
     def num_made(self, request_id) -> int:
         running = self._running.get(request_id)
@@ -146,11 +154,42 @@ class CheapEngine:
         await self.pause()
 
 
+class Quick(AgentLoop):
+    """As little of an agent as can be, without an engine: every rollout has its tokens and score at once."""
+
+    def set_up(self) -> None:
+        self._renderer = PromptRenderer(self.tokenizer)
+
+    async def generate_group(self, states, *, enable_partial_rollout=False):
+        await asyncio.sleep(random.lognormvariate(math.log(QUICK_S), QUICK_SPREAD))
+        for number, state in enumerate(states):
+            self._renderer.render(state)
+            count = min(LONGEST, max(1, round(random.lognormvariate(math.log(P50), SIGMA))))
+            state.append(IDS[:count], logprobs=LOGPROBS[:count], model_step=0)
+            state.status, state.finish_reason, state.response = Status.COMPLETED, "stop", "x" * 20
+            state.reward = {"score": float(number & 1)}
+        return states
+
+    async def generate_sample(self, state):
+        raise NotImplementedError
+
+
 class Coin(Judge):
     """A score that differs within a group, at once."""
 
     async def score(self, state) -> float:
         return float(len(state.response_ids) & 1)
+
+
+def cpu_by_thread() -> Counter:
+    """CPU seconds of this process's threads so far, by their names."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    spent: Counter = Counter()
+    for path in Path("/proc/self/task").iterdir():
+        name, _, rest = (path / "stat").read_text().partition("(")[2].rpartition(")")
+        user, system = rest.split()[11:13]
+        spent[names.get(int(path.name), name)] += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return spent
 
 
 def memory_mb() -> float:
@@ -233,12 +272,12 @@ async def drive(num_engines: int, num_groups: int, folder: Path, *, hours: int =
     }
 
 
-def cheap_engine(surroundings, number: int) -> list[CheapEngine]:
+def cheap_engine(surroundings, token_s: float) -> list[CheapEngine]:
     """The engine of one process on Ray."""
-    return [CheapEngine(number)]
+    return [CheapEngine(0, token_s)]
 
 
-async def drive_ray(num_engines: int, num_workers: int, minutes: float, folder: Path) -> dict:
+async def drive_ray(options, folder: Path) -> dict:
     """`drive` with agents and engines on Ray; CPU seconds and memory of this process, minute by minute."""
     import ray
     import torch
@@ -252,12 +291,14 @@ async def drive_ray(num_engines: int, num_workers: int, minutes: float, folder: 
     from forebay.runs.rollouts import build_rollouts, load_data
     from forebay.runs.store import open_storage
 
+    num_engines, num_workers = int(options.engines), options.workers
     in_flight = GROUPS_A_WORKER * num_workers
     batch = max(1, in_flight // 4)
     task = {
         "name": "t",
         "data": {"source": "sorting", "arguments": {"length": 3, "letters": 8}, "size": 300},
         "judge": {"name": "driver:Coin", "arguments": {"timeout_s": None}},
+        "agent": {"name": "driver:Quick" if options.quick else "single_turn"},
         "sample": {"max_tokens": LONGEST},
     }
     config = parse_config(
@@ -269,7 +310,7 @@ async def drive_ray(num_engines: int, num_workers: int, minutes: float, folder: 
             "batch_size": batch,
             "rollouts_per_prompt": MEMBERS,
             "model": {"source": "tiny", "tiny": {"hidden_size": 16, "num_layers": 1, "num_heads": 1}},
-            "engine": {"name": "driver:cheap_engine", "arguments": {"number": 0}},
+            "engine": {"name": "driver:cheap_engine", "arguments": {"token_s": options.token_s}},
             "tasks": [task],
             "produce": {
                 "mode": "separate",
@@ -303,7 +344,8 @@ async def drive_ray(num_engines: int, num_workers: int, minutes: float, folder: 
     step = taken = 0
     marks: list[tuple[int, float, float, float]] = []
     """Groups taken, seconds, CPU seconds and memory in MB, each minute."""
-    while len(marks) <= minutes:
+    profile = cProfile.Profile() if PROFILE else None
+    while len(marks) <= options.minutes:
         step += 1
         result = await manager.get_batch(batch, step)
         await manager.replay_buffer.commit(step)
@@ -317,8 +359,15 @@ async def drive_ray(num_engines: int, num_workers: int, minutes: float, folder: 
             gc.collect()
             if not marks:
                 gc.freeze()
+                spent_before = cpu_by_thread()
+                if profile:
+                    profile.enable()
             marks.append((taken, now_s, time.process_time(), memory_mb()))
             print(step, *(round(value, 1) for value in marks[-1]), *os.getloadavg(), flush=True)
+    if profile:
+        profile.disable()
+        pstats.Stats(profile).sort_stats("tottime").print_stats(60)
+    spent = cpu_by_thread() - spent_before
     # A group that is just being stored may be counted before it is in the books.
     await manager.pause_produce()
     counts, balance = cluster.counts(), ledger.balance(await manager.count_live())
@@ -338,6 +387,7 @@ async def drive_ray(num_engines: int, num_workers: int, minutes: float, folder: 
         "groups_per_cpu_s": groups / cpu_s,
         "us_per_group": cpu_s / groups * 1e6,
         "cpu_share": cpu_s / (end_s - begin_s),
+        "ms_by_thread": {name: round(cpu / groups * 1e3, 2) for name, cpu in spent.most_common(6)},
         "memory_mb": [round(mark[3], 1) for mark in marks],
         **counts,
     }
@@ -345,12 +395,14 @@ async def drive_ray(num_engines: int, num_workers: int, minutes: float, folder: 
 
 def on_ray(options) -> None:
     """Measure and print `drive_ray`."""
+    global PROFILE
+    PROFILE = options.profile
     sys.path.append(str(Path(__file__).parent.parent / "tests"))
     from warm_python import warm_workers
 
     gc.set_threshold(*GC_THRESHOLDS)
     with warm_workers(), tempfile.TemporaryDirectory() as folder:
-        report = asyncio.run(drive_ray(int(options.engines), options.workers, options.minutes, Path(folder)))
+        report = asyncio.run(drive_ray(options, Path(folder)))
     print({name: round(value, 2) if isinstance(value, float) else value for name, value in report.items()})
 
 
@@ -407,8 +459,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--day", action="store_true", help="a virtual day of the first size: memory by hour")
     parser.add_argument("--one", type=int, help="this size, in this process")
-    parser.add_argument("--profile", action="store_true", help="with --one: where the time goes")
+    parser.add_argument("--profile", action="store_true", help="with --one or --ray: where the time goes")
     parser.add_argument("--ray", action="store_true", help="agents and engines on a Ray cluster, in real time")
+    parser.add_argument("--quick", action="store_true", help="with --ray: workers that need no engines")
+    parser.add_argument("--token-s", type=float, default=TOKEN_S, help="with --ray: seconds of an engine's token")
     parser.add_argument("--workers", type=int, default=50)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--write", action="store_true", help="into benchmarks/results/production.md")

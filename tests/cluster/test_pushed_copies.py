@@ -67,13 +67,13 @@ class Process:
     def _live(self):
         return Said(self.worker.live(), self.end)
 
-    async def _generate(self, number, loop, states, is_partial):
+    async def _generate(self, told, group):
         end = self.end
-        work = asyncio.ensure_future(self.worker.generate(number, loop, copy.deepcopy(states), is_partial))
+        work = asyncio.ensure_future(self.worker.generate(told, group))
         await asyncio.wait([work, end], return_when=asyncio.FIRST_COMPLETED)
         if end.done():
             await end
-        return copy.deepcopy(work.result())
+        return work.result()
 
     def _cancel(self, number):
         self.cancelling = asyncio.ensure_future(self.worker.cancel(number))

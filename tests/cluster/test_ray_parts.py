@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,14 +20,15 @@ from forebay.cluster.buffer import connect_buffer, start_buffer, stop_buffer
 from forebay.cluster.calls import ActorLost, NotBuilt
 from forebay.cluster.engines import EngineActor, PlacedEngine, RayEngine
 from forebay.cluster.library import Given, Published
+from forebay.cluster.rollout_worker import RolloutWorker
 from forebay.cluster.supervisor import Restarts, all_started
-from forebay.cluster.workers import PlacedWorker
+from forebay.cluster.workers import PlacedWorker, RayAgentLoop, Workers
 from forebay.config import ConfigError
-from forebay.engines import ScriptedEngine
+from forebay.engines import RolloutController, ScriptedEngine
 from forebay.engines.pool import EnginePool
 from forebay.models import resolve_model
 from forebay.runs.placement import make_cluster
-from forebay.types import RolloutState, SampleParams
+from forebay.types import RolloutState, SampleParams, Status
 from forebay.watching.activity import QUEUED, Activities
 from warm_python import warm_python, warm_workers
 
@@ -238,7 +240,7 @@ async def place_worker(ray, tmp_path, *, blocks):
 async def test_a_worker_that_does_not_answer_is_ended_and_started_again(ray, tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "TELL_LIMIT_S", 0.5)
     worker, told = await place_worker(ray, tmp_path, blocks=True)
-    pid, group = worker.pid, asyncio.ensure_future(worker.generate(0, ("sorting", False), [], False))
+    pid, group = worker.pid, asyncio.ensure_future(worker.generate(0, ("sorting", False), [RolloutState([])], False))
     await worker.pause()
     with pytest.raises(ActorLost):
         await group
@@ -257,6 +259,73 @@ async def test_a_process_that_was_only_out_of_reach_is_no_restart(ray, tmp_path)
     assert told == []
     await worker.stop()
     ray.kill(worker.actor)
+
+
+async def test_of_several_groups_in_a_worker_one_is_given_up_and_the_others_outlive_its_process(ray, tmp_path):
+    class Waiting(RolloutWorker):
+        """Its agent loop waits for a file; it notes what begins and is cancelled. Its module need not be there."""
+
+        async def start(self, spec):
+            self._folder, self._loops = spec.folder, {SORTING: self}
+            self._controller = RolloutController(ScriptedEngine(lambda request: [7]))
+            self.is_whole_at_awaits = False
+            return os.getpid()
+
+        async def generate_group(self, states, enable_partial_rollout):
+            name = states[0].group_id
+            (self._folder / f"{name} began in {os.getpid()}").touch()
+            try:
+                while not (self._folder / "door").exists():
+                    await asyncio.sleep(0.05)
+            except asyncio.CancelledError:
+                (self._folder / f"{name} was cancelled").touch()
+                raise
+            for state in states:
+                state.append([7], model_step=0)
+                state.status = Status.COMPLETED
+            return states
+
+    kind = ray.remote(Waiting).options(max_restarts=-1, max_concurrency=9, num_cpus=0.1)
+    placed = []
+    for number in range(2):
+        spec = SimpleNamespace(name=f"worker {number}", folder=tmp_path)
+        placed.append(PlacedWorker(spec))
+        placed[-1].begin(actor := kind.remote(), await actor.start.remote(spec))
+    workers, told = Workers(placed), []
+    workers.on_retry = lambda *what: told.append(what)
+    loop, names = RayAgentLoop(workers, SORTING, Activities()), [f"g{number}" for number in range(6)]
+    running = {name: asyncio.create_task(loop.generate_group(pair(name))) for name in names}
+
+    def began():
+        return sorted(path.name for path in tmp_path.glob("* began in *"))
+
+    await until(lambda: len(began()) == 6)
+    assert [worker.num_in_flight for worker in placed] == [3, 3]
+    killed = placed[0].pid
+    there = [name for name in names if f"{name} began in {killed}" in began()]
+    running.pop(there[0]).cancel()
+    await until(lambda: (tmp_path / f"{there[0]} was cancelled").exists())
+    os.kill(killed, signal.SIGKILL)
+    await until(lambda: len(began()) == 8)
+    (tmp_path / "door").touch()
+    done = {name: await task for name, task in running.items()}
+    assert {name: [(s.rollout_id, s.response_ids.tolist()) for s in group] for name, group in done.items()} == {
+        name: [(f"{name}/{n}", [7]) for n in range(2)] for name in names if name != there[0]
+    }
+    again = sorted(name.split()[0] for name in began())
+    assert again == sorted([*names, *there[1:]])
+    assert sorted(told) == [(None, name, "worker died") for name in sorted(there[1:])]
+    assert [path.name for path in tmp_path.glob("* was cancelled")] == [f"{there[0]} was cancelled"]
+    for worker in placed:
+        await worker.stop()
+        ray.kill(worker.actor)
+
+
+SORTING = "sorting", False
+
+
+def pair(name):
+    return [RolloutState([], rollout_id=f"{name}/{member}", group_id=name) for member in range(2)]
 
 
 def test_the_first_part_that_cannot_be_built_is_told_at_once(ray):

@@ -16,6 +16,7 @@ from forebay.engines import EngineHealth, EngineLost
 from forebay.engines.members import NOTHING
 from forebay.models.starting_weights import AdaptersRefusedError
 from forebay.produce.background import tell
+from forebay.types import RolloutState
 from forebay.watching.stalls import StallError
 
 exceptions = pytest.importorskip("ray").exceptions
@@ -272,6 +273,28 @@ def test_a_stall_in_an_engines_process_is_that_engines_alone_and_not_the_trainer
     virtual_time.run(main())
 
 
+def test_only_a_part_that_is_paused_is_told_to_go_on():
+    async def main():
+        engine = placed(0)
+        told = engine.actor.calls
+        await engine.resume()
+        # It is kept going from then on all the same.
+        assert engine._task is not None
+        await asyncio.gather(engine.pause(), engine.resume())
+        await engine.resume()
+        await engine.pause()
+        assert told == [(1, "pause"), (1, "resume"), (1, "pause")]
+        # A process in its place learns of the pause by itself.
+        engine.actor.kill(no_restart=False)
+        await asyncio.sleep(1)
+        assert told[3:] == [(2, "pause")]
+        await engine.resume()
+        assert told[4:] == [(2, "resume")]
+        await engine.stop()
+
+    virtual_time.run(main())
+
+
 def test_adapters_that_are_refused_have_been_tried_by_all_and_are_refused_from_then_on():
     async def main():
         ends = []
@@ -346,9 +369,9 @@ def test_a_worker_that_leaves_is_paused_like_the_others_and_its_tokens_stay_coun
         def worker(number):
             paused = asyncio.Event()
 
-            async def generate(*job):
+            async def generate(told, group):
                 await paused.wait()
-                return [number]
+                return group
 
             async def pause():
                 paused.set()
@@ -362,7 +385,8 @@ def test_a_worker_that_leaves_is_paused_like_the_others_and_its_tokens_stay_coun
         first, second = them = worker(0), worker(1)
         workers = Workers(them)
         running = [
-            asyncio.create_task(workers.generate(("task", False), [], enable_partial_rollout=False)) for _ in them
+            asyncio.create_task(workers.generate(("task", False), [group], enable_partial_rollout=False))
+            for group in (RolloutState([], group_id=0), RolloutState([], group_id=1))
         ]
         await asyncio.sleep(1)
         assert sum(worker.num_tokens_made for worker in workers.ever) == 200
@@ -376,7 +400,7 @@ def test_a_worker_that_leaves_is_paused_like_the_others_and_its_tokens_stay_coun
         assert workers.note_of("rollout 2") == ""
         await workers.pause()
         await leaving
-        assert await asyncio.gather(*running) == [[0], [1]]
+        assert [state.group_id for (state,) in await asyncio.gather(*running)] == [0, 1]
         await second.stop()
         second.is_up = False
         assert sum(worker.num_tokens_made for worker in workers.ever) == 200

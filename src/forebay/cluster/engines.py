@@ -24,7 +24,7 @@ import os
 import warnings
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -286,9 +286,8 @@ class PlacedEngine(Supervised):
         """
         assert weights.model_step == model_step
         self.weights = weights
-        told = weights.ref, model_step, weights.adapters
         try:
-            await self.tell("load_weights", *told, limit_s=TOLD_LOAD_LIMIT_S)
+            await self.tell("load_weights", weights.ref, model_step, weights.adapters, limit_s=TOLD_LOAD_LIMIT_S)
         except AdaptersRefusedError:
             self.takes_adapters = False
             raise
@@ -413,10 +412,9 @@ class RayEngine:
             EngineLost: its process ended over the question.
         """
         try:
-            health: EngineHealth = await self.actor.health.remote()
+            return cast("EngineHealth", await self.actor.health.remote())
         except import_ray().exceptions.RayError as error:
             raise EngineLost(why(error)) from error
-        return health
 
     async def _leave_alone(self, *_: Any) -> None:
         """Do nothing: the run itself pauses, loads and closes its engines."""

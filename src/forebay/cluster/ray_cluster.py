@@ -163,9 +163,8 @@ class RayCluster:
             if is_first:
                 self._start_others(trainer)
             if trainer:
-                self._trainer = RayTrainer(
-                    self._trainer_actors[0], all_started(trainer)["trainer"], self._config.train.overlong
-                )
+                pids = all_started(trainer)["trainer"]
+                self._trainer = RayTrainer(self._trainer_actors[0], pids, self._config.train.overlong)
         except ConfigError as error:
             if is_first:
                 raise
@@ -286,9 +285,8 @@ class RayCluster:
         assert room is not None, "planned without a trainer"
         ranks = [self._actor(RankActor, rank_room) for rank_room in rank_rooms]
         self._trainer_actors = [self._actor(TrainerActor, room), *ranks]
-        spec = TrainerSpec(
-            **self._common(), name="trainer", device=(rank_rooms[0] if rank_rooms else room).device, ranks=tuple(ranks)
-        )
+        device = (rank_rooms[0] if rank_rooms else room).device
+        spec = TrainerSpec(**self._common(), name="trainer", device=device, ranks=tuple(ranks))
         return {"trainer": self._trainer_actors[0].start.remote(spec)}
 
     async def scale(self, parts: str, change: str) -> str:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from forebay.agents import AgentLoop
 from forebay.cluster.calls import PUSH_EVERY_S, built
 from forebay.cluster.engines import RayEngine
@@ -23,7 +25,9 @@ from forebay.cluster.library import PartSpec, find_modules_in
 from forebay.cluster.supervisor import BEAT_EVERY_S
 from forebay.engines import RolloutController
 from forebay.produce.strategies.context import Group
+from forebay.produce.strategies.rules import check_form
 from forebay.produce.unfinished import copy_unfinished
+from forebay.replay.format.packed import GroupCodec
 from forebay.runs.rollouts import build_task_loop
 from forebay.watching.activity import Activities, loop_time
 
@@ -121,18 +125,22 @@ class RolloutWorker:
             # A pace: what changes meanwhile is told together.
             await asyncio.sleep(min(PUSH_EVERY_S, copied_s + self._copy_every_s - report.at_s))
 
-    async def generate(self, number: int, loop: LoopName, states: Group, is_partial: bool) -> Group:
-        """The group of `states`, generated and judged; `number` is that by which the job can be cancelled.
+    async def generate(self, told: bytes, group: bytes) -> bytes:
+        """The group, generated and judged; in the form of stores, as it came.
+
+        `told` are the number by which the job can be cancelled, the `LoopName`, and whether rollouts go on.
 
         Raises:
             NotBuilt: this process was started in place of one that has ended.
         """
         built(self._controller)
-        task = asyncio.current_task()
-        assert task is not None
-        self._jobs[number] = Job(task, self._loops[loop], states)
+        number, (task_name, held_out), is_partial = msgspec.msgpack.decode(told)
+        states = list(GroupCodec().decode(group))
+        lengths = [len(state.response_ids) for state in states]
+        job = self._jobs[number] = Job(asyncio.current_task(), self._loops[task_name, held_out], states)
         try:
-            return await self._loops[loop].generate_group(states, enable_partial_rollout=is_partial)
+            made = await job.loop.generate_group(states, enable_partial_rollout=is_partial)
+            return GroupCodec().encode(check_form(made, states, lengths))
         finally:
             del self._jobs[number]
 
@@ -185,7 +193,7 @@ Copies = dict[int, Group]
 class Job(NamedTuple):
     """A group in work."""
 
-    task: asyncio.Task[Any]
+    task: Any
     loop: AgentLoop
     states: Group
 

@@ -128,9 +128,10 @@ class Supervised:
         return self.tell("pause")
 
     def resume(self) -> Coroutine[Any, Any, None]:
-        """Go on; a process that is started again learns of it then."""
-        self.is_paused = False
-        return self.tell("resume")
+        """Go on; one that was not paused is not told. A process that is started again learns of it then."""
+        self.watch()
+        was_paused, self.is_paused = self.is_paused, False
+        return self.tell("resume") if was_paused else asyncio.sleep(0)
 
     async def tell(self, method: str, *arguments: Any, limit_s: float | None = None) -> None:
         """Call a method without a result, within `TELL_LIMIT_S`; a part that is not up is not called.

@@ -16,7 +16,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -76,13 +76,11 @@ class RayTrainer:
 
     def pack(self, groups: Groups) -> TrainBatch:
         """A packed batch, as of `TrainController.pack`; PartLost as of `fit`."""
-        packed: TrainBatch = self._call("call", "pack", TrainBatch.from_groups(groups, overlong=self._overlong))
-        return packed
+        return cast("TrainBatch", self._call("call", "pack", TrainBatch.from_groups(groups, overlong=self._overlong)))
 
     def compute_logprobs(self, batch: TrainBatch) -> FloatArray:
         """The log probabilities of response tokens, by the current weights; PartLost as of `fit`."""
-        logprobs: FloatArray = self._call("call", "compute_logprobs", batch)
-        return logprobs
+        return cast("FloatArray", self._call("call", "compute_logprobs", batch))
 
     async def sync_weights(self, rollout_controller: "ClusterController") -> int:
         """Give the current weights, or the adapters alone, to every engine; the bytes of one engine.
@@ -198,8 +196,7 @@ class TrainerActor:
 
     def fit(self, batch: TrainBatch, stale_thresholds: int | Mapping[str, int] | None) -> dict[str, float]:
         """The metrics of one train step."""
-        metrics: dict[str, float] = self._trainer.fit(batch, stale_thresholds=stale_thresholds).metrics
-        return metrics
+        return cast("dict[str, float]", self._trainer.fit(batch, stale_thresholds=stale_thresholds).metrics)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Any other method of the `TrainController`."""

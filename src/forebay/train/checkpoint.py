@@ -309,8 +309,7 @@ def load_trainer(folder: Path, parts: TrainerParts) -> Callable[[], int]:
         if saved.get(name) != mine:
             raise ValueError(
                 f"the checkpoint {str(folder)!r} has {name} = {saved.get(name)!r}, this trainer {mine!r} "
-                f"(weights held in {saved.get('dtype')} and in {parts.dtype}, which LoRA on one rank and on "
-                f"several may choose differently); "
+                f"(weights held in {saved.get('dtype')} and in {parts.dtype}); "
                 f"build it from the same config and the same starting model (after its warm-up), with the "
                 f"version that wrote it; or begin a new run with its model/ as model.source"
             )

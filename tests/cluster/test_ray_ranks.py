@@ -133,9 +133,7 @@ def test_ranks_of_one_machine_are_neighbors_by_number(monkeypatch):
 
 
 @pytest.mark.parametrize(("sees_any", "device"), [(True, "cuda:0"), (False, "cpu")])
-def test_weights_leave_by_the_first_rank_s_gpu_which_ray_hides_from_the_trainer(
-    sees_any, device, monkeypatch, caplog
-):
+def test_weights_leave_by_the_first_rank_s_gpu_which_ray_hides_from_the_trainer(sees_any, device, monkeypatch, caplog):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     seen = []
     monkeypatch.setattr(

@@ -106,9 +106,8 @@ def step_traffic(
     one_number = passes * dealt * longest * itemsize
     within = one_number * sizes.num_hidden_layers * 2 * sum(heads(sizes)) * (context - 1) / context**2
     # Of a layer that is computed again only what its backward pass needs: not the last sum.
-    reduces = forward * step.num_reduces[0] + train.epochs * sum(step.num_reduces)
-    if train.gradient_checkpointing:
-        reduces += train.epochs * (step.num_reduces[0] - sizes.num_hidden_layers)
+    again = step.num_reduces[0] - sizes.num_hidden_layers if train.gradient_checkpointing else 0
+    reduces = forward * step.num_reduces[0] + train.epochs * (sum(step.num_reduces) + again)
     within += reduces * 2 * sizes.hidden_size * (tensor - 1) / tensor * dealt * longest * itemsize
     within_s = _seconds(device, within, -(-parallel.same_sequences // places.ranks_each), 1)
     found = {}

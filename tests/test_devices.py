@@ -13,6 +13,7 @@ from forebay.models import find_device, precision_on
 from forebay.runs.build import _trainer_device
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import (
+    base_precision,
     device_fact,
     engine_seat,
     engine_seats,
@@ -60,6 +61,13 @@ def test_auto_is_a_gpu_where_there_is_one(gpus: int, found: str) -> None:
     assert engine_precision(config()) == wanted
     assert engine_precision(config(engine={"dtype": "float32"})) == "float32"
     assert engine_precision(config(device="cpu")) == "float32"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_weights_below_adapters_are_held_as_they_are_computed_with(ranks: int) -> None:
+    adapted, whole = (config(train={"lora_rank": rank, "ranks": ranks}) for rank in (2, 0))
+    assert base_precision(adapted, "bfloat16") is None
+    assert base_precision(adapted, "float32") == base_precision(whole, "bfloat16") == "float32"
 
 
 @pytest.mark.parametrize("gpus", [0, 2], indirect=True)

@@ -4,6 +4,7 @@ import asyncio
 import os
 import runpy
 import signal
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from forebay.cluster import ranks as ray_ranks
 from forebay.cluster import trainer as ray_trainer
 from forebay.cluster.calls import blocking_actor
+from forebay.cluster.feeding import Feeder
 from forebay.cluster.ranks import RankActor, RayRanks
 from forebay.cluster.trainer import RayTrainer
 from forebay.models import load_model
@@ -112,7 +114,7 @@ class OnNode:
     """Stands for a rank's actor on the machine of this id; as if each of its calls had ended."""
 
     def __init__(self, node):
-        self.place = SimpleNamespace(remote=lambda: (node, f"there, {node}"))
+        self.place = SimpleNamespace(remote=lambda: (node, f"there, {node}", f"3 of {node}"))
 
 
 def test_ranks_of_one_machine_are_neighbors_by_number(monkeypatch):
@@ -128,6 +130,31 @@ def test_ranks_of_one_machine_are_neighbors_by_number(monkeypatch):
     assert [(rank, meeting) for rank, _, meeting, *_ in started] == [(n, "there, b") for n in range(4)]
     assert ranks.are_apart
     assert not RayRanks(actors[::2], "cpu", threads=1, search_path=()).are_apart
+
+
+@pytest.mark.parametrize(("sees_any", "device"), [(True, "cuda:0"), (False, "cpu")])
+def test_weights_leave_by_the_first_rank_s_gpu_which_ray_hides_from_the_trainer(sees_any, device, monkeypatch, caplog):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    seen = []
+    monkeypatch.setattr(
+        torch.cuda, "is_available", lambda: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]) or sees_any
+    )
+    here = SimpleNamespace(get_node_id=lambda: "b")
+    fake = SimpleNamespace(get=lambda answers: answers, get_runtime_context=lambda: here)
+    monkeypatch.setattr(ray_ranks, "import_ray", lambda: fake)
+    monkeypatch.setattr(RayRanks, "_ask", lambda *_: [])
+    # Those of ranks on a CPU say nothing.
+    RayRanks([OnNode("b")], "cpu", threads=1, search_path=())
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    RayRanks([OnNode("a"), OnNode("b")], "cuda", threads=1, search_path=())
+    feeder = Feeder("cuda")
+    feeder.loop.call_soon_threadsafe(feeder.loop.stop)
+    for thread in threading.enumerate():
+        if thread.name == "forebay-feeder":
+            thread.join()
+    feeder.loop.close()
+    assert (feeder._device, seen) == (device, ["3 of b"])
+    assert [record.getMessage().rpartition(" ")[2] for record in caplog.records] == ["gloo"] * (not sees_any)
 
 
 def test_a_rank_that_fails_alone_is_told_with_its_trace_and_all_are_ended(ray):

@@ -202,6 +202,17 @@ def test_ranks_gather_in_bfloat16_and_keep_slices_in_float32() -> None:
     assert half["activations"] < 0.7 * whole["activations"]
 
 
+def test_ranks_hold_what_lies_below_adapters_in_the_precision_of_their_passes() -> None:
+    def parts(held: Any, ranks: int = 2) -> Any:
+        config = TrainConfig(token_budget=512, ranks=ranks, dtype="bfloat16", lora_rank=2)
+        return step_memory(MODELS["qwen3"], config, batch(), held=held).parts
+
+    whole, half, one = parts("float32"), parts("bfloat16"), parts("bfloat16", ranks=1)
+    assert half["weights"] == pytest.approx(whole["weights"] / 2, rel=0.1)
+    assert half["weights"] == pytest.approx(one["weights"] / 2)
+    assert half["gathered layers"] < 0.6 * whole["gathered layers"]
+
+
 def test_a_planned_model_has_no_content() -> None:
     huge = LlamaConfig(
         vocab_size=128_000,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoConfig, LlamaConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from forebay.config import ConfigError, load_config
 from forebay.plan import make_plan, parse_devices
@@ -92,8 +93,8 @@ def test_weights_are_gathered_twice_and_gradients_summed_for_each_micro_batch(mo
 def test_the_traffic_within_layers_is_that_of_the_table(model: Path) -> None:
     tokens = 2 * 4 * 128
     split = plan(model, "4xH100-80GB", ranks=4, parallel={"tensor": 2}).traffic[1]
-    # Two a pass each way of a ring, which sends each number twice but for the rank's own.
-    assert split.layers_bytes == LAYERS * 4 * tokens * HIDDEN * 2 * (2 * 1 / 2)
+    # Two forward and five backward, of a ring, which sends each number twice but for the rank's own.
+    assert split.layers_bytes == LAYERS * 7 * tokens * HIDDEN * 2 * (2 * 1 / 2)
     shared = plan(model, "4xH100-80GB", ranks=4, parallel={"context": 2}).traffic[1]
     # Queries and results of 4 heads, keys and values of 2; half of it goes to another rank.
     assert shared.layers_bytes == 2 * LAYERS * tokens / 2 * (2 * HIDDEN + 2 * HIDDEN // 2) * 2 / 2
@@ -114,25 +115,13 @@ def test_experts_that_are_shared_out_stay_and_tokens_travel_as_counted_on_two_ra
     mixture.save_pretrained(tmp_path / "model")
     shared_out = {"tensor": "experts"}
     found = plan(tmp_path / "model", "2xH100-80GB", ranks=2, parallel=shared_out).traffic[1]
-    monkeypatch.setenv("COUNTED", str(tmp_path / "made"))
-    monkeypatch.setenv("COUNTED_FOR", str(os.getpid()))
     config = TrainConfig(
         ranks=2, parallel=shared_out, token_budget=512, loss="counted_collectives:loss", dtype="float32"
     )
-    trainer = TrainController(mixture, config, pad_token_id=0)
-    try:
-        for file in tmp_path.glob("made.*"):
-            # Of the trial at the start.
-            file.unlink()
-        trainer.fit([[rollout(group, member) for member in range(4)] for group in range(4)])
-    finally:
-        trainer.close()
     made = Counter[str]()
-    for file in tmp_path.glob("made.*"):
-        for line in file.read_text().splitlines():
-            name, *sizes_of_tensors = line.split()
-            # The larger one is whole: what was gathered, or is summed up.
-            made[name] += max(map(int, sizes_of_tensors))
+    for name, sizes_of_tensors in collectives(mixture, config, tmp_path, monkeypatch):
+        # The larger one is whole: what was gathered, or is summed up.
+        made[name] += max(sizes_of_tensors)
     # Counted in float32; the plan is of passes in bfloat16. Of both ranks.
     assert made["_allgather_base_"] / 2 + made["_reduce_scatter_base_"] == 2 * found.weights_bytes
     # Half of the tokens stay, in the long run; nothing is computed for the last of a sequence.
@@ -148,6 +137,51 @@ def test_experts_that_are_shared_out_stay_and_tokens_travel_as_counted_on_two_ra
     others = hybrid.num_parameters - in_experts
     assert hybrid.traffic[2].weights_bytes == others * (2 * 2 + 4) + others * 4 / 2 + in_experts * (2 * 2 + 4) / 2
     assert hybrid.traffic[2].layers_bytes == found.layers_bytes / 2
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+def test_split_matrices_sum_up_hidden_states_as_counted_on_two_ranks(
+    kind: str, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: None
+) -> None:
+    """Every query, key, value, gate and up projection sums up the gradient of its own input."""
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    if kind == "qwen3_moe":
+        sizes |= {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [0]}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
+    model.save_pretrained(tmp_path / "model")
+    # Old log probabilities are of a pass without gradient.
+    settings = {"parallel": {"tensor": 2}, "gradient_checkpointing": again, "mini_batches": 2}
+    found = plan(tmp_path / "model", "2xH100-80GB", ranks=2, **settings).traffic[1]
+    config = TrainConfig(ranks=2, token_budget=512, loss="counted_collectives:loss", dtype="float32", **settings)
+    summed = 0
+    for name, given in collectives(model, config, tmp_path, monkeypatch):
+        # Hidden states of whole sequences; the others are of norms, of the router, and of how tokens were routed.
+        if "all_reduce" in name.replace("allreduce", "all_reduce") and max(given) % (127 * 32 * 4) == 0:
+            summed += max(given)
+    # Of both ranks, each of which sends as much in a ring, in float32; nothing is computed for a last token.
+    assert summed / 2 / 2 == pytest.approx(found.layers_bytes * 127 / 128)
+
+
+def collectives(
+    model: Any, config: TrainConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[str, list[int]]]:
+    """Those of both ranks in one train step: names, and sizes of their tensors."""
+    monkeypatch.setenv("COUNTED", str(folder / "made"))
+    monkeypatch.setenv("COUNTED_FOR", str(os.getpid()))
+    trainer = TrainController(model, config, pad_token_id=0)
+    try:
+        for file in folder.glob("made.*"):
+            # Of the trial at the start.
+            file.unlink()
+        trainer.fit([[rollout(group, member) for member in range(4)] for group in range(4)])
+    finally:
+        trainer.close()
+    for file in folder.glob("made.*"):
+        for line in file.read_text().splitlines():
+            name, *sizes = line.split()
+            yield name, list(map(int, sizes))
 
 
 def rollout(group: int, member: int) -> RolloutState:
@@ -402,4 +436,5 @@ def test_the_run_file_for_70_b_fits_as_the_page_says(tmp_path: Path) -> None:
     training = sum(found.turns["training"].values()) / GIB
     assert f"{training:.1f} GiB" in PAGE
     assert f"{found.traffic[1].weights_bytes / 1e9:,.0f} GB in a step, in {found.traffic[1].weights_s:.0f} s" in PAGE
+    assert f"{found.traffic[1].layers_bytes / 1e9:,.0f} GB within layers in {found.traffic[1].layers_s:.1f} s" in PAGE
     assert f"in {found.sync_s:.0f} s of a step of {found.times.step_s:.0f} s" in PAGE

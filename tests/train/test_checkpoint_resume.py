@@ -6,11 +6,12 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from forebay.train import TrainConfig, TrainController
 from forebay.train import checkpoint as checkpoint_module
-from forebay.train.checkpoint import replace_folder
+from forebay.train.checkpoint import ADAPTER_FILE, replace_folder
 
 KINDS = [
     {},
@@ -162,6 +163,31 @@ def test_a_save_that_fails_leaves_no_thread_at_work(make_model, tmp_path, monkey
         if thread.name.startswith("forebay-checkpoint"):
             thread.join()
     assert not list(tmp_path.iterdir())
+
+
+def test_adapters_are_written_beside_training_as_they_were(make_model, make_groups, tmp_path, monkeypatch):
+    """Ranks wait for each other in `begin_save`: no disk may hold up one of them."""
+    save_tensors, goes_on = checkpoint_module.save_tensors, threading.Event()
+
+    def late(tensors, path, **metadata):
+        if path.parent.name == "adapter":
+            assert threading.current_thread() is not threading.main_thread()
+            assert goes_on.wait(300)
+        save_tensors(tensors, path, **metadata)
+
+    trainer = trainer_for(make_model(), lora_rank=2)
+    fit(trainer, make_groups, 1)
+    trainer.save(tmp_path / "before")
+    monkeypatch.setattr(checkpoint_module, "save_tensors", late)
+    trainer.begin_save(tmp_path / "c")
+    fit(trainer, make_groups, 1)
+    goes_on.set()
+    trainer.finish_save()
+    before, saved = (load_file(tmp_path / name / "adapter" / ADAPTER_FILE) for name in ("before", "c"))
+    assert all(torch.equal(before[name], value) for name, value in saved.items())
+    trainer.save(tmp_path / "after")
+    after = load_file(tmp_path / "after" / "adapter" / ADAPTER_FILE)
+    assert not all(torch.equal(after[name], value) for name, value in saved.items())
 
 
 def test_weights_held_in_another_dtype_are_named(make_model, tmp_path):

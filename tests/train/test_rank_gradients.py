@@ -1,4 +1,4 @@
-"""The table of docs/scale.md, cell by cell, as `benchmarks/rank_gradients.py` finds it: four ranks against one."""
+"""The table of docs/scale.md as `benchmarks/rank_gradients.py` finds it: four ranks, or two, against one."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ def on_page(kind: str) -> list[str]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_four_ranks_find_the_gradients_of_one_or_refuse(kind: str, layout: str) -> None:
-    command = [sys.executable, ROOT / "benchmarks" / "rank_gradients.py", "--layout", layout, "--kinds", kind]
+def test_ranks_find_the_gradients_of_one_or_refuse(kind: str, layout: str, num_ranks: int) -> None:
+    script = ROOT / "benchmarks" / "rank_gradients.py"
+    command = [sys.executable, script, "--ranks", str(num_ranks), "--layout", layout, "--kinds", kind]
     done = subprocess.run(command, env=dict(os.environ), stdout=subprocess.PIPE, text=True, check=True)
     print(done.stdout)
     head, _, row, *rest = done.stdout.splitlines()
@@ -39,9 +41,9 @@ def test_four_ranks_find_the_gradients_of_one_or_refuse(kind: str, layout: str) 
     assert len(found) == len(said) == len(cells(head)) - 1
     is_refused = [cell.startswith("refused: ") for cell in found]
     assert all(refused or float(cell) <= LIMIT for cell, refused in zip(found, is_refused, strict=True))
-    if layout == "padded":
+    if layout == "padded" and num_ranks == 4:
         assert is_refused == [cell == "refused" for cell in said]
     if kind == "dense":
         # Saved on all, and resumed on all, on half of them and on one: the script compares the bits.
         losses = ast.literal_eval(rest[0].rpartition("next losses ")[2])
-        assert losses == pytest.approx(losses[:1] * 3, rel=1e-6)
+        assert losses == pytest.approx(losses[:1] * (num_ranks // 2 + 1), rel=1e-6)

@@ -1,6 +1,7 @@
 """Training on two ranks is training on one: gradients, steps, checkpoints, weights; and ranks that fail."""
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -20,11 +21,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from forebay.io.messages import Alive
 from forebay.io.safe_files import DiskError
 from forebay.io.shared import MemoryFile, lay_out, views
+from forebay.models import load_model
 from forebay.models.starting_weights import BASE_FINGERPRINT, BaseDiffersError, fingerprint
 from forebay.train import LocalRanks, RankError, TrainConfig, TrainController, checkpoint
 from forebay.train.checkpoint import replace_folder
 from forebay.train.objective.losses import POLICY_LOSSES
 from forebay.train.parallel import array_messages
+from forebay.train.parallel.learner import ModelFolder
 from forebay.train.parallel.ranks import _attempt
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -221,6 +224,36 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(
     assert_equal_states(saved, state(resumed, tmp_path / "again"))
     got = resumed.fit(make_groups(seed=1))
     assert numbers(got) == pytest.approx(expected | got_padding(got), rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
+def test_adapters_of_a_model_held_in_bfloat16_train_and_resume_on_another_number_of_ranks(
+    make_model, make_groups, ranks, tmp_path, first, second
+):
+    """As runs hold it whose engines compute so: frozen weights are a slice in bfloat16, adapters float32."""
+    make_model(tie_word_embeddings=False).save_pretrained(tmp_path / "model")
+    source = ModelFolder(folder=tmp_path / "model", dtype=None)
+    where = {1: None, 2: ranks}
+    half = {"lora_rank": 2, "dtype": "bfloat16", "lr": 1e-2, "kl_coef": 0.1}
+    begun, resumed = (trainer_for(source, where[number], **half) for number in (first, second))
+    begun.fit(make_groups(seed=0))
+    begun.save(tmp_path / "c")
+    resumed.resume(tmp_path / "c")
+    before, after = saved_state(tmp_path / "c"), state(resumed, tmp_path / "again")
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert {value.dtype for name, value in before.items() if name.startswith("model.")} == {torch.float32}
+    expected, got = (each.fit(make_groups(seed=1)).metrics for each in (begun, resumed))
+    assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.05)
+    # What is exported is the frozen weights' precision, with the adapters in it, from either number of ranks.
+    assert json.loads((tmp_path / "c" / "trainer.json").read_text())["dtype"] == "bfloat16"
+    one, two = (load_model(tmp_path / name / "model", dtype="bfloat16").state_dict() for name in ("c", "again"))
+    assert all(torch.equal(two[name], value) for name, value in one.items())
+    plain = load_model(tmp_path / "model", dtype="bfloat16").state_dict()
+    assert sum(not torch.equal(plain[name], value) for name, value in one.items()) >= 7
+    receivers = [Receiver(), Receiver()]
+    for trainer, receiver in zip((begun, resumed), receivers, strict=True):
+        asyncio.run(trainer.sync_weights(receiver))
+    torch.testing.assert_close(receivers[0].weights, receivers[1].weights, atol=2e-2, rtol=2e-2)
 
 
 class Receiver:

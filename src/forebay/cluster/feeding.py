@@ -14,6 +14,7 @@ step. A trainer that ends is `WeightsGone` to every engine that still reads.
 """
 
 import asyncio
+import logging
 import secrets
 import threading
 from collections.abc import Iterable, Mapping
@@ -33,6 +34,8 @@ from forebay.engines.weights.buckets import Buckets
 from forebay.io.address import is_loopback
 from forebay.io.shared import lay_out
 from forebay.models.live_weights import LiveWeights
+
+logger = logging.getLogger(__name__)
 
 
 class FarWeights(LiveWeights):
@@ -124,6 +127,8 @@ class Feeder:
     def __init__(self, device: str) -> None:
         """`device` is the trainer's, or that of its ranks."""
         self._device = "cuda:0" if device != "cpu" and torch.cuda.is_available() else "cpu"
+        if device != "cpu" and self._device == "cpu":
+            logger.warning("the trainer's process sees no GPU of its ranks: to other machines it sends by gloo")
         self._live: LiveWeights
         self._buckets: dict[str, Buckets] = {}
         self._senders: dict[Any, Sender] = {}

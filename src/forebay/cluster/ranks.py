@@ -43,8 +43,11 @@ class RayRanks(ranks.Ranks):
         # Neighbors by number are those that say most to each other (`tensor`, `context`): on one machine; and the
         # first on this one, where weights are put.
         order = sorted(range(len(actors)), key=lambda number: (places[number][0] != here, places[number][0]))
-        self.are_apart = any(node != here for node, _ in places)
+        self.are_apart = any(node != here for node, *_ in places)
         self._actors, meeting = [actors[number] for number in order], places[order[0]][1]
+        if device != "cpu" and (gpus := places[order[0]][2]) is not None:
+            # This process has no GPU: it sends weights from the first rank's. Nothing here has looked for any yet.
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus
         arguments = (len(actors), meeting, device, threads, search_path)
         self.pids: list[int] = self._ask(ranks.START, [(rank, *arguments) for rank in range(len(actors))])
         """The process id of each rank's actor."""
@@ -85,10 +88,10 @@ class RankActor:
     def __init__(self) -> None:
         self._worker: RankWorker
 
-    def place(self) -> tuple[str, str]:
-        """The id of its machine, and the address there where ranks may meet, as torch reads it."""
-        ray = import_ray()
-        return ray.get_runtime_context().get_node_id(), ranks.free_meeting(ray.util.get_node_ip_address())
+    def place(self) -> tuple[str, str, str | None]:
+        """The id of its machine, the address there where ranks may meet, as torch reads it, and its GPUs there."""
+        ray, gpus = import_ray(), os.environ.get("CUDA_VISIBLE_DEVICES")
+        return ray.get_runtime_context().get_node_id(), ranks.free_meeting(ray.util.get_node_ip_address()), gpus
 
     def start(
         self, rank: int, num_ranks: int, meeting: str, device: str, threads: int, search_path: tuple[str, ...]

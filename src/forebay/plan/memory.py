@@ -11,6 +11,7 @@ No formula follows the architecture: attention, chunked output head, activation 
 layout of the batch take what their own operations allocate, on the CPU; a GPU's kernels keep as much.
 """
 
+import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -136,6 +137,8 @@ class StepMemory:
     num_in_experts: int
     """Those of them that are in experts."""
     num_expert_layers: int
+    num_reduces: tuple[int, int]
+    """All-reduces of hidden states in a pass with ``tensor`` over several ranks: forward, and backward."""
     host_bytes: int
     """Of the host's memory, where activations, moments or all of a rank's slices are kept there."""
 
@@ -219,8 +222,19 @@ def step_memory(
         num_parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
         num_in_experts=sum(p.numel() for name, p in learner.model.named_parameters() if ".experts." in name),
         num_expert_layers=sum(_num_bytes(part) > _num_bytes(part, ranks=2) for part in decoder_layers(learner.model)),
+        num_reduces=_num_reduces(learner.model),
         host_bytes=host_bytes,
     )
+
+
+def _num_reduces(model: nn.Module) -> tuple[int, int]:
+    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    layers = [re.sub(r"\.\d+\b", ".*", name) for name, _ in model.named_modules() if "layers." in name]
+    styles = [plan.get(name, "") for name in layers]
+    # A matrix that is split by its inputs gives parts of sums; by its outputs, it gets parts of a gradient.
+    both = styles.count("moe_tp_experts")
+    by_input, by_output = (sum(style.startswith(kind) for style in styles) for kind in ("rowwise", "colwise"))
+    return by_input + both, by_output + both
 
 
 def _assign_parts(

@@ -103,10 +103,12 @@ def step_traffic(
     staying = step.num_in_experts / step.num_parameters if parallel.tensor == "experts" else 0
     sent = 2 * sizes.hidden_size * sizes.num_experts_per_tok * step.num_expert_layers / context if staying else 0
     passes = train.epochs * (3 if train.gradient_checkpointing else 2) + forward
-    numbers = 4 * sizes.hidden_size * (tensor - 1) / tensor
-    numbers += 2 * sum(heads(sizes)) * (context - 1) / context**2
     one_number = passes * dealt * longest * itemsize
-    within = one_number * sizes.num_hidden_layers * numbers
+    within = one_number * sizes.num_hidden_layers * 2 * sum(heads(sizes)) * (context - 1) / context**2
+    # Of a layer that is computed again only what its backward pass needs: not the last sum.
+    again = step.num_reduces[0] - sizes.num_hidden_layers if train.gradient_checkpointing else 0
+    reduces = forward * step.num_reduces[0] + train.epochs * (sum(step.num_reduces) + again)
+    within += reduces * 2 * sizes.hidden_size * (tensor - 1) / tensor * dealt * longest * itemsize
     within_s = _seconds(device, within, -(-parallel.same_sequences // places.ranks_each), 1)
     found = {}
     for replicas in dict.fromkeys((parallel.replicas, places.ranks if parallel.replicas == 1 else 1)):

@@ -304,8 +304,7 @@ def base_precision(config: RunConfig, engine_dtype: Precision) -> Precision | No
 
     So are those below adapters where engines compute in bfloat16: they are cast anyway.
     """
-    adapted = config.train.lora_rank > 0 and config.train.ranks == 1
-    return None if adapted and engine_dtype == "bfloat16" else "float32"
+    return None if config.train.lora_rank > 0 and engine_dtype == "bfloat16" else "float32"
 
 
 def device_fact(config: RunConfig) -> str:

@@ -176,15 +176,14 @@ def begin_save(
     `join_model` completes the folder. The function raises OSError where the disk takes no more.
     """
     rank = 0 if mesh is None else mesh.get_rank()
+    adapters: dict[str, torch.Tensor] = {}
     if rank == 0:
         # Every rank has the same of what is written here.
         facts = {"train_step": train_step, "dtype": parts.dtype}
         save_json({**parts.kind(), **facts}, folder / "trainer.json")
         if is_lora(parts.model):
             (folder / "adapter").mkdir()
-            adapters = {name: weight.detach().cpu() for name, weight in adapter_weights(parts.model)}
-            # Before training goes on, and not in a thread: adapters are small.
-            save_tensors(adapters, folder / "adapter" / ADAPTER_FILE)
+            adapters = {name: weight.detach().to("cpu", copy=True) for name, weight in adapter_weights(parts.model)}
             save_json(adapter_config(parts.model), folder / "adapter" / "adapter_config.json")
     state = _weights(parts)
     for prefix, optimizer in parts.optimizers.items():
@@ -202,14 +201,18 @@ def begin_save(
     shard = folder / STATE / f"shard-{rank:05d}.safetensors"
     files = _model_files(parts.model, rank, 1 if mesh is None else mesh.size())
     threads = ThreadPoolExecutor(2, "forebay-checkpoint")
-    written = threads.submit(save_tensors, copies, shard, **described)
-    exported = threads.submit(_write_model, parts.model, files, folder / "model")
+    writing = [
+        threads.submit(save_tensors, copies, shard, **described),
+        threads.submit(_write_model, parts.model, files, folder / "model"),
+    ]
+    if adapters:
+        writing.append(threads.submit(save_tensors, adapters, folder / "adapter" / ADAPTER_FILE))
     threads.shutdown(wait=False)
 
     def finish() -> None:
-        # Both, also where one fails: the folder is deleted next.
-        wait((written, exported))
-        for future in (written, exported):
+        # All, also where one fails: the folder is deleted next.
+        wait(writing)
+        for future in writing:
             future.result()
 
     return finish
@@ -306,8 +309,7 @@ def load_trainer(folder: Path, parts: TrainerParts) -> Callable[[], int]:
         if saved.get(name) != mine:
             raise ValueError(
                 f"the checkpoint {str(folder)!r} has {name} = {saved.get(name)!r}, this trainer {mine!r} "
-                f"(weights held in {saved.get('dtype')} and in {parts.dtype}, which LoRA on one rank and on "
-                f"several may choose differently); "
+                f"(weights held in {saved.get('dtype')} and in {parts.dtype}); "
                 f"build it from the same config and the same starting model (after its warm-up), with the "
                 f"version that wrote it; or begin a new run with its model/ as model.source"
             )

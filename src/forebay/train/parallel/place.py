@@ -35,7 +35,7 @@ def find_place() -> Place | None:
     torch would look for torchrun's store where ranks meet.
     """
     environ = os.environ
-    if "LOCAL_RANK" not in environ and "SLURM_STEP_NUM_TASKS" in environ:
+    if "LOCAL_RANK" not in environ and environ.get("SLURM_STEP_NUM_TASKS", "1") != "1":
         environ |= _of_slurm()
     if environ.get("WORLD_SIZE", "1") == "1" or "LOCAL_RANK" not in environ:
         return None

@@ -16,9 +16,11 @@ from forebay.board.export import write_report
 from forebay.board.server import ANSWERS, Board
 from forebay.cli import app
 from forebay.config import ConfigError, load_config
+from forebay.io.address import hide_password
 from forebay.ledger import Ledger
 from forebay.produce.recovery import Cut
 from forebay.replay import AsyncReplayBufferConfig, SQLStorage, StorageItem
+from forebay.replay.stores.sql import connections
 from forebay.runs import checkpoints, steps, store
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import list_checkpoints, new_folder, saved_config
@@ -227,6 +229,35 @@ def test_a_run_without_the_url_of_its_database_says_which_variable_has_it(tmp_pa
         asyncio.run(launch(config(tmp_path, "replay.store=postgresql")))
     assert SECRET not in str(error.value)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("given", ["p@ss:{}@127.0.0.1:9/n", "x@{}@127.0.0.1:9/n", "x@a/{}@127.0.0.1:9/n"])
+def test_a_password_that_is_written_wrong_is_in_no_message(tmp_path, monkeypatch, given):
+    url = f"postgresql://me:{given.format(SECRET)}"
+    monkeypatch.setenv(store.URL_VARIABLE, url)
+    file = config(tmp_path).folder.parent / "run.toml"
+    commands = [
+        ["train", str(file), f"output={tmp_path}", "replay.store=postgresql"],
+        # One that never asks for the URL.
+        ["train", str(file), f"output={tmp_path}", f"replay.store=sqlite:///{tmp_path}"],
+        ["buffer", "inspect", url],
+        ["buffer", "serve", str(tmp_path / "socket"), "--store", url],
+    ]
+    for command in commands:
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2, result.output
+        reason = "cannot be opened" if "sqlite" in command[-1] else "write @ : / # of a password as %40 %3A %2F %23"
+        assert reason in result.stderr
+        assert SECRET not in result.output + str(result.exception)
+
+
+def test_the_password_of_a_certificate_is_in_no_message(monkeypatch):
+    url = f"postgresql://me@127.0.0.1:9/n?sslmode=require&sslpassword={SECRET}"
+    monkeypatch.setenv(store.URL_VARIABLE, url)
+    assert SECRET not in hide_password(url) + store.plain_reason(ValueError(f"bad option {SECRET}"))
+    engine = connections.make_engine(url, create=False)
+    assert SECRET not in connections.shown(engine)
+    engine.dispose()
 
 
 @pytest.mark.parametrize(

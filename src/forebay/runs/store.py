@@ -14,6 +14,7 @@ import os
 import re
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -203,10 +204,11 @@ def lost_database(error: BaseException | None) -> str | None:
 def plain_reason(error: BaseException) -> str:
     """The first line of what the database said, without the password."""
     said = str(getattr(error, "orig", None) or error).strip().split("\n")[0]
-    from sqlalchemy import make_url
+    from forebay.replay.stores.sql.connections import parsed_url
 
-    given = os.environ.get(URL_VARIABLE, "")
-    url = make_url(given if "://" in given else "postgresql://")
-    for secret in filter(None, (url.password, url.query.get("password"))):
-        said = said.replace(str(secret), "***")
+    # A URL that cannot be read was asked nothing, and no message has anything of it.
+    with suppress(ValueError):
+        url = parsed_url(os.environ.get(URL_VARIABLE, ""))
+        for secret in filter(None, (url.password, url.query.get("password"), url.query.get("sslpassword"))):
+            said = said.replace(str(secret), "***")
     return said

@@ -9,7 +9,14 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from test_killed_separate_run import RUN_FILE, STEPS, check_real_run, finished_groups, taken_up_since
+from test_killed_separate_run import (
+    RUN_FILE,
+    STEPS,
+    check_real_books,
+    check_real_run,
+    finished_groups,
+    taken_up_since,
+)
 from typer.testing import CliRunner
 
 from forebay.board.export import write_report
@@ -18,6 +25,7 @@ from forebay.cli import app
 from forebay.config import ConfigError, load_config
 from forebay.io.address import hide_password
 from forebay.ledger import Ledger
+from forebay.metrics import read_jsonl
 from forebay.produce.recovery import Cut
 from forebay.replay import AsyncReplayBufferConfig, SQLStorage, StorageItem
 from forebay.replay.stores.sql import connections
@@ -372,6 +380,67 @@ def test_a_run_may_change_to_a_durable_store_and_not_back(tmp_path):
     back = saved_config(folder, [f"steps={2 * STEPS}", "replay.store=memory"])
     with pytest.raises(ConfigError, match=r"store that the run had; leave replay\.store as it was"):
         asyncio.run(launch(back, resume=folder))
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_a_run_whose_database_is_lost_goes_on_if_it_is_told_to(tmp_path, monkeypatch, request, capsys, kind):
+    """Killed after a checkpoint, with groups consumed since, copies of unfinished ones, and groups used again."""
+    report, lost, file = steps.report, [], tmp_path / "lost.db"
+    if kind == "postgresql":
+        request.getfixturevalue("database")
+    named = kind if kind == "postgresql" else f"sqlite:///{file}"
+    reuse = "replay.reuse.times=2", "replay.reuse.share=0.4", "replay.reuse.max_staleness=1"
+    run = config(tmp_path, f"replay.store={named}", "produce.save_partial_every_s=0.1", *reuse)
+
+    def reported(run, train_step, batch, metrics):
+        report(run, train_step, batch, metrics)
+        if train_step == 5 and not lost:
+            lost.append(train_step)
+            raise RuntimeError("killed")
+
+    monkeypatch.setattr(steps, "report", reported)
+    with pytest.raises(RuntimeError, match="killed"):
+        asyncio.run(launch(run))
+    assert [path.name for path in list_checkpoints(run.folder)] == ["step_000003"]
+    live = sum(Ledger.read_checkpoint(*saved_books(run.folder)).count_live().values())
+    with contextlib.ExitStack() as stack:
+        if kind == "postgresql":
+            url = stack.enter_context(empty_place(request.getfixturevalue("server")))
+            monkeypatch.setenv(store.URL_VARIABLE, url)
+        else:
+            url = str(file)
+            for part in tmp_path.glob("lost.db*"):
+                part.unlink()
+        again = saved_config(run.folder, [])
+        with pytest.raises(ConfigError, match="the database holds no run: name that of this run, or add --without-gr"):
+            asyncio.run(launch(again, resume=run.folder))
+        capsys.readouterr()
+        command = ["train", "--resume", str(run.folder), "--without-groups"]
+        assert CliRunner().invoke(app, command, catch_exceptions=False).exit_code == 0
+        told = f"the database held no run: {live} groups that were live are generated again"
+        assert told in (run.folder / "notes.jsonl").read_text()
+        check_real_books(run.folder, url)
+        # From now on it is the database of this run.
+        asyncio.run(launch(saved_config(run.folder, [f"steps={STEPS + 3}"]), resume=run.folder))
+        check_real_books(run.folder, url, STEPS + 3)
+    assert any(row.get("produce/past_groups") for row in read_jsonl(run.folder / "metrics.jsonl"))
+
+
+def saved_books(folder):
+    """The state of the books in the newest checkpoint, and its place."""
+    manager = list_checkpoints(folder)[-1] / "manager"
+    return json.loads((manager / "manager.json").read_text())["ledger"], manager
+
+
+@pytest.mark.parametrize(
+    "arguments", [["recipes/demo_tiny.toml"], ["--resume", "RUN"], ["recipes/cartpole_fragments.toml"]]
+)
+def test_no_groups_are_given_up_where_there_is_no_database(tmp_path, arguments):
+    asyncio.run(launch(config(tmp_path, "steps=1", "replay.store=memory", "checkpoint_every=1")))
+    given = [str(tmp_path / "run") if part == "RUN" else part for part in arguments]
+    result = CliRunner().invoke(app, ["train", *given, "--without-groups"])
+    assert result.exit_code == 2
+    assert "--without-groups is for the --resume of a run with a database" in result.stderr
 
 
 def test_a_trial_leaves_the_database_alone(tmp_path, database):

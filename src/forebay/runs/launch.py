@@ -43,8 +43,10 @@ from forebay.train.parallel.ranks import RankError
 from forebay.types import FAILED_AT_KEY, RolloutState, Status
 
 
-async def launch(config: RunConfig, *, resume: Path | None = None, overwrite: bool = False) -> tuple[str | None, bool]:
-    """Run `config`, or go on with the run in the folder `resume`.
+async def launch(
+    config: RunConfig, *, resume: Path | None = None, overwrite: bool = False, without_groups: bool = False
+) -> tuple[str | None, bool]:
+    """Run `config`, or go on with the run in the folder `resume`, `without_groups` where its database is lost.
 
     Returns:
         The accuracy line, if prompts were held out, and whether Ctrl-C or SIGTERM ended the run early.
@@ -89,7 +91,7 @@ async def launch(config: RunConfig, *, resume: Path | None = None, overwrite: bo
                     if checkpoint is None:
                         run = await _begun(config, display, cluster, overwrite=overwrite)
                     else:
-                        run = await _resumed(config, checkpoint, step, display, cluster)
+                        run = await _resumed(config, checkpoint, step, display, cluster, without_groups=without_groups)
                         # Only now: overrides that do not fit must not spoil the run file.
                         run_folder.write_run_file(config, folder)
                 except (KeyboardInterrupt, asyncio.CancelledError):
@@ -119,12 +121,13 @@ async def _resumed(
     display: RunDisplay,
     cluster: Cluster | None,
     storage: StorageBackend | None = None,
+    without_groups: bool = False,
 ) -> Run:
     # Before anything is built: the answer comes at once, and nothing has to be undone.
     await asyncio.to_thread(run_folder.check_checkpoint, checkpoint)
     run = await open_run(config, display, cluster, resume_step=step, storage=storage)
     try:
-        await steps.resume(run, checkpoint, has_groups=storage is not None)
+        await steps.resume(run, checkpoint, has_groups=storage is not None, without_groups=without_groups)
     except BaseException:
         await steps.close(run)
         raise

@@ -374,6 +374,23 @@ def test_a_ledger_nearby_may_have_gone_on(tmp_path):
     assert ["math", "2", "2"] in words(output)
 
 
+def test_groups_that_the_database_of_a_run_lacks_were_in_flight(tmp_path):
+    pytest.importorskip("sqlalchemy")
+    _, ledger = asyncio.run(run_of(tmp_path))
+    run("buffer", "migrate", tmp_path / "checkpoints" / "step_000002", tmp_path / "buffer.db")
+    (tmp_path / "checkpoints").rename(tmp_path / "aside")
+    for name in "ef":
+        ledger.record(name, "math", "admitted")
+    output = run("buffer", "inspect", tmp_path).output
+    assert "2 groups are in flight, or were when the run ended: --resume makes them again" in output
+    # Groups too many in one task are no groups in flight, however many another one lacks.
+    ledger.record("g", "code", "trained", train_step=1)
+    for name in "cdef":
+        ledger.record(name, "math", "trained", train_step=2)
+    ledger.close()
+    assert "may have gone on" in run("buffer", "inspect", tmp_path).output
+
+
 def test_the_ledger_report(tmp_path):
     _, ledger = asyncio.run(run_of(tmp_path))
     ledger.close()

@@ -19,6 +19,7 @@ from test_killed_separate_run import (
 )
 from typer.testing import CliRunner
 
+from forebay.agents.single_turn import SingleTurnAgentLoop
 from forebay.board.export import write_report
 from forebay.board.server import ANSWERS, Board
 from forebay.cli import app
@@ -32,7 +33,7 @@ from forebay.replay.stores.sql import connections
 from forebay.runs import checkpoints, steps, store
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import list_checkpoints, new_folder, saved_config
-from forebay.runs.launch import launch, try_all
+from forebay.runs.launch import _costs_of_a_kill, launch, try_all
 from forebay.runs.placement import PartLost
 from forebay.train import TrainController
 from forebay.types import Status
@@ -321,6 +322,10 @@ def test_an_sqlite_file_on_a_network_file_system_is_refused(tmp_path, monkeypatc
     ray = config(tmp_path, f"output={share}", "cluster=ray")
     assert store.store_of(ray) == "memory"
     assert store.store_of(config(tmp_path, "cluster=ray")) == "sqlite"
+    # A run that would have a file there says what it does without.
+    asyncio.run(launch(config(tmp_path, f"output={share}", "steps=1")))
+    told = f"groups are in memory, as the folder is on {kind} at {share}: set replay.store = 'postgresql' or"
+    assert told in (share / "run" / "notes.jsonl").read_text()
 
 
 def test_unfinished_rollouts_are_saved_where_the_run_has_a_durable_store_by_itself(tmp_path, monkeypatch):
@@ -443,9 +448,65 @@ def test_no_groups_are_given_up_where_there_is_no_database(tmp_path, arguments):
     assert "--without-groups is for the --resume of a run with a database" in result.stderr
 
 
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_the_database_of_a_run_is_inspected_with_its_books(tmp_path, request, monkeypatch, kind):
+    """Of a run that was killed, with groups in flight."""
+    url = request.getfixturevalue("database") if kind == "postgresql" else f"sqlite:///{tmp_path / 'groups.db'}"
+    report = steps.report
+
+    def reported(run, train_step, batch, metrics):
+        report(run, train_step, batch, metrics)
+        if train_step == 4:
+            raise RuntimeError("killed")
+
+    monkeypatch.setattr(steps, "report", reported)
+    run = config(tmp_path, f"replay.store={url if kind == 'sqlite' else kind}")
+    with pytest.raises(RuntimeError, match="killed"):
+        asyncio.run(launch(run))
+
+    def output(*arguments, exit_code=0):
+        result = CliRunner().invoke(app, ["buffer", *map(str, arguments)], catch_exceptions=False)
+        assert result.exit_code == exit_code, result.output
+        assert SECRET not in result.output
+        return result.output
+
+    shown = output("inspect", run.folder)
+    assert str(run.folder / "ledger.jsonl") in shown
+    ledger = Ledger.read(run.folder / "ledger.jsonl")
+    with contextlib.closing(SQLStorage(url, create=False)) as storage:
+        live = len(storage)
+        balance = ledger.balance({"sorting": live})
+        said = f"{balance.difference} groups are in flight, or were when the run ended: --resume makes them again"
+        assert balance.difference >= 0
+        assert (said if balance.difference else "balanced: every group is in exactly one place") in shown
+    assert f"{live} live and" in output("migrate", run.folder, tmp_path / "copy.db")
+    if kind == "postgresql":
+        assert "ledger (" not in output("inspect", "postgresql")
+        assert "groups already" in output("migrate", tmp_path / "copy.db", "postgresql", exit_code=2)
+        monkeypatch.delenv(store.URL_VARIABLE)
+        for arguments in (["inspect", run.folder], ["serve", tmp_path / "socket", "--store", "postgresql"]):
+            assert "needs the environment variable FOREBAY_REPLAY_URL" in output(*arguments, exit_code=2)
+
+
 def test_a_trial_leaves_the_database_alone(tmp_path, database):
     storage = SQLStorage(database)
     storage.holder = "another run"
     asyncio.run(try_all(config(tmp_path, "replay.store=postgresql"), lambda line: None))
     assert storage.holder == "another run"
     storage.close()
+
+
+def test_a_run_names_the_tasks_whose_rollouts_begin_again_after_a_kill(tmp_path):
+    program = "tasks.0.agent={name='program', arguments={command=['true']}}"
+    saves = "replay.store=sqlite", "produce.save_partial_every_s=1"
+    own = "tasks.0.agent={name='test_run_store:Loop'}"
+    for changes, is_told in [((), False), ((own,), True), ((program,), True)]:
+        told = list(_costs_of_a_kill(config(tmp_path, *saves, *changes)))
+        line = "task sorting: its agent cannot go on half-way; its rollouts begin again after a kill"
+        assert told == ([line] if is_told else [])
+    assert not list(_costs_of_a_kill(config(tmp_path, own)))
+
+
+class Loop(SingleTurnAgentLoop):
+    async def generate_sample(self, state):
+        return await super().generate_sample(state)

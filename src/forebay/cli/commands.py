@@ -102,7 +102,7 @@ def train(
         if check:
             _check(run_file, overrides or [])
         else:
-            _train(run_file, overrides or [], dry_run, resume, overwrite, without_groups)
+            _train(run_file, overrides or [], dry_run, resume, overwrite=overwrite, without_groups=without_groups)
 
 
 @app.command()
@@ -116,7 +116,7 @@ def warmup(
         if getattr(load_config(_kind_of(run_file), run_file, overrides or []), "warmup", None) is None:
             raise ConfigError(f"{run_file} has no [warmup]: add one, with steps")
         # As a run of no train steps, which --resume can go on from.
-        _train(run_file, [*(overrides or []), "steps=0"], False, None, overwrite)
+        _train(run_file, [*(overrides or []), "steps=0"], False, None, overwrite=overwrite)
 
 
 @app.command(name="eval")
@@ -249,14 +249,8 @@ def main() -> None:
         raise
 
 
-def _train(
-    run_file: Path | None,
-    overrides: list[str],
-    dry_run: bool,
-    resume: Path | None,
-    overwrite: bool,
-    without_groups: bool = False,
-) -> None:
+def _train(run_file: Path | None, overrides: list[str], dry_run: bool, resume: Path | None, **how: bool) -> None:
+    """Begin or go on; `how` are ``overwrite`` and ``without_groups``, as of `launch`."""
     if resume is not None:
         config = _load(resume / RUN_FILE, overrides, resume)
     elif run_file is not None:
@@ -264,7 +258,7 @@ def _train(
     else:
         raise ConfigError("name a run file, for example recipes/demo_tiny.toml, or --resume RUN_FOLDER")
     has_database = isinstance(config, RunConfig) and store_of(config) != "memory"
-    if without_groups and not (resume is not None and has_database):
+    if how.get("without_groups") and not (resume is not None and has_database):
         raise ConfigError("--without-groups is for the --resume of a run with a database; leave it out")
     if dry_run:
         typer.echo(to_toml(config), nl=False)
@@ -285,15 +279,13 @@ def _train(
         config, warning = fit_memory(config)
         if warning is not None:
             say(f"warning: {warning}")
-        last_line, interrupted = asyncio.run(
-            launch(config, resume=resume, overwrite=overwrite, without_groups=without_groups)
-        )
+        last_line, interrupted = asyncio.run(launch(config, resume=resume, **how))
         if last_line:
             typer.echo(last_line)
     else:
         from forebay.environments.run import launch as launch_in_environments
 
-        interrupted = asyncio.run(launch_in_environments(config, resume=resume, overwrite=overwrite))
+        interrupted = asyncio.run(launch_in_environments(config, resume=resume, overwrite=how["overwrite"]))
     if interrupted:
         sys.exit(INTERRUPTED)
 

@@ -234,7 +234,7 @@ def parsed_url(url: str | os.PathLike[str] | sa.URL) -> sa.URL:
         if parsed.get_backend_name() != "sqlite" and ("@" in place or "password=" in user):
             raise ValueError
     except (ValueError, sa.exc.ArgumentError):
-        raise ValueError("the database's URL cannot be read: write @ : / # of a password as %40 %3A %2F %23") from None
+        raise ValueError("the database URL cannot be read: write @ : / # of a password as %40 %3A %2F %23") from None
     return parsed
 
 

@@ -272,7 +272,7 @@ def test_a_database_may_have_any_name_and_be_in_use(snapshot, tmp_path):
     rows = asyncio.run(storage.get({}, rows_only=True))
     asyncio.run(buffer.get(9, "math", Status.COMPLETED))
     # What was taken between two questions is left out.
-    source = open_database(str(tmp_path / "x.db"))
+    source = open_database(str(tmp_path / "x.db"), tmp_path / "x.db")
     digests = asyncio.run(source.digests([row.uid for row in rows]))
     assert [row.task_name for row in still_there(rows, digests)] == ["code [bold]"]
     with pytest.raises(ValueError, match="taken out"):

@@ -272,7 +272,7 @@ def test_a_database_may_have_any_name_and_be_in_use(snapshot, tmp_path):
     rows = asyncio.run(storage.get({}, rows_only=True))
     asyncio.run(buffer.get(9, "math", Status.COMPLETED))
     # What was taken between two questions is left out.
-    source = open_database(str(tmp_path / "x.db"))
+    source = open_database(str(tmp_path / "x.db"), tmp_path / "x.db")
     digests = asyncio.run(source.digests([row.uid for row in rows]))
     assert [row.task_name for row in still_there(rows, digests)] == ["code [bold]"]
     with pytest.raises(ValueError, match="taken out"):
@@ -372,6 +372,23 @@ def test_a_ledger_nearby_may_have_gone_on(tmp_path):
     output = run("buffer", "inspect", tmp_path / "snapshot").output
     assert "not readable" in output
     assert ["math", "2", "2"] in words(output)
+
+
+def test_groups_that_the_database_of_a_run_lacks_were_in_flight(tmp_path):
+    pytest.importorskip("sqlalchemy")
+    _, ledger = asyncio.run(run_of(tmp_path))
+    run("buffer", "migrate", tmp_path / "checkpoints" / "step_000002", tmp_path / "buffer.db")
+    (tmp_path / "checkpoints").rename(tmp_path / "aside")
+    for name in "ef":
+        ledger.record(name, "math", "admitted")
+    output = run("buffer", "inspect", tmp_path).output
+    assert "2 groups are in flight, or were when the run ended: --resume makes them again" in output
+    # Groups too many in one task are no groups in flight, however many another one lacks.
+    ledger.record("g", "code", "trained", train_step=1)
+    for name in "cdef":
+        ledger.record(name, "math", "trained", train_step=2)
+    ledger.close()
+    assert "may have gone on" in run("buffer", "inspect", tmp_path).output
 
 
 def test_the_ledger_report(tmp_path):

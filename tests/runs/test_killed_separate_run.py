@@ -283,7 +283,7 @@ def check_real_books(folder, store, steps=STEPS, batch_size=BATCH_SIZE):
     ]
     trained = {}
     for event in read_events(folder / "ledger.jsonl"):
-        if event["event"] == "trained":
+        if event["event"] in ("trained", "reused"):
             trained.setdefault(event["train_step"], []).append(event["group"])
     check_books(folder, samplers, trained, steps, batch_size, store)
 

@@ -9,20 +9,31 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from test_killed_separate_run import RUN_FILE, STEPS, check_real_run, finished_groups, taken_up_since
+from test_killed_separate_run import (
+    RUN_FILE,
+    STEPS,
+    check_real_books,
+    check_real_run,
+    finished_groups,
+    taken_up_since,
+)
 from typer.testing import CliRunner
 
+from forebay.agents.single_turn import SingleTurnAgentLoop
 from forebay.board.export import write_report
 from forebay.board.server import ANSWERS, Board
 from forebay.cli import app
 from forebay.config import ConfigError, load_config
+from forebay.io.address import hide_password
 from forebay.ledger import Ledger
+from forebay.metrics import read_jsonl
 from forebay.produce.recovery import Cut
 from forebay.replay import AsyncReplayBufferConfig, SQLStorage, StorageItem
+from forebay.replay.stores.sql import connections
 from forebay.runs import checkpoints, steps, store
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import list_checkpoints, new_folder, saved_config
-from forebay.runs.launch import launch, try_all
+from forebay.runs.launch import _costs_of_a_kill, launch, try_all
 from forebay.runs.placement import PartLost
 from forebay.train import TrainController
 from forebay.types import Status
@@ -229,6 +240,35 @@ def test_a_run_without_the_url_of_its_database_says_which_variable_has_it(tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("given", ["p@ss:{}@127.0.0.1:9/n", "x@{}@127.0.0.1:9/n", "x@a/{}@127.0.0.1:9/n"])
+def test_a_password_that_is_written_wrong_is_in_no_message(tmp_path, monkeypatch, given):
+    url = f"postgresql://me:{given.format(SECRET)}"
+    monkeypatch.setenv(store.URL_VARIABLE, url)
+    file = config(tmp_path).folder.parent / "run.toml"
+    commands = [
+        ["train", str(file), f"output={tmp_path}", "replay.store=postgresql"],
+        # One that never asks for the URL.
+        ["train", str(file), f"output={tmp_path}", f"replay.store=sqlite:///{tmp_path}"],
+        ["buffer", "inspect", url],
+        ["buffer", "serve", str(tmp_path / "socket"), "--store", url],
+    ]
+    for command in commands:
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2, result.output
+        reason = "cannot be opened" if "sqlite" in command[-1] else "write @ : / # of a password as %40 %3A %2F %23"
+        assert reason in result.stderr
+        assert SECRET not in result.output + str(result.exception)
+
+
+def test_the_password_of_a_certificate_is_in_no_message(monkeypatch):
+    url = f"postgresql://me@127.0.0.1:9/n?sslmode=require&sslpassword={SECRET}"
+    monkeypatch.setenv(store.URL_VARIABLE, url)
+    assert SECRET not in hide_password(url) + store.plain_reason(ValueError(f"bad option {SECRET}"))
+    engine = connections.make_engine(url, create=False)
+    assert SECRET not in connections.shown(engine)
+    engine.dispose()
+
+
 @pytest.mark.parametrize(
     ("named", "file", "level"),
     [
@@ -266,7 +306,7 @@ def test_a_store_that_is_none_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "cifs", "fuse.sshfs", "lustre"])
-def test_an_sqlite_file_on_a_network_file_system_is_refused(tmp_path, monkeypatch, kind):
+def test_an_sqlite_file_on_a_network_file_system_is_refused(tmp_path, monkeypatch, capsys, kind):
     share, local = tmp_path / "a share", tmp_path / "local"
     share.mkdir()
     mounts = [
@@ -282,6 +322,12 @@ def test_an_sqlite_file_on_a_network_file_system_is_refused(tmp_path, monkeypatc
     ray = config(tmp_path, f"output={share}", "cluster=ray")
     assert store.store_of(ray) == "memory"
     assert store.store_of(config(tmp_path, "cluster=ray")) == "sqlite"
+    # A run that would have a file there says what it does without.
+    asyncio.run(launch(config(tmp_path, f"output={share}", "name=other", "steps=1", "produce.mode=separate")))
+    told = f"groups are in memory, as the folder is on {kind} at {share}: set replay.store = 'postgresql' or"
+    shown = " ".join("".join(capsys.readouterr()).split())
+    assert told in shown
+    assert "groups memory" in shown
 
 
 def test_unfinished_rollouts_are_saved_where_the_run_has_a_durable_store_by_itself(tmp_path, monkeypatch):
@@ -343,9 +389,126 @@ def test_a_run_may_change_to_a_durable_store_and_not_back(tmp_path):
         asyncio.run(launch(back, resume=folder))
 
 
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_a_run_whose_database_is_lost_goes_on_if_it_is_told_to(tmp_path, monkeypatch, request, capsys, kind):
+    """Killed after a checkpoint, with groups consumed since, copies of unfinished ones, and groups used again."""
+    report, lost, file = steps.report, [], tmp_path / "lost.db"
+    if kind == "postgresql":
+        request.getfixturevalue("database")
+    named = kind if kind == "postgresql" else f"sqlite:///{file}"
+    reuse = "replay.reuse.times=2", "replay.reuse.share=0.4", "replay.reuse.max_staleness=1"
+    run = config(tmp_path, f"replay.store={named}", "produce.save_partial_every_s=0.1", *reuse)
+
+    def reported(run, train_step, batch, metrics):
+        report(run, train_step, batch, metrics)
+        if train_step == 5 and not lost:
+            lost.append(train_step)
+            raise RuntimeError("killed")
+
+    monkeypatch.setattr(steps, "report", reported)
+    with pytest.raises(RuntimeError, match="killed"):
+        asyncio.run(launch(run))
+    assert [path.name for path in list_checkpoints(run.folder)] == ["step_000003"]
+    live = sum(Ledger.read_checkpoint(*saved_books(run.folder)).count_live().values())
+    with contextlib.ExitStack() as stack:
+        if kind == "postgresql":
+            url = stack.enter_context(empty_place(request.getfixturevalue("server")))
+            monkeypatch.setenv(store.URL_VARIABLE, url)
+        else:
+            url = str(file)
+            for part in tmp_path.glob("lost.db*"):
+                part.unlink()
+        again = saved_config(run.folder, [])
+        with pytest.raises(ConfigError, match="the database holds no run: name that of this run, or add --without-gr"):
+            asyncio.run(launch(again, resume=run.folder))
+        capsys.readouterr()
+        command = ["train", "--resume", str(run.folder), "--without-groups"]
+        assert CliRunner().invoke(app, command, catch_exceptions=False).exit_code == 0
+        told = f"the database held no run: {live} groups that were live are generated again"
+        assert told in (run.folder / "notes.jsonl").read_text()
+        check_real_books(run.folder, url)
+        # From now on it is the database of this run.
+        asyncio.run(launch(saved_config(run.folder, [f"steps={STEPS + 3}"]), resume=run.folder))
+        check_real_books(run.folder, url, STEPS + 3)
+    assert any(row.get("produce/past_groups") for row in read_jsonl(run.folder / "metrics.jsonl"))
+
+
+def saved_books(folder):
+    """The state of the books in the newest checkpoint, and its place."""
+    manager = list_checkpoints(folder)[-1] / "manager"
+    return json.loads((manager / "manager.json").read_text())["ledger"], manager
+
+
+@pytest.mark.parametrize(
+    "arguments", [["recipes/demo_tiny.toml"], ["--resume", "RUN"], ["recipes/cartpole_fragments.toml"]]
+)
+def test_no_groups_are_given_up_where_there_is_no_database(tmp_path, arguments):
+    asyncio.run(launch(config(tmp_path, "steps=1", "replay.store=memory", "checkpoint_every=1")))
+    given = [str(tmp_path / "run") if part == "RUN" else part for part in arguments]
+    result = CliRunner().invoke(app, ["train", *given, "--without-groups"])
+    assert result.exit_code == 2
+    assert "--without-groups is for the --resume of a run with a database" in result.stderr
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_the_database_of_a_run_is_inspected_with_its_books(tmp_path, request, monkeypatch, kind):
+    """Of a run that was killed, with groups in flight."""
+    url = request.getfixturevalue("database") if kind == "postgresql" else f"sqlite:///{tmp_path / 'groups.db'}"
+    report = steps.report
+
+    def reported(run, train_step, batch, metrics):
+        report(run, train_step, batch, metrics)
+        if train_step == 4:
+            raise RuntimeError("killed")
+
+    monkeypatch.setattr(steps, "report", reported)
+    run = config(tmp_path, f"replay.store={url if kind == 'sqlite' else kind}")
+    with pytest.raises(RuntimeError, match="killed"):
+        asyncio.run(launch(run))
+
+    def output(*arguments, exit_code=0):
+        result = CliRunner().invoke(app, ["buffer", *map(str, arguments)], catch_exceptions=False)
+        assert result.exit_code == exit_code, result.output
+        assert SECRET not in result.output
+        return result.output
+
+    shown = output("inspect", run.folder)
+    assert str(run.folder / "ledger.jsonl") in shown
+    ledger = Ledger.read(run.folder / "ledger.jsonl")
+    with contextlib.closing(SQLStorage(url, create=False)) as storage:
+        live = len(storage)
+        balance = ledger.balance({"sorting": live})
+        said = f"{balance.difference} groups are in flight, or were when the run ended: --resume makes them again"
+        assert balance.difference >= 0
+        assert (said if balance.difference else "balanced: every group is in exactly one place") in shown
+    assert f"{live} live and" in output("migrate", run.folder, tmp_path / "copy.db")
+    if kind == "postgresql":
+        assert "ledger (" not in output("inspect", "postgresql")
+        assert "groups already" in output("migrate", tmp_path / "copy.db", "postgresql", exit_code=2)
+        monkeypatch.delenv(store.URL_VARIABLE)
+        for arguments in (["inspect", run.folder], ["serve", tmp_path / "socket", "--store", "postgresql"]):
+            assert "needs the environment variable FOREBAY_REPLAY_URL" in output(*arguments, exit_code=2)
+
+
 def test_a_trial_leaves_the_database_alone(tmp_path, database):
     storage = SQLStorage(database)
     storage.holder = "another run"
     asyncio.run(try_all(config(tmp_path, "replay.store=postgresql"), lambda line: None))
     assert storage.holder == "another run"
     storage.close()
+
+
+def test_a_run_names_the_tasks_whose_rollouts_begin_again_after_a_kill(tmp_path):
+    program = "tasks.0.agent={name='program', arguments={program='test_run_store:Loop'}}"
+    saves = "replay.store=sqlite", "produce.save_partial_every_s=1"
+    own = "tasks.0.agent={name='test_run_store:Loop'}"
+    for changes, is_told in [((), False), ((own,), True), ((program,), True)]:
+        told = list(_costs_of_a_kill(config(tmp_path, *saves, *changes)))
+        line = "task sorting: its agent cannot go on half-way; its rollouts begin again after a kill"
+        assert told == ([line] if is_told else [])
+    assert not list(_costs_of_a_kill(config(tmp_path, own)))
+
+
+class Loop(SingleTurnAgentLoop):
+    async def generate_sample(self, state):
+        return await super().generate_sample(state)

@@ -9,8 +9,9 @@
     forebay buffer migrate FROM TO               to another store or a snapshot
     forebay buffer serve   ADDRESS               the buffer for other processes, until Ctrl-C or SIGTERM
 
-PATH is a snapshot folder, a checkpoint, a run folder (its newest checkpoint), or a database: a URL, or an
-SQLite file. Of the commands that look, only ``export`` and ``migrate`` write, and only what they are told to.
+PATH is a snapshot folder, a checkpoint, a run folder (its database, or newest checkpoint), or a database: an
+SQLite file, a URL, or `postgresql` for that in the variable FOREBAY_REPLAY_URL. Of the commands that look, only
+``export`` and ``migrate`` write, and only what they are told to.
 """
 
 import json
@@ -27,7 +28,7 @@ from rich.text import Text
 from forebay.cli import views
 from forebay.cli.errors import MARKUP, console, in_one_message
 from forebay.cli.ledger import ledger_section
-from forebay.cli.source import ALL_STATUSES, Digest, find_snapshot, is_sql, open_sql, opened
+from forebay.cli.source import ALL_STATUSES, Digest, find_snapshot, is_sql, named_url, open_sql, opened, own_database
 from forebay.io.address import hide_password
 from forebay.io.safe_files import replaced
 from forebay.replay.format.snapshot import Snapshot, read_snapshot, write_snapshot
@@ -69,9 +70,8 @@ async def inspect(path: BufferPath) -> None:
         if source.num_evicted:
             evicted = [f"{task} {views.number(count)}" for task, count in sorted(source.num_evicted.items())]
             out.print(views.section("evicted so far", views.plain(", ".join(evicted))))
-        # A ledger lies beside files; a database on a server has none near it.
-        if "://" not in path:
-            out.print(ledger_section(Path(source.location), live))
+        if source.near is not None:
+            out.print(ledger_section(source.near, live))
 
 
 @app.command()
@@ -151,8 +151,8 @@ async def migrate(
     ] = None,
 ) -> None:
     """Copy everything: a snapshot to a database, a database to a snapshot, or like to like."""
-    snapshot, out = _read_all(source, policy), console()
-    if is_sql(target):
+    snapshot, out = _read_all(own_database(source), policy), console()
+    if is_sql(target := named_url(target)):
         await _fill_database(target, snapshot)
         if snapshot.policy_state:
             out.print(Text(f"the state of {snapshot.policy} (its random numbers) stays behind", "yellow"))
@@ -170,7 +170,7 @@ async def serve(
     address: Annotated[
         str, typer.Argument(metavar="ADDRESS", help="A path, for a Unix socket, or tcp://HOST:PORT (port 0: any).")
     ],
-    store: Annotated[str, typer.Option(help="`memory`, a SQLite file, or the URL of a database.")] = "memory",
+    store: Annotated[str, typer.Option(help="`memory`, an SQLite file, a URL, or `postgresql`.")] = "memory",
     policy: Annotated[
         str, typer.Option(help="`staleness`, `fifo` or `prioritized`: the order in which groups are taken.")
     ] = "staleness",
@@ -190,7 +190,7 @@ async def serve(
     Prints where it listens. Ctrl-C or SIGTERM ends it: running calls are finished, waiting ones get an error.
     """
     # The first statement: so far the locals are the arguments, which are the fields of `ServeOptions`.
-    given = locals()
+    given = locals() | {"store": named_url(store)}
     # Here, because it loads the server, which no other command needs.
     from forebay.replay.remote.server import ServeOptions, serve_buffer
 

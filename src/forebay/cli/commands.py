@@ -4,7 +4,7 @@
 
     forebay train RUN.toml [key=value ...] [--dry-run] [--overwrite]
     forebay train RUN.toml [key=value ...] --check        one sample of everything, nothing trained
-    forebay train --resume RUN_FOLDER [key=value ...]
+    forebay train --resume RUN_FOLDER [key=value ...] [--without-groups]
     forebay warmup RUN.toml [key=value ...]               the supervised phase of a run alone
     forebay eval  RUN_FOLDER [key=value ...]
     forebay replay RUN_FOLDER [--until STEP]
@@ -44,6 +44,7 @@ from forebay.cli.errors import MARKUP, Overrides, one_message, say
 from forebay.config import ConfigError, load_config, read_toml
 from forebay.runs.config import RunConfig, load_ranks, to_toml
 from forebay.runs.folder import RUN_FILE, list_checkpoints, saved_as
+from forebay.runs.store import store_of
 from forebay.tracebacks import INTERRUPTED
 from forebay.train import presets
 from forebay.train.parallel.place import find_place
@@ -84,6 +85,9 @@ def train(
         Path | None, typer.Option(help="Go on with the run in this folder, from its last checkpoint.")
     ] = None,
     overwrite: Overwrite = False,
+    without_groups: Annotated[
+        bool, typer.Option("--without-groups", help="Go on though the database is lost; make its live groups again.")
+    ] = False,
 ) -> None:
     """Train a model as a run file says, or go on with an interrupted run."""
     if resume is not None and run_file is not None:
@@ -98,7 +102,7 @@ def train(
         if check:
             _check(run_file, overrides or [])
         else:
-            _train(run_file, overrides or [], dry_run, resume, overwrite)
+            _train(run_file, overrides or [], dry_run, resume, overwrite=overwrite, without_groups=without_groups)
 
 
 @app.command()
@@ -112,7 +116,7 @@ def warmup(
         if load_config(RunConfig, run_file, overrides or []).warmup is None:
             raise ConfigError(f"{run_file} has no [warmup]: add one, with steps")
         # As a run of no train steps, which --resume can go on from.
-        _train(run_file, [*(overrides or []), "steps=0"], False, None, overwrite)
+        _train(run_file, [*(overrides or []), "steps=0"], False, None, overwrite=overwrite)
 
 
 @app.command(name="eval")
@@ -242,8 +246,9 @@ def main() -> None:
         raise
 
 
-def _train(run_file: Path | None, overrides: list[str], dry_run: bool, resume: Path | None, overwrite: bool) -> None:
-    if resume is not None and overwrite:
+def _train(run_file: Path | None, overrides: list[str], dry_run: bool, resume: Path | None, **how: bool) -> None:
+    """Begin or go on; `how` are ``overwrite`` and ``without_groups``, as of `launch`."""
+    if resume is not None and how.get("overwrite"):
         raise ConfigError("--resume goes on with a run, and --overwrite replaces one: leave one of the two out")
     if resume is not None:
         config = _load(resume / RUN_FILE, overrides, resume)
@@ -251,6 +256,9 @@ def _train(run_file: Path | None, overrides: list[str], dry_run: bool, resume: P
         config = _load(run_file, overrides)
     else:
         raise ConfigError("name a run file, for example recipes/demo_tiny.toml, or --resume RUN_FOLDER")
+    has_database = isinstance(config, RunConfig) and store_of(config) != "memory"
+    if how.get("without_groups") and not (resume is not None and has_database):
+        raise ConfigError("--without-groups is for the --resume of a run with a database; leave it out")
     if dry_run:
         typer.echo(to_toml(config), nl=False)
         if isinstance(config, RunConfig):
@@ -270,13 +278,13 @@ def _train(run_file: Path | None, overrides: list[str], dry_run: bool, resume: P
         config, warning = fit_memory(config)
         if warning is not None:
             say(f"warning: {warning}")
-        last_line, interrupted = asyncio.run(launch(config, resume=resume, overwrite=overwrite))
+        last_line, interrupted = asyncio.run(launch(config, resume=resume, **how))
         if last_line:
             typer.echo(last_line)
     else:
         from forebay.environments.run import launch as launch_in_environments
 
-        interrupted = asyncio.run(launch_in_environments(config, resume=resume, overwrite=overwrite))
+        interrupted = asyncio.run(launch_in_environments(config, resume=resume, overwrite=how["overwrite"]))
     if interrupted:
         sys.exit(INTERRUPTED)
 

@@ -23,6 +23,7 @@ from forebay.cli.source import find_snapshot, opened
 from forebay.cli.views import number, plain, section, table
 from forebay.ledger import Balance, Comparison, Ledger, compare_dropped
 from forebay.replay import StorageItem
+from forebay.replay.format.snapshot import MANIFEST
 
 LEDGER_FILE = "ledger.jsonl"
 
@@ -79,7 +80,8 @@ def ledger_section(buffer: Path, live: Iterable[StorageItem]) -> Group:
         return Group()
     counts = Counter(row.task_name for row in live)
     balance = balance_table(near.ledger.balance(counts))
-    return section(f"ledger ({near.location})", balance, _verdict(near, counts))
+    is_database = not (buffer / MANIFEST).is_file()
+    return section(f"ledger ({near.location})", balance, _verdict(near, counts, is_database=is_database))
 
 
 class _NearLedger(NamedTuple):
@@ -107,11 +109,14 @@ def _find_ledger(buffer: Path) -> _NearLedger | None:
     return None
 
 
-def _verdict(near: _NearLedger, live: Mapping[str, int]) -> Text:
+def _verdict(near: _NearLedger, live: Mapping[str, int], *, is_database: bool = False) -> Text:
     if losses := _losses(near.ledger):
         return losses[0]
-    if near.ledger.balance(live).ok:
+    found = near.ledger.balance(live)
+    if found.ok:
         return Text("balanced: every group is in exactly one place", "green")
+    if is_database and not found.repeated and all(part.difference >= 0 for part in found.by_task.values()):
+        return Text(f"{found.difference} groups are in flight, or were when the run ended: --resume makes them again")
     if not near.is_same_moment:
         return Text("the ledger's file may have gone on since the buffer was saved, or before it", "yellow")
     return Text("NOT balanced: groups are missing (difference > 0), too many (< 0), or repeated", "bold red")

@@ -3,7 +3,7 @@
 ::
 
     PATH --find_snapshot--> snapshot folder --> rows in memory, rollouts read on demand
-    URL or .db file --------------------------> the store itself
+    URL or .db file, run with a database -----> the store itself
 
 Rows are answered by `storage`; sizes, scores and texts lie in the rollouts, which are read only for the
 groups asked for. Nothing here changes what it reads.
@@ -19,15 +19,17 @@ from statistics import fmean
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from forebay.config import read_toml
 from forebay.extras import needed_by
 from forebay.io.address import hide_password
 from forebay.replay import IndexedStorage, StorageBackend, StorageItem
+from forebay.replay.config import ReplayConfig
 from forebay.replay.format.packed import GroupCodec
 from forebay.replay.format.snapshot import MANIFEST, SnapshotTables, open_snapshot
 from forebay.replay.format.tables import GROUPS_SCHEMA, group_batches, join, read_groups, read_rows, rollout_batches
 from forebay.replay.stores.contract import copy_row
-from forebay.runs.folder import list_checkpoints
-from forebay.runs.store import STORE_FILE
+from forebay.runs.folder import RUN_FILE, list_checkpoints
+from forebay.runs.store import STORE_FILE, database_url
 from forebay.types import RolloutState, Status
 
 SQL_SUFFIXES = (".db", ".sqlite", ".sqlite3")
@@ -54,6 +56,8 @@ class BufferSource:
     num_evicted: Mapping[str, int]
     rollouts: Callable[[Collection[int]], AsyncIterator[pa.RecordBatch]]
     """The rollouts of the groups with these uids, in pieces; groups that are not there are left out."""
+    near: Path | None
+    """The file or folder near which a ledger may lie; None for a database that is named by its URL."""
 
     async def digests(self, uids: Collection[int]) -> "dict[int, Digest]":
         """The digest of each of these groups, without those that another process took out meanwhile."""
@@ -99,14 +103,14 @@ def _digest(group: Sequence[RolloutState]) -> Digest:
 
 @asynccontextmanager
 async def opened(path: str) -> AsyncIterator[BufferSource]:
-    """The buffer at `path`: a URL, an SQLite file, a run folder with one, or whatever `find_snapshot` takes.
+    """The buffer at `path`: a database, a run folder with one, or whatever `find_snapshot` takes.
 
     Raises:
         FileNotFoundError: there is nothing.
         ValueError: it is no buffer, is damaged, or is of another format.
     """
-    if is_sql(path := own_database(path)):
-        source = open_database(path)
+    if is_sql(url := own_database(path)):
+        source = open_database(url, Path(path))
         with closing(source.storage):
             yield source
     else:
@@ -129,11 +133,11 @@ def _of_snapshot(folder: Path, tables: SnapshotTables) -> BufferSource:
     storage.load_state_dict(tables.storage_state(read_rows(tables.groups)))
     kind = f"snapshot, format {manifest.version}, policy {manifest.policy}"
     num_bytes = manifest.files.groups.bytes + manifest.files.rollouts.bytes
-    return BufferSource(storage, str(folder), kind, num_bytes, manifest.num_evicted, rollouts)
+    return BufferSource(storage, str(folder), kind, num_bytes, manifest.num_evicted, rollouts, folder)
 
 
-def open_database(url: str) -> BufferSource:
-    """The SQL store at `url`; its `storage` is to be closed."""
+def open_database(url: str, given: Path) -> BufferSource:
+    """The SQL store at `url`, of what was `given`; its `storage` is to be closed."""
 
     async def rollouts(uids: Collection[int]) -> AsyncIterator[pa.RecordBatch]:
         listed = list(uids)
@@ -146,16 +150,26 @@ def open_database(url: str) -> BufferSource:
     # Another process may empty the write-ahead log at any moment.
     files = [] if "://" in url else [file for file in (Path(url), Path(f"{url}-wal")) if file.exists()]
     num_bytes = sum(file.stat().st_size for file in files) if files else None
-    return BufferSource(storage, hide_password(url), "SQL store", num_bytes, dict(storage.num_evicted), rollouts)
+    near = given if given.exists() else None
+    return BufferSource(storage, hide_password(url), "SQL store", num_bytes, dict(storage.num_evicted), rollouts, near)
 
 
 def own_database(location: str) -> str:
-    """The SQLite file in which the run in the folder `location` keeps its groups; else `location`."""
-    folder, file = Path(location), Path(location) / STORE_FILE
+    """The database in which the run in the folder `location` keeps its groups; else `named_url`."""
+    folder, run = Path(location), Path(location) / RUN_FILE
+    named = ReplayConfig(store=read_toml(run).get("replay", {}).get("store") if run.is_file() else None)
+    if named.kind == "postgresql":
+        return database_url()
+    file = named.path or folder / STORE_FILE
     checkpoints = list_checkpoints(folder)
     # With groups in its newest checkpoint the run has gone on in memory: the file is older.
     has_snapshot = checkpoints and (checkpoints[-1] / "manager" / "buffer" / MANIFEST).is_file()
-    return str(file) if file.is_file() and not has_snapshot else location
+    return str(file) if file.is_file() and not has_snapshot else named_url(location)
+
+
+def named_url(name: str) -> str:
+    """The URL of the environment for the name ``postgresql``, which `ps` may show; else `name`."""
+    return database_url() if name == "postgresql" else name
 
 
 def is_sql(location: str) -> bool:

@@ -83,7 +83,7 @@ def hide_password(url: str) -> str:
     scheme, found, rest = url.partition("://")
     if not found:
         return url
-    rest = re.sub(r"(?<=[?&]password=)[^&]*", "***", rest)
+    rest = re.sub(r"([?&](?:ssl)?password=)[^&]*", r"\1***", rest)
     # At the last @: a password may have one in it.
     user, at, host = rest.rpartition("@")
     return f"{scheme}://{user.partition(':')[0]}@{host}" if at else f"{scheme}://{rest}"

@@ -125,10 +125,11 @@ async def checkpoint_written(run: Run) -> None:
                 run.saving = None
 
 
-async def resume(run: Run, path: Path, *, has_groups: bool = False) -> None:
+async def resume(run: Run, path: Path, *, has_groups: bool = False, without_groups: bool = False) -> None:
     """Go back to the checkpoint at `path`; the engines get its weights at the next `sync_weights`.
 
-    A run that `has_groups` already, from before it lost a part, keeps those that were finished since.
+    A run that `has_groups` already, from before it lost a part, keeps those that were finished since. Where
+    the database that had them is lost, the live ones are generated again, if the caller goes on `without_groups`.
 
     Raises:
         ConfigError: the checkpoint is not one of this run as it is configured.
@@ -140,7 +141,7 @@ async def resume(run: Run, path: Path, *, has_groups: bool = False) -> None:
         if path != checkpoint_path(path.parents[1], state["train_step"]):
             raise ValueError(f"it is the checkpoint of train step {state['train_step']}")
         await compute(run, run.trainer.resume, path / "trainer")
-        await _resume_production(run, path / "manager", has_groups=has_groups)
+        await _resume_production(run, path / "manager", has_groups, without_groups)
     run.train_step = state["train_step"]
     run.history = state["history"]
     _resume_evaluations(run, state["evaluations"], state.get("evaluating"))
@@ -167,15 +168,24 @@ def _resume_evaluations(run: Run, saved: list[dict[str, float]], under_way: int 
     find_best(run)
 
 
-async def _resume_production(run: Run, path: Path, *, has_groups: bool) -> None:
+async def _resume_production(run: Run, path: Path, has_groups: bool, without_groups: bool) -> None:
     storage = run.manager.replay_buffer.storage
     has_snapshot = (path / GROUPS).exists()
+    is_lost = not has_groups and not has_snapshot and storage.holder is None
+    if is_lost and not storage.is_durable:
+        raise ValueError("its groups are in the store that the run had; leave replay.store as it was")
+    if is_lost and not without_groups:
+        raise ValueError(
+            "the database holds no run: name that of this run, or add --without-groups to generate its live "
+            "groups again"
+        )
     if not has_groups and has_snapshot and storage.is_durable:
         # The checkpoint has the groups. Those in this store are older: the run has since used another one.
         await storage.delete_where({"status": {"$in": [status.value for status in Status]}})
-    elif not has_groups and not has_snapshot and storage.holder is None:
-        raise ValueError("its groups are in the store that the run had; leave replay.store as it was")
     await run.manager.resume(path, has_groups=has_groups or not has_snapshot)
+    if is_lost:
+        owed = sum(getattr(runner.sampler, "num_owed", 0) for runner in run.manager.task_runners)
+        run.display.warning(f"the database held no run: {owed} groups that were live are generated again")
     if storage.is_durable:
         storage.holder = holder_name(run.folder)
 

@@ -19,6 +19,7 @@ import torch
 import transformers
 from rich.console import Console
 
+from forebay.agents.build import check_agent
 from forebay.config import ConfigError
 from forebay.evaluate import Evaluator
 from forebay.io.safe_files import DamagedError, DiskError, check, is_disk_error
@@ -44,8 +45,10 @@ from forebay.train.parallel.ranks import RankError
 from forebay.types import FAILED_AT_KEY, RolloutState, Status
 
 
-async def launch(config: RunConfig, *, resume: Path | None = None, overwrite: bool = False) -> tuple[str | None, bool]:
-    """Run `config`, or go on with the run in the folder `resume`.
+async def launch(
+    config: RunConfig, *, resume: Path | None = None, overwrite: bool = False, without_groups: bool = False
+) -> tuple[str | None, bool]:
+    """Run `config`, or go on with the run in the folder `resume`, `without_groups` where its database is lost.
 
     Returns:
         The accuracy line, if prompts were held out, and whether Ctrl-C or SIGTERM ended the run early.
@@ -84,11 +87,12 @@ async def launch(config: RunConfig, *, resume: Path | None = None, overwrite: bo
                 "batch": f"{config.batch_size} prompts x {config.rollouts_per_prompt} rollouts",
                 "training": f"{config.train.advantage}, {config.train.loss}, lr {config.train.lr:g}"
                 + "".join(f", {name} frozen" for name in config.train.frozen),
+                "groups": store.store_of(config),
                 "folder": folder,
             }
             display.start(config.name, facts, step=step, total=config.steps)
-            if idle := idle_gpus(config):
-                display.warning(idle)
+            for line in filter(None, (idle_gpus(config), *_costs_of_a_kill(config))):
+                display.warning(line)
             for line in changes:
                 display.message(line)
             async with opened_cluster(config) as cluster:
@@ -96,7 +100,7 @@ async def launch(config: RunConfig, *, resume: Path | None = None, overwrite: bo
                     if checkpoint is None:
                         run = await _begun(config, display, cluster, overwrite=overwrite)
                     else:
-                        run = await _resumed(config, checkpoint, step, display, cluster)
+                        run = await _resumed(config, checkpoint, step, display, cluster, without_groups=without_groups)
                         # Only now: overrides that do not fit must not spoil the run file.
                         run_folder.write_run_file(config, folder)
                 except (KeyboardInterrupt, asyncio.CancelledError):
@@ -106,6 +110,20 @@ async def launch(config: RunConfig, *, resume: Path | None = None, overwrite: bo
                 with surroundings.board_beside(folder, display) if config.board else contextlib.nullcontext():
                     run = await _to_the_end(run)
     return accuracy_line(run), run.stop.is_set()
+
+
+def _costs_of_a_kill(config: RunConfig) -> Iterator[str]:
+    """Warnings of what is lost with the run's process and would be kept with other settings."""
+    if config.replay.kind is None and store.would_outlive(config) and (mount := store.network_mount(config.folder)):
+        yield (
+            f"groups are in memory, as the folder is on {mount}: set replay.store = 'postgresql' or "
+            f"'sqlite:///LOCAL' to keep them through a kill"
+        )
+    for task in config.tasks if config.produce.save_partial_every_s is not None else []:
+        agent = check_agent(task.agent)
+        # A function may make loops of any kind.
+        if not getattr(agent, "is_whole_at_awaits", not isinstance(agent, type)):
+            yield f"task {task.name}: its agent cannot go on half-way; its rollouts begin again after a kill"
 
 
 async def _begun(config: RunConfig, display: RunDisplay, cluster: Cluster | None, *, overwrite: bool) -> Run:
@@ -126,12 +144,13 @@ async def _resumed(
     display: RunDisplay,
     cluster: Cluster | None,
     storage: StorageBackend | None = None,
+    without_groups: bool = False,
 ) -> Run:
     # Before anything is built: the answer comes at once, and nothing has to be undone.
     await asyncio.to_thread(run_folder.check_checkpoint, checkpoint)
     run = await open_run(config, display, cluster, resume_step=step, storage=storage)
     try:
-        await steps.resume(run, checkpoint, has_groups=storage is not None)
+        await steps.resume(run, checkpoint, has_groups=storage is not None, without_groups=without_groups)
     except BaseException:
         await steps.close(run)
         raise

@@ -14,6 +14,7 @@ import os
 import re
 import time
 import uuid
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,12 +45,15 @@ def store_of(config: RunConfig) -> str:
     """The kind of store that a run has: ``memory``, ``sqlite`` or ``postgresql``."""
     if config.replay.kind is not None:
         return config.replay.kind
+    return "sqlite" if would_outlive(config) and network_mount(config.folder) is None else "memory"
+
+
+def would_outlive(config: RunConfig) -> bool:
+    """Whether the groups of a run that names no store are in an SQLite file, where its folder is on a local disk."""
     # A run that goes on in another mode has the store that it had.
     had_one = (config.folder / STORE_FILE).exists()
-    outlives = had_one or config.cluster is not None or config.produce.mode == "separate"
     # A record can be repeated with groups in memory only.
-    on_disk = outlives and not config.record and network_mount(config.folder) is None
-    return "sqlite" if on_disk else "memory"
+    return not config.record and (had_one or config.cluster is not None or config.produce.mode == "separate")
 
 
 def check_partial_saves(config: RunConfig) -> None:
@@ -86,7 +90,7 @@ def open_storage(config: RunConfig, folder: Path, *, is_new: bool) -> replay.Sto
         return replay.IndexedStorage()
     with needed_by("replay.store"):
         from sqlalchemy.exc import SQLAlchemyError
-    url: str | URL = _url() if kind == "postgresql" else _local_file(config, folder)
+    url: str | URL = database_url() if kind == "postgresql" else _local_file(config, folder)
     try:
         storage = replay.SQLStorage(url)
     except (SQLAlchemyError, ValueError) as error:
@@ -134,7 +138,12 @@ def _take_over(storage: "replay.SQLStorage", folder: Path, *, is_new: bool, is_i
     storage.claim_now()
 
 
-def _url() -> str:
+def database_url() -> str:
+    """The URL of the run's PostgreSQL database, from the environment.
+
+    Raises:
+        ConfigError: there is none.
+    """
     url = os.environ.get(URL_VARIABLE, "").strip()
     if not re.match(r"postgres(ql)?://", url):
         state = "is not set" if not url else "holds something else"
@@ -183,7 +192,7 @@ def wait_for_database(config: RunConfig) -> None:
     deadline_s = time.monotonic() + REACH_LIMIT_S
     while True:
         try:
-            return replay.SQLStorage(_url(), create=False).close()
+            return replay.SQLStorage(database_url(), create=False).close()
         except OperationalError as error:
             if time.monotonic() > deadline_s:
                 raise ConfigError(f"replay.store: no answer, {plain_reason(error)}") from None
@@ -205,10 +214,11 @@ def lost_database(error: BaseException | None) -> str | None:
 def plain_reason(error: BaseException) -> str:
     """The first line of what the database said, without the password."""
     said = str(getattr(error, "orig", None) or error).strip().split("\n")[0]
-    from sqlalchemy import make_url
+    from forebay.replay.stores.sql.connections import parsed_url
 
-    given = os.environ.get(URL_VARIABLE, "")
-    url = make_url(given if "://" in given else "postgresql://")
-    for secret in filter(None, (url.password, url.query.get("password"))):
-        said = said.replace(str(secret), "***")
+    # A URL that cannot be read was asked nothing, and no message has anything of it.
+    with suppress(ValueError):
+        url = parsed_url(os.environ.get(URL_VARIABLE, ""))
+        for secret in filter(None, (url.password, url.query.get("password"), url.query.get("sslpassword"))):
+            said = said.replace(str(secret), "***")
     return said

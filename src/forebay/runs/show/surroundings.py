@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 from forebay.config import ConfigError
+from forebay.io.address import Address, listen
 from forebay.runs.folder import list_checkpoints
 from forebay.runs.show.display import RunDisplay
 from forebay.tracebacks import INTERRUPTED
@@ -74,13 +75,14 @@ async def scaled_by_command(folder: Path, scale: Callable[[str], Awaitable[str]]
         writer.write(said.encode())
         writer.close()
 
-    path = _control(folder)
-    with contextlib.ExitStack() as stack:
+    with _control(folder) as path, contextlib.ExitStack() as stack:
         try:
-            stack.callback((await asyncio.start_unix_server(answer, path)).close)
+            # Only the run's user may connect to it.
+            sock, _ = await listen(Address(path=path))
+            stack.callback((await asyncio.start_unix_server(answer, sock=sock)).close)
             stack.callback(path.unlink, missing_ok=True)
         except OSError as error:
-            logging.getLogger(__name__).debug("forebay scale will not reach this run: %s", error)
+            logging.getLogger(__name__).info("forebay scale will not reach this run: %s", error)
         yield
 
 
@@ -95,9 +97,9 @@ def ask_to_scale(folder: Path, change: str) -> str:
         ConfigError: none works there, or it refuses.
     """
     try:
-        with socket.socket(socket.AF_UNIX) as sock:
+        with _control(folder) as path, socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(_SCALED_S)
-            sock.connect(str(_control(folder)))
+            sock.connect(str(path))
             sock.sendall(f"{change}\n".encode())
             said = sock.makefile().read()
     except TimeoutError:
@@ -109,9 +111,15 @@ def ask_to_scale(folder: Path, change: str) -> str:
     return said
 
 
-def _control(folder: Path) -> Path:
-    """The socket; relative, because a socket's path has a hundred characters at most."""
-    return Path(os.path.relpath(folder / "control.sock"))
+@contextlib.contextmanager
+def _control(folder: Path) -> Iterator[Path]:
+    """The socket, by the open folder: the path of a socket has a hundred characters at most."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        short = Path(f"/proc/self/fd/{opened}")
+        yield (short if short.exists() else Path(os.path.relpath(folder))) / "control.sock"
+    finally:
+        os.close(opened)
 
 
 class _DisplayHandler(logging.Handler):

@@ -217,6 +217,27 @@ BUSY_S = 60.0
 _in_memory = itertools.count()
 
 
+def parsed_url(url: str | os.PathLike[str] | sa.URL) -> sa.URL:
+    """`url`, or the path of an SQLite file, in its parts.
+
+    Raises:
+        ValueError: it cannot be read; the message has nothing of it, since any part may be of a password.
+    """
+    if isinstance(url, sa.URL):
+        return url
+    if isinstance(url, os.PathLike) or "://" not in url:
+        return sa.URL.create("sqlite", database=os.fspath(url))
+    try:
+        parsed = sa.make_url(url)
+        # A password ends at its first @, and the rest of it counts as the host, which errors name.
+        place, user = f"{parsed.host}{parsed.database}", f"{parsed.username}{parsed.password}"
+        if parsed.get_backend_name() != "sqlite" and ("@" in place or "password=" in user):
+            raise ValueError
+    except (ValueError, sa.exc.ArgumentError):
+        raise ValueError("the database URL cannot be read: write @ : / # of a password as %40 %3A %2F %23") from None
+    return parsed
+
+
 def make_engine(url: str | os.PathLike[str] | sa.URL, *, create: bool) -> sa.Engine:
     """An engine for the database at `url`; nothing was asked of it yet.
 
@@ -224,12 +245,7 @@ def make_engine(url: str | os.PathLike[str] | sa.URL, *, create: bool) -> sa.Eng
         FileNotFoundError: there is no such file, and it is not to be created.
         ValueError: `url` is neither a path nor of SQLite or PostgreSQL.
     """
-    if isinstance(url, sa.URL):
-        parsed = url
-    elif isinstance(url, os.PathLike) or "://" not in url:
-        parsed = sa.URL.create("sqlite", database=os.fspath(url))
-    else:
-        parsed = sa.make_url(url)
+    parsed = parsed_url(url)
     kind = parsed.get_backend_name()
     if kind in ("postgresql", "postgres"):
         # Here, because SQLite needs no driver of PostgreSQL.
@@ -266,7 +282,7 @@ def is_in_memory(url: sa.URL) -> bool:
 def shown(engine: sa.Engine) -> str:
     """The engine's URL as it may be shown."""
     # A password may also be among the options.
-    return engine.url.difference_update_query(["password"]).render_as_string(hide_password=True)
+    return engine.url.difference_update_query(["password", "sslpassword"]).render_as_string(hide_password=True)
 
 
 def _prepare_sqlite(synchronous: str, connection: Any, _: object) -> None:

@@ -43,8 +43,7 @@ from forebay.cli import simulate as simulate_cli
 from forebay.cli.errors import MARKUP, Overrides, one_message, say
 from forebay.config import ConfigError, load_config, read_toml
 from forebay.runs.config import RunConfig, load_ranks, to_toml
-from forebay.runs.folder import RUN_FILE, list_checkpoints, saved_as
-from forebay.runs.store import store_of
+from forebay.runs.folder import RUN_FILE, saved_as
 from forebay.tracebacks import INTERRUPTED
 from forebay.train import presets
 from forebay.train.parallel.place import find_place
@@ -128,14 +127,17 @@ def evaluate(
     """Try a trained model on the held-out prompts of its run, and print the metrics."""
     with one_message():
         config = saved_as(_kind_of(folder / RUN_FILE), folder, overrides or [])
-        for num_left in (2, 1, 0):
-            newest = list_checkpoints(folder)[-1:]
-            try:
-                return _evaluate(config, model)
-            except Exception:
-                # A run at work may have deleted it meanwhile; then another one is the newest.
-                if not num_left or all(path.exists() for path in newest):
-                    raise
+        if isinstance(config, RunConfig):
+            from forebay.runs.launch import launch_evaluation
+
+            asyncio.run(launch_evaluation(config, model))
+            return
+        from forebay.environments.run import evaluate as play
+
+        if model is not None:
+            raise ConfigError("--model is for runs that train language models; leave it out")
+        for name, value in asyncio.run(play(config)).items():
+            typer.echo(f"{name} {value:g}")
 
 
 @app.command()
@@ -250,15 +252,14 @@ def _train(run_file: Path | None, overrides: list[str], dry_run: bool, resume: P
     """Begin or go on; `how` are ``overwrite`` and ``without_groups``, as of `launch`."""
     if resume is not None and how.get("overwrite"):
         raise ConfigError("--resume goes on with a run, and --overwrite replaces one: leave one of the two out")
+    if resume is None and how.get("without_groups"):
+        raise ConfigError("--without-groups is for --resume: leave it out")
     if resume is not None:
         config = _load(resume / RUN_FILE, overrides, resume)
     elif run_file is not None:
         config = _load(run_file, overrides)
     else:
         raise ConfigError("name a run file, for example recipes/demo_tiny.toml, or --resume RUN_FOLDER")
-    has_database = isinstance(config, RunConfig) and store_of(config) != "memory"
-    if how.get("without_groups") and not (resume is not None and has_database):
-        raise ConfigError("--without-groups is for the --resume of a run with a database; leave it out")
     if dry_run:
         typer.echo(to_toml(config), nl=False)
         if isinstance(config, RunConfig):
@@ -316,20 +317,6 @@ def _check(run_file: Path | None, overrides: list[str]) -> None:
         try_parts(config, typer.echo)
     command = shlex.join(["forebay", "train", str(run_file), *overrides])
     typer.echo(f"all of it works; nothing was trained or kept. To start: {command}")
-
-
-def _evaluate(config: "RunConfig | FragmentRunConfig", model: Path | None) -> None:
-    if isinstance(config, RunConfig):
-        from forebay.runs.launch import launch_evaluation
-
-        asyncio.run(launch_evaluation(config, model))
-        return
-    from forebay.environments.run import evaluate as play
-
-    if model is not None:
-        raise ConfigError("--model is for runs that train language models; leave it out")
-    for name, value in asyncio.run(play(config)).items():
-        typer.echo(f"{name} {value:g}")
 
 
 def _load(file: Path, overrides: list[str], resume: Path | None = None) -> "RunConfig | FragmentRunConfig":

@@ -172,12 +172,10 @@ async def _resume_production(run: Run, path: Path, has_groups: bool, without_gro
     storage = run.manager.replay_buffer.storage
     has_snapshot = (path / GROUPS).exists()
     is_lost = not has_groups and not has_snapshot and storage.holder is None
-    if is_lost and not storage.is_durable:
-        raise ValueError("its groups are in the store that the run had; leave replay.store as it was")
-    if is_lost and not without_groups:
+    if is_lost and not (without_groups and storage.is_durable):
         raise ValueError(
-            "the database holds no run: name that of this run, or add --without-groups to generate its live "
-            "groups again"
+            "the store holds no run: leave replay.store and its database as they were, or, if the database is lost, "
+            "add --without-groups to generate its live groups again"
         )
     if not has_groups and has_snapshot and storage.is_durable:
         # The checkpoint has the groups. Those in this store are older: the run has since used another one.

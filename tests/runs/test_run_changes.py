@@ -1,14 +1,11 @@
 """Which changes a resumed run refuses and tells; that every key is in one table: tests/test_config.py."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
 
 from forebay.config import ConfigError, parse_config
 from forebay.runs.config import RunConfig, changed
-from forebay.runs.folder import saved_config
-from forebay.runs.launch import launch
 
 RUN = {
     "name": "run",
@@ -18,8 +15,6 @@ RUN = {
     "model": {"source": "tiny"},
     "tasks": [{"name": "a", "data": {"source": "sorting", "size": 60}, "judge": {"name": "exact_match"}}],
 }
-
-TINY = {"hidden_size": 16, "num_layers": 1, "num_heads": 1}
 
 
 def config(**changes):
@@ -41,20 +36,6 @@ def test_what_cannot_change_is_refused_with_its_reason(change, said):
         changed(config(), config(**change))
     assert said in str(caught.value)
     assert "leave it out" in str(caught.value)
-
-
-def test_a_checkpoint_with_groups_in_another_order_names_the_keys_and_the_way_out(tmp_path):
-    made = config(
-        output=str(tmp_path), steps=1, batch_size=2, rollouts_per_prompt=2, model={"source": "tiny", "tiny": TINY}
-    )
-    asyncio.run(launch(made))
-    other = ["produce.mode=separate", "steps=2"]
-    with pytest.raises(ConfigError) as caught:
-        asyncio.run(launch(saved_config(made.folder, other), resume=made.folder))
-    said = str(caught.value)
-    assert "changed: produce.mode = 'separate', was 'colocated'" in said
-    assert "add replay.policy=fifo" in said
-    asyncio.run(launch(saved_config(made.folder, [*other, "replay.policy=fifo"]), resume=made.folder))
 
 
 def test_what_changes_is_told():

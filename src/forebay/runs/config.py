@@ -256,11 +256,6 @@ class RunConfig(RunFile):
     evaluate: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
 
-    @property
-    def buffer_policy(self) -> str:
-        """As ``replay.policy``; without one the most stale first, or in order of arrival where nothing can be."""
-        return self.replay.policy or ("staleness" if self.produce.is_async else "fifo")
-
     def tries(self, task: TaskConfig) -> EvalConfig:
         """How the held-out prompts of `task` are tried."""
         own = {} if task.evaluate is None else task.evaluate.model_dump(exclude_none=True)

@@ -26,7 +26,6 @@ from forebay.io.safe_files import DamagedError, DiskError, check, is_disk_error
 from forebay.judges import build_judge
 from forebay.produce import ProductionError, Prompt, Sampler, TaskRunner
 from forebay.produce.prompts.dataset import last_user_text
-from forebay.produce.recovery import GROUPS
 from forebay.replay import FIFOReplayPolicy, ReplayBuffer, StorageBackend
 from forebay.runs import folder as run_folder
 from forebay.runs import steps, store
@@ -70,13 +69,7 @@ async def launch(
                 raise ConfigError(f"nothing to resume in {str(folder)!r}: it has no complete checkpoint")
             checkpoint = checkpoints[-1]
             step = run_folder.step_of(checkpoint)
-            saved = run_folder.saved_config(folder)
-            changes = changed(saved, config)
-            if (checkpoint / "manager" / GROUPS).exists() and (was := saved.buffer_policy) != config.buffer_policy:
-                raise ConfigError(
-                    f"cannot go on ({', '.join(changes)}): the groups of {checkpoint.name} wait in the order that "
-                    f"replay.policy = {was!r} gives them; add replay.policy={was}, or leave the change out"
-                )
+            changes = changed(run_folder.saved_config(folder), config)
             if step >= config.steps and run_folder.is_finished(folder, checkpoint):
                 return run_folder.finished_line(folder, step), False
         with RunDisplay() as display, surroundings.logs_shown(display):

@@ -45,7 +45,7 @@ from forebay.produce.prompts.orders import build_order
 from forebay.produce.strategies.base import find_staleness_rule
 from forebay.produce.strategies.context import GroupGenerator
 from forebay.produce.strategies.rules import GroupRules
-from forebay.replay import ReplayBuffer, StorageBackend
+from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, StorageBackend, SyncReplayBufferConfig
 from forebay.runs.config import ASYNC_ONLY, FILTERS, RunConfig, TaskConfig
 from forebay.runs.placement import SERVERS, Cluster, engine_seat, shared_gpu, tries_beside
 from forebay.runs.store import keeps_consumed
@@ -479,8 +479,12 @@ def build_strategy(config: RunConfig, task: TaskConfig, controller: EnginePool) 
 
 
 def build_buffer(config: RunConfig, storage: StorageBackend | None = None) -> ReplayBuffer:
-    """The run's buffer."""
-    settings = config.replay.model_copy(update={"policy": config.buffer_policy})
+    """The run's buffer, which without a policy of the run file hands out the most stale first.
+
+    In order of arrival where nothing can be stale.
+    """
+    kind = AsyncReplayBufferConfig if config.produce.is_async else SyncReplayBufferConfig
+    settings = kind(**config.replay.model_dump(include=set(kind.model_fields)))
     interval = config.produce.sync_weights_interval
     compares = config.train.compares
     return settings.build(storage, sync_weights_interval=interval, compares=compares, seed=config.seed)

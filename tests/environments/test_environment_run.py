@@ -250,28 +250,6 @@ def test_the_command_trains_resumes_and_evaluates(tmp_path):
         )
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_read_is_not_the_one_that_is_evaluated(tmp_path, monkeypatch):
-    recipe, folder = tmp_path / "recipe.toml", tmp_path / "small"
-    recipe.write_text(RECIPE.replace("OUTPUT", str(tmp_path)))
-    forebay("train", recipe)
-    load, num_losses = run_module.load_checkpoint, 2
-
-    def prune_and_load(path):
-        nonlocal num_losses
-        if num_losses:
-            num_losses -= 1
-            path.rename(path.with_name(f"step_{int(path.name[5:]) + 1:06d}"))
-        return load(path)
-
-    monkeypatch.setattr(run_module, "load_checkpoint", prune_and_load)
-    assert "eval/return" in forebay("eval", folder).stdout
-    num_losses = 100
-    refused = forebay("eval", folder)
-    assert refused.exit_code == 2
-    assert "cannot go on from step_0000" in refused.stderr
-    assert num_losses == 97
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

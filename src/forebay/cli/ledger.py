@@ -79,9 +79,8 @@ def ledger_section(buffer: Path, live: Iterable[StorageItem]) -> Group:
     if near is None:
         return Group()
     counts = Counter(row.task_name for row in live)
-    balance = balance_table(near.ledger.balance(counts))
-    is_database = not (buffer / MANIFEST).is_file()
-    return section(f"ledger ({near.location})", balance, _verdict(near, counts, is_database=is_database))
+    verdict = _verdict(near, counts, is_database=not (buffer / MANIFEST).is_file())
+    return section(f"ledger ({near.location})", balance_table(near.ledger.balance(counts)), verdict)
 
 
 class _NearLedger(NamedTuple):

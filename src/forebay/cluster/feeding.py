@@ -35,8 +35,6 @@ from forebay.io.address import is_loopback
 from forebay.io.shared import lay_out
 from forebay.models.live_weights import LiveWeights
 
-logger = logging.getLogger(__name__)
-
 
 class FarWeights(LiveWeights):
     """The weights of a trainer in another process, in place of `Buckets` in this one.
@@ -128,7 +126,7 @@ class Feeder:
         """`device` is the trainer's, or that of its ranks."""
         self._device = "cuda:0" if device != "cpu" and torch.cuda.is_available() else "cpu"
         if device != "cpu" and self._device == "cpu":
-            logger.warning("the trainer's process sees no GPU of its ranks: to other machines it sends by gloo")
+            logging.getLogger(__name__).warning("the trainer's process sees no GPU of its ranks, so it sends by gloo")
         self._live: LiveWeights
         self._buckets: dict[str, Buckets] = {}
         self._senders: dict[Any, Sender] = {}

@@ -113,9 +113,8 @@ def _costs_of_a_kill(config: RunConfig) -> Iterator[str]:
             f"'sqlite:///LOCAL' to keep them through a kill"
         )
     for task in config.tasks if config.produce.save_partial_every_s is not None else []:
-        agent = check_agent(task.agent)
         # A function may make loops of any kind.
-        if not getattr(agent, "is_whole_at_awaits", not isinstance(agent, type)):
+        if not getattr(check_agent(task.agent), "is_whole_at_awaits", True):
             yield f"task {task.name}: its agent cannot go on half-way; its rollouts begin again after a kill"
 
 

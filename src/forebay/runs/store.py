@@ -94,8 +94,8 @@ def open_storage(config: RunConfig, folder: Path, *, is_new: bool) -> replay.Sto
     try:
         storage = replay.SQLStorage(url)
     except (SQLAlchemyError, ValueError) as error:
-        shown = kind if kind == "postgresql" else str(url)
-        raise ConfigError(f"replay.store = {shown!r} cannot be opened: {plain_reason(error)}") from None
+        named = kind if kind == "postgresql" else url
+        raise ConfigError(f"replay.store = '{named}' cannot be opened: {plain_reason(error)}") from None
     try:
         # A file in the run's folder moves with it.
         is_in_folder = kind == "sqlite" and config.replay.path is None

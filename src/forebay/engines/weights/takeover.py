@@ -241,7 +241,8 @@ def take_weights(own: Mapping[str, torch.Tensor], weights: Weights, *, are_lent:
     for place, (name, tensor) in zip(taken, given.items(), strict=True):
         if tensor.shape != place.shape:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, but the model's is {tuple(place.shape)}")
-    lent = weights if isinstance(weights, LentTensors) and all(map(_are_alike, given.values(), taken)) else None
+    kinds = [[(tensor.dtype, tensor.device) for tensor in tensors] for tensors in (given.values(), taken)]
+    lent = weights if isinstance(weights, LentTensors) and kinds[0] == kinds[1] else None
     with torch.no_grad():
         if are_lent:
             # The memory that was lent before may change from now on, and is not to be written to here.
@@ -256,10 +257,6 @@ def take_weights(own: Mapping[str, torch.Tensor], weights: Weights, *, are_lent:
             for place, tensor in zip(taken, given.values(), strict=True):
                 place.data = tensor
     return lent is not None
-
-
-def _are_alike(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return (tensor.dtype, tensor.device) == (other.dtype, other.device)
 
 
 def _some(names: list[str]) -> str:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from forebay.config import Component, ConfigError
 from forebay.engines import EngineSurroundings, RolloutController, build_engines
-from forebay.engines.base import EngineLost, Seat, SetUpWrongly
+from forebay.engines.base import EngineLost, Seat
 from forebay.engines.servers import guard as server_guard
 from forebay.engines.servers.dialects import RETURN_EXPERTS, Dialect, SGLang
 from forebay.engines.servers.engine import HTTPEngine
@@ -225,7 +225,7 @@ async def test_a_server_that_cannot_answer_its_first_request_is_given_up(tmp_pat
         "    await server.start()",
     )
     engine = fake_engine(tmp_path, program)
-    with pytest.raises(SetUpWrongly, match="its log: "):
+    with pytest.raises(EngineLost, match="its log: "):
         await engine.bring_up()
     assert "out of memory" in (tmp_path / "server.log").read_text()
     await engine.close()

@@ -1,6 +1,6 @@
 """From a run file's ``[tasks.judge]`` table to a judge."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -40,23 +40,26 @@ class ComposedArguments(StrictModel, strict=True):
     """The field of a rollout, or of a mapping in one (``reward_model.style``), that a part's `only` means."""
 
 
-def compose(*, timeout_s: float | None = DEFAULT_TIMEOUT_S, **arguments: Any) -> ComposedJudge:
-    """A `ComposedJudge` of what `ComposedArguments` describe.
+def compose(
+    *, parts: Sequence[Mapping[str, Any]], by: str = "data_source", timeout_s: float | None = DEFAULT_TIMEOUT_S
+) -> ComposedJudge:
+    """A `ComposedJudge` of what the tables `parts` describe.
 
     >>> compose(parts=[{"name": "math_verify"}, {"name": "exact_match", "label": "exact"}]).name
     'math_verify + exact'
 
     Args:
+        parts: tables as `PartConfig`.
+        by: see `ComposedArguments`.
         timeout_s: of the parts that have none of their own.
-        arguments: see `ComposedArguments`.
 
     Raises:
         ConfigError: a part cannot be built.
         ValueError: they do not fit together.
     """
-    settings = parse_config(ComposedArguments, arguments, source="judge 'composed'")
     built: list[Part] = []
-    for table in settings.parts:
+    for place, part in enumerate(parts):
+        table = parse_config(PartConfig, part, source=f"parts.{place}")
         # A part that says nothing has the whole judge's limit; one that says None has no limit.
         only, own_s = table.only, table.timeout_s if "timeout_s" in table.model_fields_set else timeout_s
         built.append(
@@ -67,7 +70,7 @@ def compose(*, timeout_s: float | None = DEFAULT_TIMEOUT_S, **arguments: Any) ->
                 judge=build_judge(JudgeConfig(name=table.name, arguments=table.arguments, timeout_s=own_s)),
             )
         )
-    return ComposedJudge(built, by=settings.by)
+    return ComposedJudge(built, by=by)
 
 
 JUDGES: dict[str, Callable[..., Judge]] = {

@@ -382,7 +382,7 @@ def test_groups_that_the_database_of_a_run_lacks_were_in_flight(tmp_path):
     for name in "ef":
         ledger.record(name, "math", "admitted")
     output = run("buffer", "inspect", tmp_path).output
-    assert "2 groups are in flight, or were when the run ended: --resume makes them again" in output
+    assert "2 groups are not in the database: they are, or were, in flight or in a batch" in output
     # Groups too many in one task are no groups in flight, however many another one lacks.
     ledger.record("g", "code", "trained", train_step=1)
     for name in "cdef":

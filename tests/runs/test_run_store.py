@@ -385,7 +385,7 @@ def test_a_run_may_change_to_a_durable_store_and_not_back(tmp_path):
     check_real_run(folder, str(folder / "buffer.db"))
     assert CliRunner().invoke(app, ["buffer", "inspect", str(folder)]).exit_code == 0
     back = saved_config(folder, [f"steps={2 * STEPS}", "replay.store=memory"])
-    with pytest.raises(ConfigError, match=r"store that the run had; leave replay\.store as it was"):
+    with pytest.raises(ConfigError, match=r"the store holds no run: leave replay\.store and its database"):
         asyncio.run(launch(back, resume=folder))
 
 
@@ -476,7 +476,7 @@ def test_the_database_of_a_run_is_inspected_with_its_books(tmp_path, request, mo
     with contextlib.closing(SQLStorage(url, create=False)) as storage:
         live = len(storage)
         balance = ledger.balance({"sorting": live})
-        said = f"{balance.difference} groups are in flight, or were when the run ended: --resume makes them again"
+        said = f"{balance.difference} groups are not in the database: they are, or were, in flight or in a batch"
         assert balance.difference >= 0
         assert (said if balance.difference else "balanced: every group is in exactly one place") in shown
     assert f"{live} live and" in output("migrate", run.folder, tmp_path / "copy.db")

@@ -215,14 +215,16 @@ def not_counted() -> Iterator[None]:
 def contained(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
     """`function`, which others wrote, for any thread: what it raises is an error that ends the call alone.
 
-    A SystemExit, which would end the program or the thread, and a StopIteration, which no future of asyncio
-    takes, so that its caller would wait for ever, are RuntimeErrors.
+    A StopIteration, which no future of asyncio takes, so that its caller would wait for ever, and whatever is no
+    Exception (a SystemExit would end the program or the thread) are RuntimeErrors.
     """
 
     def call(*arguments: Any) -> ResultT:
         try:
             return function(*arguments)
-        except (SystemExit, StopIteration) as error:
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, StopIteration):
+                raise
             said = RuntimeError(f"the function raised {type(error).__name__}: {error}")
             raise said.with_traceback(error.__traceback__) from None
 

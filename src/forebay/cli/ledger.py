@@ -115,7 +115,7 @@ def _verdict(near: _NearLedger, live: Mapping[str, int], *, is_database: bool = 
     if found.ok:
         return Text("balanced: every group is in exactly one place", "green")
     if is_database and not found.repeated and all(part.difference >= 0 for part in found.by_task.values()):
-        return Text(f"{found.difference} groups are in flight, or were when the run ended: --resume makes them again")
+        return Text(f"{found.difference} groups are not in the database: they are, or were, in flight or in a batch")
     if not near.is_same_moment:
         return Text("the ledger's file may have gone on since the buffer was saved, or before it", "yellow")
     return Text("NOT balanced: groups are missing (difference > 0), too many (< 0), or repeated", "bold red")

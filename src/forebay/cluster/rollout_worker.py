@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
-
 from forebay.agents import AgentLoop
-from forebay.cluster.calls import PUSH_EVERY_S, built
+from forebay.cluster.calls import PUSH_EVERY_S, OnePiece, built
 from forebay.cluster.engines import RayEngine
 from forebay.cluster.library import PartSpec, find_modules_in
 from forebay.cluster.supervisor import BEAT_EVERY_S
@@ -27,7 +25,6 @@ from forebay.engines import RolloutController
 from forebay.produce.strategies.context import Group
 from forebay.produce.strategies.rules import check_form
 from forebay.produce.unfinished import copy_unfinished
-from forebay.replay.format.packed import GroupCodec
 from forebay.runs.rollouts import build_task_loop
 from forebay.watching.activity import Activities, loop_time
 
@@ -125,22 +122,21 @@ class RolloutWorker:
             # A pace: what changes meanwhile is told together.
             await asyncio.sleep(min(PUSH_EVERY_S, copied_s + self._copy_every_s - report.at_s))
 
-    async def generate(self, told: bytes, group: bytes) -> bytes:
-        """The group, generated and judged; in the form of stores, as it came.
+    async def generate(self, told: tuple[int, LoopName, Group, bool]) -> OnePiece:
+        """The group, generated and judged.
 
-        `told` are the number by which the job can be cancelled, the `LoopName`, and whether rollouts go on.
+        `told` are the number by which the job can be cancelled, its loop, its rollouts, and whether they go on.
 
         Raises:
             NotBuilt: this process was started in place of one that has ended.
         """
         built(self._controller)
-        number, (task_name, held_out), is_partial = msgspec.msgpack.decode(told)
-        states = list(GroupCodec().decode(group))
+        number, loop, states, is_partial = told
         lengths = [len(state.response_ids) for state in states]
-        job = self._jobs[number] = Job(asyncio.current_task(), self._loops[task_name, held_out], states)
+        job = self._jobs[number] = Job(asyncio.current_task(), self._loops[loop], states)
         try:
             made = await job.loop.generate_group(states, enable_partial_rollout=is_partial)
-            return GroupCodec().encode(check_form(made, states, lengths))
+            return OnePiece(check_form(made, states, lengths))
         finally:
             del self._jobs[number]
 

@@ -18,12 +18,10 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence, Set
-from typing import Any
-
-import msgspec
+from typing import Any, cast
 
 from forebay.aio.changed import Changes
-from forebay.cluster.calls import ActorLost, CallFailed, asked
+from forebay.cluster.calls import ActorLost, CallFailed, OnePiece, asked
 from forebay.cluster.engines import PlacedEngine
 from forebay.cluster.library import Published
 from forebay.cluster.rollout_worker import Copies, LoopName, Report, RolloutWorker
@@ -31,7 +29,6 @@ from forebay.cluster.supervisor import Supervised
 from forebay.engines import Engine
 from forebay.engines.pool import EnginePool
 from forebay.produce.strategies.context import Group
-from forebay.replay.format.packed import GroupCodec
 from forebay.runs.placement import RetryListener
 from forebay.types import Status, reset_rollout_response
 from forebay.watching.activity import GENERATE, QUEUED, Activities, Activity, loop_time
@@ -193,7 +190,7 @@ class PlacedWorker(Supervised):
         self.report, self._groups = Report(), Copies()
 
     async def generate(self, number: int, loop: LoopName, states: Group, is_partial: bool) -> Group:
-        """The judged group; arguments as of `RolloutWorker.generate`. `states` follow the pushed copies.
+        """The judged group; `states` follow the pushed copies.
 
         Raises:
             ActorLost: its process ended first.
@@ -203,10 +200,8 @@ class PlacedWorker(Supervised):
         self.num_in_flight += 1
         self._groups[number] = states
         try:
-            # As bytes: of objects Ray handles each argument, and each array, by itself, for twice the time of all.
-            told = msgspec.msgpack.encode((number, loop, is_partial))
-            answer = await asked(self.actor.generate.remote(told, GroupCodec().encode(states)))
-            return list(GroupCodec().decode(answer))
+            told = OnePiece((number, loop, states, is_partial))
+            return cast("Group", await asked(self.actor.generate.remote(told)))
         except ActorLost as error:
             self.suspect(incarnation, error)
             raise

@@ -123,10 +123,6 @@ class EngineLost(RuntimeError):
     """An engine cannot be reached, or has ended; it may come back, and others can do its work."""
 
 
-class SetUpWrongly(EngineLost):
-    """It refuses what it is asked right after it was started, as it would every time."""
-
-
 class WeightsGone(RuntimeError):
     """The trainer whose weights an engine was to read has ended; another one will give it others."""
 

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from forebay.aio.changed import Changes
-from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest, SetUpWrongly
+from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.call import UNSEEN, Call, Within
 from forebay.engines.members import Member, Members, Work, said_by_all
 from forebay.io.shared import LentTensors
@@ -417,7 +417,7 @@ class EnginePool:
                     await self._rest_as_others_do(member)
                     break
                 except (EngineLost, StallError, ValueError) as error:
-                    if not (num_left and was_up) or isinstance(error, SetUpWrongly):
+                    if not (num_left and was_up):
                         raise
                     logger.warning("%s is brought up once more: %s", member, error)
             member.is_up = True

@@ -101,8 +101,8 @@ class Run(rollout_parts.Rollouts):
     """The model step whose weights it tries; of a resumed run, the one that it has to try again."""
     left_out: list[rollout_parts.EvalSet] = field(default_factory=list)
     """These were due while another evaluation was under way, and are tried with the next."""
-    eval_lost: bool = False
-    """Whether the engine of evaluations beside production is lost for good."""
+    eval_was_up: bool = False
+    """Whether the engine of evaluations beside production has had weights."""
     best_checkpoint: str | None = None
     """The kept checkpoint with the best evaluation, and how good that was."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)

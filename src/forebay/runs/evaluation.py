@@ -118,14 +118,13 @@ async def evaluate(run: Run, eval_sets: Sequence[EvalSet] | None = None) -> None
             with phase(run, "sync", SYNC):
                 run.synced_bytes += await run.trainer.sync_weights(run.eval_controller)
         except EngineLost as error:
-            # One that does not come up at the beginning is set up wrongly.
-            if not step:
+            # One that never came up is set up wrongly.
+            if not run.eval_was_up:
                 raise
-            if not run.eval_lost:
-                run.display.warning(f"held-out prompts are not tried any more: {error}")
-            run.eval_lost = True
+            run.display.warning(f"step {step} is not evaluated: {error}")
             run.metrics.log(step, {"eval/left_out": 1.0})
             return
+        run.eval_was_up = True
         # No task is left out again and again.
         wanted, run.left_out = [*eval_sets, *run.left_out], []
         eval_sets = [eval_set for eval_set in run.eval_sets if eval_set in wanted]
@@ -163,7 +162,7 @@ async def _evaluate_beside(run: Run, controller: EnginePool, eval_sets: Sequence
     why = None
     if found - {train_step}:
         why = f"came back with other weights, and answered with those of the steps {sorted(found)}"
-    elif not controller.engines_up and all(state.status is Status.FAILED for group in groups for state in group):
+    elif not controller.engines_up and any(state.status is Status.FAILED for group in groups for state in group):
         why = f"is not back: {(await controller.health()).detail}"
     if why is not None:
         run.display.warning(f"the evaluation of step {train_step} is left out: its engine was lost, and {why}")

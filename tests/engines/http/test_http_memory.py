@@ -229,6 +229,8 @@ async def test_a_transfer_that_is_given_up_over_its_wait_for_a_train_step_holds_
     await asyncio.wait([waiting])
     weights.turn.release()
     assert await asyncio.to_thread(weights.turn.acquire, timeout=60)
+    # The transfer that was given up may wait behind it.
+    weights.turn.release()
 
 
 async def test_transfers_that_hold_up_train_steps_leave_the_threads_to_those_that_fill_buckets(vllm):

@@ -39,7 +39,7 @@ from enum import Enum, auto
 from typing import Any
 
 from forebay.aio.time_limits import time_limit, timeout
-from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest, SetUpWrongly, WeightsGone
+from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest, WeightsGone
 from forebay.engines.local.stopping import StopTexts
 from forebay.engines.servers.dialects import CACHE, WEIGHTS, Dialect
 from forebay.engines.servers.images import SentImages, check_prompt
@@ -291,12 +291,11 @@ class HTTPEngine:
 
         Raises:
             EngineLost: it could not be started, did not come back, or cannot be used.
-            SetUpWrongly: it was started, and then refuses what it is asked.
         """
         while True:
-            is_new, seen = False, self._files.changes.version
+            seen = self._files.changes.version
             try:
-                is_new = await self._link.reach(self._start_limit_s, self._restarts)
+                await self._link.reach(self._start_limit_s, self._restarts)
                 return await self._prepare()
             except WeightsGone:
                 # The server is well, and nothing else can be done for it.
@@ -306,8 +305,7 @@ class HTTPEngine:
                 if self._server is None:
                     raise EngineLost(str(error)) from None
                 await self._server.stop()
-                kind = SetUpWrongly if is_new and isinstance(error, ServerFailed) else EngineLost
-                raise kind(f"{error} (its log: {self._server.log})") from None
+                raise EngineLost(f"{error} (its log: {self._server.log})") from None
 
     # States
 

@@ -68,6 +68,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the run's folder.")]
+WithoutGroups = Annotated[bool, typer.Option("--without-groups", help="Go on after the loss of the database alone.")]
 
 
 @app.command()
@@ -84,9 +85,7 @@ def train(
         Path | None, typer.Option(help="Go on with the run in this folder, from its last checkpoint.")
     ] = None,
     overwrite: Overwrite = False,
-    without_groups: Annotated[
-        bool, typer.Option("--without-groups", help="Go on though the database is lost; make its live groups again.")
-    ] = False,
+    without_groups: WithoutGroups = False,
 ) -> None:
     """Train a model as a run file says, or go on with an interrupted run."""
     if resume is not None and run_file is not None:

@@ -38,19 +38,6 @@ class CallFailed(RuntimeError):
     """The error of a call, in words: its class may not be known to the caller, or not travel."""
 
 
-class OnePiece:
-    """`content`, as which it arrives; Ray pickles it in one piece of bytes.
-
-    Of what is given as it is Ray handles each array by itself: a call with a group takes twice the time.
-    """
-
-    def __init__(self, content: Any) -> None:
-        self.content = content
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return import_ray().cloudpickle.loads, (import_ray().cloudpickle.dumps(self.content),)
-
-
 async def asked(call: Awaitable[ResultT]) -> ResultT:
     """The result of a call of an actor. A cancelled caller has to tell the actor itself.
 
@@ -151,6 +138,19 @@ def built(part: ResultT | None) -> ResultT:
     if part is None:
         raise NotBuilt("nothing has been built in this process yet")
     return part
+
+
+class OnePiece:
+    """`content`, as which it arrives; Ray pickles it in one piece of bytes.
+
+    Of what is given as it is Ray handles each array by itself: a call with a group takes twice the time.
+    """
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return import_ray().cloudpickle.loads, (import_ray().cloudpickle.dumps(self.content),)
 
 
 async def as_they_end(

@@ -70,7 +70,7 @@ async def test_an_engine_of_this_process_casts_on_the_way_into_its_model(make_mo
     engine = TransformersEngine(make_model(seed=1).bfloat16(), takes_adapters=False)
     trainer = TrainController(make_model(), TrainConfig(**keys), pad_token_id=0, engine_dtype="bfloat16")
     for module in (weight_sync, live_weights):
-        monkeypatch.setattr(module, "cast", lambda weights, dtype: pytest.fail("it was copied before") if dtype else weights)
+        monkeypatch.setattr(module, "cast", lambda weights, dtype: pytest.fail("it was copied") if dtype else weights)
     num_bytes = await trainer.sync_weights(RolloutController(engine))
     assert num_bytes == 2 * sum(weight.numel() for weight in make_model().parameters())
     for name, weight in make_model().named_parameters():

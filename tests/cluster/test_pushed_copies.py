@@ -67,13 +67,13 @@ class Process:
     def _live(self):
         return Said(self.worker.live(), self.end)
 
-    async def _generate(self, told, group):
+    async def _generate(self, told):
         end = self.end
-        work = asyncio.ensure_future(self.worker.generate(told, group))
+        work = asyncio.ensure_future(self.worker.generate(copy.deepcopy(told.content)))
         await asyncio.wait([work, end], return_when=asyncio.FIRST_COMPLETED)
         if end.done():
             await end
-        return work.result()
+        return copy.deepcopy(work.result().content)
 
     def _cancel(self, number):
         self.cancelling = asyncio.ensure_future(self.worker.cancel(number))

@@ -369,9 +369,9 @@ def test_a_worker_that_leaves_is_paused_like_the_others_and_its_tokens_stay_coun
         def worker(number):
             paused = asyncio.Event()
 
-            async def generate(told, group):
+            async def generate(told):
                 await paused.wait()
-                return group
+                return told.content[2]
 
             async def pause():
                 paused.set()

@@ -99,7 +99,11 @@ class Handle:
         if isinstance(actor, EngineActor):
             self.generate = Method(lambda *arguments: Said(actor.generate(*arguments)))
         else:
-            self.generate = self._method(actor.generate)
+
+            async def generate(told):
+                return (await actor.generate(told.content)).content
+
+            self.generate = self._method(generate)
 
     async def _ready(self):
         pass

@@ -138,16 +138,22 @@ def board_answers(folder, report):
         board.close()
 
 
-def test_a_durable_run_without_a_checkpoint_begins_again_after_a_lost_part(tmp_path, monkeypatch):
-    report, lost = steps.report, []
+def raise_once(monkeypatch, after_step, error):
+    """Have a run fail so at the end of that train step, once; the list has the step from then on."""
+    report, failed = steps.report, []
 
     def reported(run, train_step, batch, metrics):
         report(run, train_step, batch, metrics)
-        if train_step == 3 and not lost:
-            lost.append(train_step)
-            raise PartLost("the trainer is lost")
+        if train_step == after_step and not failed:
+            failed.append(train_step)
+            raise error
 
     monkeypatch.setattr(steps, "report", reported)
+    return failed
+
+
+def test_a_durable_run_without_a_checkpoint_begins_again_after_a_lost_part(tmp_path, monkeypatch):
+    lost = raise_once(monkeypatch, 3, PartLost("the trainer is lost"))
     run = config(tmp_path, "checkpoint_every=0", "replay.store=sqlite")
     asyncio.run(launch(run))
     assert lost
@@ -392,20 +398,13 @@ def test_a_run_may_change_to_a_durable_store_and_not_back(tmp_path):
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
 def test_a_run_whose_database_is_lost_goes_on_if_it_is_told_to(tmp_path, monkeypatch, request, capsys, kind):
     """Killed after a checkpoint, with groups consumed since, copies of unfinished ones, and groups used again."""
-    report, lost, file = steps.report, [], tmp_path / "lost.db"
+    file = tmp_path / "lost.db"
     if kind == "postgresql":
         request.getfixturevalue("database")
     named = kind if kind == "postgresql" else f"sqlite:///{file}"
     reuse = "replay.reuse.times=2", "replay.reuse.share=0.4", "replay.reuse.max_staleness=1"
     run = config(tmp_path, f"replay.store={named}", "produce.save_partial_every_s=0.1", *reuse)
-
-    def reported(run, train_step, batch, metrics):
-        report(run, train_step, batch, metrics)
-        if train_step == 5 and not lost:
-            lost.append(train_step)
-            raise RuntimeError("killed")
-
-    monkeypatch.setattr(steps, "report", reported)
+    raise_once(monkeypatch, 5, RuntimeError("killed"))
     with pytest.raises(RuntimeError, match="killed"):
         asyncio.run(launch(run))
     assert [path.name for path in list_checkpoints(run.folder)] == ["step_000003"]

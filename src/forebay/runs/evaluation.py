@@ -20,6 +20,8 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 
+import numpy as np
+
 from forebay.engines.base import EngineLost
 from forebay.engines.pool import EnginePool
 from forebay.produce.strategies.rules import generated
@@ -158,7 +160,7 @@ async def evaluation_ended(run: Run) -> None:
 async def _evaluate_beside(run: Run, controller: EnginePool, eval_sets: Sequence[EvalSet], train_step: int) -> None:
     with run.activities.span(EVALUATE_BESIDE, f"step {train_step}"):
         groups = await _answers(controller, eval_sets, run.eval_watch)
-    found = set[int]().union(*(made_by(state).tolist() for group in groups for state in group))
+    found = set[int]().union(*(np.unique(made_by(state)).tolist() for group in groups for state in group))
     why = None
     if found - {train_step}:
         why = f"came back with other weights, and answered with those of the steps {sorted(found)}"

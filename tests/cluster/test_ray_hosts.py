@@ -252,6 +252,37 @@ def test_a_run_works_over_a_link(how, cluster, tmp_path):
     assert sum(sizes) < cluster.line.num_bytes - before < 3 * sum(sizes)
 
 
+RANKS = {"num_engines": 1, "num_workers": 1}
+"""With three ranks such a run asks for six CPUs, four of them for the ranks: on hosts of three these are apart."""
+
+
+@pytest.fixture
+def small_cluster(tmp_path):
+    made = OnHosts(tmp_path, "--num-cpus=3", f"--system-config={json.dumps(SOON)}")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("how", ["slow", "lossy", "cut", "silent"])
+def test_ranks_on_both_hosts_train_over_a_link(how, small_cluster, tmp_path):
+    hosts, is_lost = small_cluster.hosts, how in ("cut", "silent")
+    small_cluster.join(num_cpus=3)
+    if how == "slow":
+        vars(small_cluster.line).update(SLOW)
+    elif how == "lossy":
+        hosts.lose(2)
+    run = Trained(small_cluster, tmp_path, RANKS, train={"ranks": 3})
+    assert run.on("a")["rank"]
+    assert run.on("b")["rank"]
+    if is_lost:
+        hosts.cut() if how == "cut" else hosts.lose(100)
+        # Another host takes its place.
+        small_cluster.join(num_cpus=3)
+    assert run.go_on() == 0, run.said()
+    run.check()
+    assert run.restarts()["trainer"] == is_lost
+
+
 def test_a_run_goes_on_with_what_is_on_this_side_of_a_link_that_fell_silent(cluster, tmp_path):
     cluster.join(num_cpus=4)
     run = Trained(cluster, tmp_path, {})

@@ -63,6 +63,27 @@ async def test_a_cut_link_is_a_named_loss_and_the_server_is_used_again(
     assert again.response_ids.tolist() == [12] * 4
 
 
+async def test_a_link_that_falls_silent_over_a_load_is_noticed_although_no_request_runs(
+    server: Any, hosts: Hosts, connect: Callable[..., HTTPEngine], ask: Any
+) -> None:
+    engine = connect(server)
+    await engine.bring_up()
+    server.stuck = asyncio.Event()
+    loading = asyncio.create_task(engine.load_weights(WEIGHTS, 1))
+    # A load that takes long is none: the server answers meanwhile.
+    await asyncio.sleep(1)
+    assert not loading.done()
+    hosts.lose(100)
+    async with asyncio.timeout(300):
+        with pytest.raises(EngineLost, match=f"{server.url}: it does not answer any more"):
+            await loading
+    hosts.lose(0)
+    server.stuck.set()
+    async with asyncio.timeout(300):
+        await engine.bring_up()
+        assert (await engine.generate(ask())).response_ids.tolist() == [11] * 4
+
+
 async def test_requests_and_weights_cross_a_slow_and_lossy_link(
     server: Any, hosts: Hosts, connect: Callable[..., HTTPEngine], ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ from collections.abc import AsyncIterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
+from forebay.aio.tasks import unless
 from forebay.aio.time_limits import time_limit, timeout
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest, WeightsGone
 from forebay.engines.local.stopping import StopTexts
@@ -435,7 +436,7 @@ class HTTPEngine:
         refused: AdaptersRefusedError | None = None
         try:
             await self._weights.wake(WEIGHTS)
-            await self._weights.take(written)
+            await self._take(written)
         except AdaptersRefusedError as error:
             # It goes on with what it had.
             refused = error
@@ -443,6 +444,16 @@ class HTTPEngine:
             await self._link.do(self._dialect.release)
         if refused is not None:
             raise refused
+
+    async def _take(self, written: WrittenWeights) -> None:
+        if self._state is not State.LOADING:
+            # It is being brought up, which has a limit of its own.
+            return await self._weights.take(written)
+        # A machine that vanishes closes no connection, and it may have no request that is watched.
+        with self._watch.reading():
+            await unless(self._not_loading, self._weights.take(written))
+        if self._state is not State.LOADING:
+            raise EngineLost(f"{self}: {self._lost_because}")
 
     # The server
 

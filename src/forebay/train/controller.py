@@ -113,7 +113,7 @@ class TrainController:
         self._engine_dtype: Precision = engine_dtype
         self._tokenizer = tokenizer
         self._advantages: AdvantageFunction = find_advantage(config.advantage)
-        self._corrector = Corrector(config.correction, config.band)
+        self._corrector = Corrector(config.correction, config.band) if config.weighs_tokens else None
         self.penalties = config.penalties
         """Weights of divergence and entropy, as they are steered."""
         self._saving: tuple[Path, ExitStack] | None = None
@@ -318,7 +318,7 @@ class TrainController:
 
     def _train(self, batch: TrainBatch) -> TrainBatch:
         self._check_ready(batch)
-        batch.importance = self._corrector.weights(batch)
+        batch.importance = None if self._corrector is None else self._corrector.weights(batch)
         with measures.timed(batch, "update"):
             batch.token_weights = np.zeros(batch.num_response_tokens, np.float32)
             for sequences in batch.mini_batches:

@@ -118,7 +118,7 @@ async def measure(folder: Path, num_groups: int, *, in_memory: bool) -> None:
     cut_s = time.perf_counter() - started_s
     async with Ticks() as ticks:
         await cut.write(folder / "manager")
-        await cut.release()
+        await cut.aclose()
         write_s, write_cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
         committed_s = time.perf_counter()
         await manager.replay_buffer.commit(STEPS)
@@ -208,7 +208,7 @@ async def put_behind(folder: Path, num_groups: int, num_events: int) -> None:
     await fill(manager, num_groups // 2)
     cut = await manager.cut(checkpoint / "manager", train_step=step_of(checkpoint))
     await cut.write(checkpoint / "manager")
-    await cut.release()
+    await cut.aclose()
     seal(checkpoint)
     ledger.keep(cut.state["ledger"])
     await fill(manager, num_groups // 2)

@@ -1,26 +1,26 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.produce.prompts.sequences import LazySequence, Permutation, shuffled
+from forebay.produce.prompts.sequences import LazySequence, permutation, shuffled
 
 
 @given(size=st.integers(1, 3000), key=st.text(max_size=8))
 def test_a_permutation_visits_every_index_once(size: int, key: str) -> None:
-    order = Permutation(size, key)
+    order = permutation(size, key)
     assert sorted(map(order, range(size))) == list(range(size))
 
 
 @given(size=st.integers(2, 2**60), data=st.data())
 def test_large_permutations_stay_in_range_and_do_not_collide(size: int, data: st.DataObject) -> None:
     positions = data.draw(st.sets(st.integers(0, size - 1), min_size=2, max_size=20))
-    order = Permutation(size, "large")
+    order = permutation(size, "large")
     entries = {order(position) for position in positions}
     assert len(entries) == len(positions)
     assert all(0 <= entry < size for entry in entries)
 
 
 def test_permutations_are_the_same_on_every_machine() -> None:
-    order = Permutation(10, "epoch 0")
+    order = permutation(10, "epoch 0")
     assert [order(i) for i in range(10)] == [1, 3, 8, 0, 2, 6, 5, 7, 4, 9]
 
 
@@ -28,7 +28,7 @@ def test_each_entry_is_equally_likely_at_each_position() -> None:
     size, num_keys = 6, 2000
     counts = [[0] * size for _ in range(size)]
     for key in range(num_keys):
-        order = Permutation(size, f"k{key}")
+        order = permutation(size, f"k{key}")
         for position in range(size):
             counts[position][order(position)] += 1
     expected = num_keys / size
@@ -39,7 +39,7 @@ def test_each_entry_is_equally_likely_at_each_position() -> None:
 
 def test_neighbors_do_not_stay_neighbors() -> None:
     size = 2000
-    order = Permutation(size, "k")
+    order = permutation(size, "k")
     close = sum(abs(order(i) - order(i + 1)) <= 10 for i in range(size - 1))
     assert close < 3 * 20  # about 20 of 2000 random pairs are that close
 

@@ -156,7 +156,7 @@ class Run:
         cut = await self.manager.cut(final / "manager", train_step=self.step)
         (temporary / "trainer.json").write_text(json.dumps(self.trained))
         await cut.write(temporary / "manager")
-        await cut.release()
+        await cut.aclose()
         await asyncio.to_thread(publish, temporary, final)
         await asyncio.to_thread(prune_checkpoints, self.folder, 2)
         if self.buffer.storage.is_durable:

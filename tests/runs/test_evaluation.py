@@ -266,7 +266,7 @@ def test_a_run_that_is_cut_off_has_every_result_once(
                 return
             await until(running, lambda: trained(folder) == STEPS)
             last = "step_000003" if cut == "not saved" else "step_000005"
-            await until(running, lambda: list_checkpoints(folder)[-1].name == last)
+            await until(running, lambda: [path.name for path in list_checkpoints(folder)][-1:] == [last])
             if cut.startswith("ended"):
                 held.remove(2)
                 await until(running, lambda: 2 in evaluated(folder))

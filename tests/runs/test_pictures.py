@@ -33,7 +33,7 @@ EVALUATIONS: list[dict[str, float | None]] = [
 
 
 def test_a_curve_holds_what_is_known_and_finite() -> None:
-    curve = read_curve(
+    steps, values = read_curve(
         [
             {"train_step": 1, "reward": 0.5},
             {"train_step": 2, "reward": None},
@@ -43,8 +43,8 @@ def test_a_curve_holds_what_is_known_and_finite() -> None:
         ],
         "reward",
     )
-    assert curve.steps.tolist() == [1, 5]
-    assert curve.values.tolist() == [0.5, 1.0]
+    assert steps.tolist() == [1, 5]
+    assert values.tolist() == [0.5, 1.0]
 
 
 @given(st.lists(st.floats(-10, 10), max_size=30), st.integers(1, 9))

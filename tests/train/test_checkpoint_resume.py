@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from forebay.io.safe_files import publish, unfinished
 from forebay.train import TrainConfig, TrainController
 from forebay.train import checkpoint as checkpoint_module
-from forebay.train.checkpoint import ADAPTER_FILE, replace_folder
+from forebay.train.checkpoint import ADAPTER_FILE
 
 KINDS = [
     {},
@@ -200,8 +201,9 @@ def test_leftovers_of_a_crash_are_cleared(tmp_path):
     for name in ("c.tmp", "c.replaced"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "half").write_text("x")
-    with replace_folder(tmp_path / "c") as folder:
+    with unfinished(tmp_path / "c") as folder:
         (folder / "file").write_text("new")
+        publish(folder, tmp_path / "c")
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
     assert (tmp_path / "c" / "file").read_text() == "new"
 

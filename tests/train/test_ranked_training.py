@@ -19,12 +19,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from forebay.io.messages import Alive
-from forebay.io.safe_files import DiskError
+from forebay.io.safe_files import DiskError, unfinished
 from forebay.io.shared import MemoryFile, lay_out, views
 from forebay.models import load_model
 from forebay.models.starting_weights import BASE_FINGERPRINT, BaseDiffersError, fingerprint
-from forebay.train import LocalRanks, RankError, TrainConfig, TrainController, checkpoint
-from forebay.train.checkpoint import replace_folder
+from forebay.train import LocalRanks, RankError, TrainConfig, TrainController, controller
 from forebay.train.objective.losses import POLICY_LOSSES
 from forebay.train.parallel import array_messages
 from forebay.train.parallel.learner import ModelFolder
@@ -515,8 +514,8 @@ def die_on_rank_1(inputs, config):
 
 @contextmanager
 def held_up(path):
-    """`replace_folder`, with a pipe in place of a file of rank 0: nothing is written until it is read."""
-    with replace_folder(path) as folder:
+    """`unfinished`, with a pipe in place of a file of rank 0: nothing is written until it is read."""
+    with unfinished(path) as folder:
         (folder / "state").mkdir()
         os.mkfifo(folder / "state" / "shard-00000.safetensors")
         yield folder
@@ -528,7 +527,7 @@ def test_a_rank_killed_beside_an_unfinished_checkpoint_is_named_and_the_one_befo
     """The last test of the file, because it ends the processes."""
     trainer = trainer_for(make_model(), ranks)
     trainer.save(tmp_path / "c")
-    monkeypatch.setattr(checkpoint, "replace_folder", held_up)
+    monkeypatch.setattr(controller, "unfinished", held_up)
     trainer.fit(make_groups())
     trainer.begin_save(tmp_path / "c")
     pids = ranks.pids

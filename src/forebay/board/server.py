@@ -378,10 +378,8 @@ def serve(
         threading.Thread(target=wait, name="end", daemon=True).start()
     shown = f"[{host}]" if ":" in host else host
     say(f"board: http://{shown}:{listening.getsockname()[1]}/{'' if token is None else f'?token={token}'}")
-    try:
+    with contextlib.closing(board):
         server.run(sockets=[listening])
-    finally:
-        board.close()
 
 
 def _bind(host: str, port: int) -> socket.socket:

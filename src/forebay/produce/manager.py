@@ -337,16 +337,13 @@ class AgentLoopManager:
         if self._background.is_in_round:
             raise RuntimeError("cannot save while production is going on; pause it first")
         path = Path(path)
-        cut = await self.cut(path, model_step=model_step, with_groups=True)
-        try:
+        async with contextlib.aclosing(await self.cut(path, model_step=model_step, with_groups=True)) as cut:
             await asyncio.to_thread(path.mkdir, parents=True, exist_ok=True)
             # Nothing is in flight, so they fit to the rest, whenever they are asked. A sampler of one's own
             # has `save` and `resume`; `state_dict` is that of a run's.
             for name, runner in self._runners.items():
                 await asyncio.to_thread(runner.sampler.save, sampler_path(path, name))
             await cut.write(path)
-        finally:
-            await cut.release()
 
     async def cut(
         self,

@@ -11,7 +11,7 @@ that is not one of ours is a `KeyError`, never a silent 0.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 
 @dataclass
@@ -95,17 +95,6 @@ class ProduceProgress:
         """Add the groups that the consumer took."""
         for task_name, count in consumed_counts.items():
             self.consumed_samples[task_name] += count
-
-    def count_of(self, table: Literal["target_samples", "consumed_samples"], task_name: str) -> int:
-        """The groups of one task.
-
-        Raises:
-            KeyError: it is not one of the tasks.
-        """
-        counts: dict[str, int] = getattr(self, table)
-        if task_name not in counts:
-            raise KeyError(f"{table} has no task {task_name!r}, only {sorted(counts)}")
-        return counts[task_name]
 
     def advance_future_step(self) -> None:
         """The producer goes on to the next train step."""

@@ -49,7 +49,7 @@ LOST = "lost"
 
 @dataclass(eq=False)
 class Cut:
-    """Production as of one moment, until it is released."""
+    """Production as of one moment, until it is closed."""
 
     state: dict[str, Any]
     samplers: dict[str, dict[str, Any]]
@@ -69,7 +69,7 @@ class Cut:
         await asyncio.to_thread(write_json, path / "manager.json", self.state)
         await asyncio.to_thread(seal, path)
 
-    async def release(self) -> None:
+    async def aclose(self) -> None:
         """Release the snapshot."""
         await self.opened.aclose()
 

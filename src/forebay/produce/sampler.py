@@ -29,7 +29,7 @@ from forebay.config import ConfigError, errors_about
 from forebay.io.safe_files import write_text
 from forebay.produce.prompts.dataset import Prompt
 from forebay.produce.prompts.orders import Order, Tried
-from forebay.produce.prompts.sequences import LazySequence, Permutation
+from forebay.produce.prompts.sequences import LazySequence, permutation
 from forebay.replay import ReplayBuffer
 from forebay.replay.stores.archiving import COPY_STEP
 from forebay.types import RolloutState, SampleParams, Status, reset_rollout_response
@@ -235,7 +235,7 @@ class Sampler:
     def _plan_of(self, epoch: int) -> Sequence[int]:
         """The prompts of an epoch, by their indices; any thread may ask."""
         size = len(self.prompts)
-        shuffled = LazySequence(Permutation(size, f"sampler/{self.seed}/{epoch}"), range(size))
+        shuffled = LazySequence(permutation(size, f"sampler/{self.seed}/{epoch}"), range(size))
         if self.order is None:
             return shuffled if self.shuffle else range(size)
         chosen = list(self.order.plan(shuffled, self.prompts, partial(self._latest, epoch)))

@@ -216,7 +216,7 @@ def build_run(
     """All components of the run in `folder`; `resume_step` is the step a resumed run goes on from.
 
     The heavy ones are on `cluster`, if one is given (`forebay.runs.placement.make_cluster`); it was opened
-    before. With a `start` it was started with its model, too. A `storage` holds the groups that the run had
+    before, and started with the model of `start`. A `storage` holds the groups that the run had
     before it lost a part; None: it is opened as the run file says.
 
     Raises:
@@ -225,8 +225,6 @@ def build_run(
     model_folder, data = start or find_start(config, folder, display)
     display.phase("load")
     tokenizer = load_tokenizer(model_folder)
-    if cluster is not None and start is None:
-        cluster.start(model_folder)
     # Parts that open files come last, so that none is left open where one before it does not fit.
     trainer = cluster.trainer() if cluster else build_trainer(config, model_folder, tokenizer, apart=is_apart(config))
     if storage is None:

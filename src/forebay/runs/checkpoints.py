@@ -66,7 +66,7 @@ async def begin_checkpoint(run: Run) -> None:
             if run.record is not None:
                 await run.record.checkpoint(run.train_step)
         except BaseException:
-            await cut.release()
+            await cut.aclose()
             raise
         run.saving = asyncio.create_task(_write_checkpoint(run, final, cut, state), name=f"save {final.name}")
         # It runs up to its first wait, which is for the compute thread.
@@ -74,7 +74,7 @@ async def begin_checkpoint(run: Run) -> None:
 
 
 async def _write_checkpoint(run: Run, final: Path, cut: Cut, state: dict[str, Any]) -> None:
-    try:
+    async with contextlib.aclosing(cut):
         with unfinished(final) as temporary:
             await compute(run, run.trainer.begin_save, temporary / "trainer")
             await asyncio.to_thread(run.trainer.finish_save)
@@ -83,8 +83,6 @@ async def _write_checkpoint(run: Run, final: Path, cut: Cut, state: dict[str, An
             await asyncio.to_thread(publish, temporary, final)
         # Once it counts: a resume from an earlier one would have no use for them.
         await asyncio.to_thread(cut.ledger.keep, cut.state["ledger"])
-    finally:
-        await cut.release()
     # One that is being evaluated may turn out to be the best, and a resume may need its weights.
     spared = find_best(run), run.evaluating_step
     await asyncio.to_thread(prune_checkpoints, run.folder, run.config.keep_checkpoints, spared)

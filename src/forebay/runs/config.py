@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import tomli_w
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from forebay.agents.build import check_agent
 from forebay.config import Component, ConfigError, StrictModel, check_arguments, errors_about, import_object, look_up
@@ -260,12 +260,6 @@ class RunConfig(RunFile):
         """How the held-out prompts of `task` are tried."""
         own = {} if task.evaluate is None else task.evaluate.model_dump(exclude_none=True)
         return self.evaluate.model_copy(update=own)
-
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _of_default_engine(cls, value: Any) -> Any:
-        """``engine.arguments.max_batch=4`` alone is for the engine that there is without it."""
-        return {"name": "transformers", **value} if isinstance(value, dict) else value
 
     @model_validator(mode="before")
     @classmethod

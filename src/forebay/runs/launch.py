@@ -320,12 +320,9 @@ async def try_judges(config: RunConfig, data: Sequence[TaskData]) -> None:
     for task, part in zip(config.tasks, data, strict=True):
         if task.agent.name != "single_turn" or not part.training:
             continue
-        judge = build_judge(task.judge)
         state = await _answered(task.name, part.training[0])
-        try:
+        async with contextlib.aclosing(build_judge(task.judge)) as judge:
             await judge.judge([state])
-        finally:
-            await judge.aclose()
         if state.status is Status.FAILED:
             reason = (state.error_msg or "").removeprefix(f"rollout {state.rollout_id}: ")
             if raised := state.extra_fields.get(FAILED_AT_KEY):

@@ -17,7 +17,6 @@ import shutil
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from forebay.agents import AgentLoop
 from forebay.aio.tasks import outlast, unless
@@ -45,8 +44,6 @@ from forebay.train import OffPolicyError
 from forebay.types import RolloutState
 from forebay.watching.activity import TRAIN
 from forebay.watching.stalls import StallError
-
-T = TypeVar("T")
 
 
 async def produce(run: Run, train_step: int) -> ProduceBatchResult:

@@ -2,9 +2,6 @@
 
 ::
 
-    replace_folder(path): path.tmp/ (files written) -> checksums -> fsync -> old path aside -> rename
-                          -> old one deleted
-
     TrainerParts --begin_save--> copies on the CPU --(a thread, while training goes on)--> files --> done
         state/    weights, critic, moments: each rank its slices (torch.distributed.checkpoint's safetensors)
         model/    the Hugging Face model, adapters merged: each rank some of the files   adapter/ (LoRA, peft)
@@ -12,8 +9,7 @@
     load_trainer: each rank reads of state/ what its slices cover, whatever number of ranks wrote it
     save_random --> random.safetensors
 
-A crash at any point leaves either the old folder or the new one under `path`, or, in the instant between two
-renames, the old one as ``path.replaced``.
+The folder is published by `forebay.io.safe_files`: a crash at any point leaves the old one or the new one.
 """
 
 import hashlib
@@ -21,9 +17,8 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +32,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 
-from forebay.io.safe_files import check, publish, unfinished
+from forebay.io.safe_files import check
 from forebay.train.model.critic import Critic
 from forebay.train.model.lora import adapter_config, adapter_weights, is_lora, model_weights, without_adapters
 from forebay.train.optimization import Optimizer
@@ -50,14 +45,6 @@ RANDOM_FILE = "random.safetensors"
 PENALTIES_FILE = "penalties.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 """The name that peft looks for."""
-
-
-@contextmanager
-def replace_folder(path: Path) -> Iterator[Path]:
-    """Give an empty folder to write to, and make it `path` once the block ends without an error."""
-    with unfinished(path) as new:
-        yield new
-        publish(new, path)
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, **metadata: str) -> None:
@@ -97,7 +84,7 @@ def save_json(values: Mapping[str, Any], path: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Read every file that `replace_folder` published at `folder` and hold it against its checksum.
+    """Read every file that was published at `folder` and hold it against its checksum.
 
     Raises:
         ValueError: there is no checkpoint, or one of its files is damaged.

@@ -28,6 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from forebay.io.safe_files import publish, unfinished
 from forebay.models import load_model, precision_on, save_tokenizer
 from forebay.models.config import Precision
 from forebay.models.live_weights import LiveWeights
@@ -113,10 +114,10 @@ class TrainController:
         self._engine_dtype: Precision = engine_dtype
         self._tokenizer = tokenizer
         self._advantages: AdvantageFunction = find_advantage(config.advantage)
-        self._corrector = Corrector(config.correction, config.band)
+        self._corrector = Corrector(config.correction, config.band) if config.weighs_tokens else None
         self.penalties = config.penalties
         """Weights of divergence and entropy, as they are steered."""
-        self._saving: tuple[Path, ExitStack] | None = None
+        self._saving: tuple[Path, Path, ExitStack] | None = None
         self._own_ranks: LocalRanks | None = None
         if ranks is None and (apart or config.ranks > 1):
             # A folder says no device.
@@ -318,7 +319,7 @@ class TrainController:
 
     def _train(self, batch: TrainBatch) -> TrainBatch:
         self._check_ready(batch)
-        batch.importance = self._corrector.weights(batch)
+        batch.importance = None if self._corrector is None else self._corrector.weights(batch)
         with measures.timed(batch, "update"):
             batch.token_weights = np.zeros(batch.num_response_tokens, np.float32)
             for sequences in batch.mini_batches:
@@ -421,12 +422,12 @@ class TrainController:
         """
         self.finish_save()
         with ExitStack() as stack:
-            folder = stack.enter_context(checkpoint.replace_folder(Path(path)))
+            folder = stack.enter_context(unfinished(Path(path)))
             checkpoint.save_random(folder)
             checkpoint.save_json({"penalties": self.penalties}, folder / checkpoint.PENALTIES_FILE)
             self._learner.begin_save(folder, self.train_step)
             # An error up to here deletes the folder; from now on `finish_save` publishes or deletes it.
-            self._saving = folder, stack.pop_all()
+            self._saving = folder, Path(path), stack.pop_all()
 
     def finish_save(self) -> None:
         """Wait for what `begin_save` began, if anything, and make it the folder that it is to be.
@@ -436,12 +437,13 @@ class TrainController:
         """
         if self._saving is None:
             return
-        (folder, stack), self._saving = self._saving, None
+        (folder, final, stack), self._saving = self._saving, None
         with stack:
             self._learner.finish_save()
             checkpoint.join_model(folder / "model")
             if self._tokenizer is not None:
                 save_tokenizer(self._tokenizer, folder / "model")
+            publish(folder, final)
 
     def resume(self, path: Path | str) -> int:
         """Continue from what `save` wrote, in a controller built as the saved one was; its train step.

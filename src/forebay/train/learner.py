@@ -122,7 +122,7 @@ class Learner:
         tensors = partial(collate, pad_token_id=pad_token_id, device=self.device, context=context)
         self._collate = partial(tensors, with_borders=borders, sight=Sight(lora.without_adapters(model)))
         self._policy_loss: losses.PolicyLossFunction = look_up("loss", config.loss, losses.POLICY_LOSSES)
-        self._corrector = Corrector(config.correction, config.band)
+        self._corrector = Corrector(config.correction, config.band) if config.weighs_tokens else None
         make_optimizer = partial(Optimizer, total_steps=total_steps, mesh=mesh)
         self._optimizer = make_optimizer(model, config)
         self._optimizers = {"optimizer": self._optimizer}
@@ -332,7 +332,7 @@ class Learner:
         policy_N = policy.loss
         if batch.importance is not None:
             policy_N = policy_N * micro.gather(batch.importance)
-        elif self._corrector.weighs_tokens:
+        elif self._corrector is not None:
             # One optimizer step: these logprobs are the proximal ones, and no mask needs them any sooner.
             behavior_N = micro.gather(batch.rollout_logprobs)
             applied = self._corrector.weigh(old_N, behavior_N, micro.sequence_index, micro.num_sequences)

@@ -126,7 +126,7 @@ def batch_measures(batch: TrainBatch) -> dict[str, float]:
 
 
 def correction_measures(
-    corrector: Corrector, batch: TrainBatch, proximal_N: FloatArray, tokens: NDArray[np.int64]
+    corrector: Corrector | None, batch: TrainBatch, proximal_N: FloatArray, tokens: NDArray[np.int64]
 ) -> dict[str, float]:
     """The engine's policy against the trainer's at the start of the step, over those of `tokens` in the loss.
 
@@ -162,7 +162,7 @@ def correction_measures(
             "mismatch_kl": _mean(np.expm1(bounded_K) - bounded_K),
             "mismatch_max": float(np.abs(logs_K).max()),
         }
-    if corrector.weighs_tokens and in_loss_N.any():
+    if corrector is not None and in_loss_N.any():
         applied = corrector.correct(batch, proximal_N, tokens)
         metrics["correction_limited"] = _mean(applied.limited[in_loss_N])
         metrics["correction_weight"] = _mean(applied.weights[in_loss_N])

@@ -21,6 +21,7 @@ round either all have images or none has; one without work passes a sequence of 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from forebay.train.batch import Layout, Pack, TrainBatch, passed
 Lengths = NDArray[np.int64]
 
 
+@dataclass(eq=False)
 class Packer:
     """Groups a batch's sequences into micro-batches of at most `token_budget` cells.
 
@@ -45,27 +47,20 @@ class Packer:
     [[0, 2], [1]]
     """
 
-    def __init__(
-        self,
-        token_budget: int,
-        num_ranks: int = 1,
-        layout: Layout = "padded",
-        *,
-        mini_batches: int = 1,
-        even_length: float = math.inf,
-    ) -> None:
-        counts = {"token_budget": token_budget, "num_ranks": num_ranks, "mini_batches": mini_batches}
-        for name, value in counts.items():
-            if value < 1:
+    token_budget: int
+    num_ranks: int = 1
+    layout: Layout = "padded"
+    _: KW_ONLY
+    mini_batches: int = 1
+    even_length: float = math.inf
+    """Tokens of a sequence for which attention takes as long as all else; infinite: it takes no time."""
+
+    def __post_init__(self) -> None:
+        for name in ("token_budget", "num_ranks", "mini_batches"):
+            if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if layout not in CUTS:
-            raise ValueError(f"layout must be one of {', '.join(CUTS)}, got {layout!r}")
-        self.token_budget = token_budget
-        self.num_ranks = num_ranks
-        self.layout: Layout = layout
-        self.mini_batches = mini_batches
-        self.even_length = even_length
-        """Tokens of a sequence for which attention takes as long as all else; infinite: it takes no time."""
+        if self.layout not in CUTS:
+            raise ValueError(f"layout must be one of {', '.join(CUTS)}, got {self.layout!r}")
 
     def pack_pad_dispatch(self, batch: TrainBatch, *, seed: Sequence[int] = (0,)) -> TrainBatch:
         """Fill ``batch.packs``; several mini-batches draw their sequences by `seed`, one has them all.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pydantic import Field
 
 from forebay.config import StrictModel
-from forebay.produce.prompts.sequences import LazySequence, Permutation
+from forebay.produce.prompts.sequences import LazySequence, permutation
 
 Row = dict[str, str]
 
@@ -69,5 +69,5 @@ def sorting(*, length: int = 8, letters: int = 26, seed: int = 0) -> LazySequenc
 
 
 def _distinct_problems(make: Callable[[int], Row], num_problems: int, key: str) -> LazySequence[Row]:
-    order = LazySequence(Permutation(num_problems, key), range(min(num_problems, MAX_PROBLEMS)))
+    order = LazySequence(permutation(num_problems, key), range(min(num_problems, MAX_PROBLEMS)))
     return LazySequence(make, order)

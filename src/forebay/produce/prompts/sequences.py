@@ -50,45 +50,42 @@ class LazySequence(Sequence[ItemT], Generic[ItemT]):
         return self._make(self._indices[index])
 
 
-class Permutation:
+def permutation(size: int, key: str) -> Callable[[int], int]:
     """A fixed pseudo-random permutation of ``range(size)``, named by `key` and computed one entry at a time.
 
     The same size and key give the same permutation on every machine and with every library version. A
     Feistel network over the next power of four, walked until it falls inside the range (Black and Rogaway
     2002, "Ciphers with Arbitrary Finite Domains").
 
-    >>> order = Permutation(5, "epoch 0")
+    >>> order = permutation(5, "epoch 0")
     >>> sorted(order(i) for i in range(5))
     [0, 1, 2, 3, 4]
     """
+    half_bits = max(_MIN_HALF_BITS, ((size - 1).bit_length() + 1) // 2)
+    half_mask = (1 << half_bits) - 1
+    digest = hashlib.blake2b(key.encode(), digest_size=8 * _NUM_ROUNDS).digest()
+    round_keys = struct.unpack(f"<{_NUM_ROUNDS}Q", digest)
 
-    def __init__(self, size: int, key: str) -> None:
-        self.size = size
-        self._half_bits = max(_MIN_HALF_BITS, ((size - 1).bit_length() + 1) // 2)
-        digest = hashlib.blake2b(key.encode(), digest_size=8 * _NUM_ROUNDS).digest()
-        self._round_keys = struct.unpack(f"<{_NUM_ROUNDS}Q", digest)
-
-    def __call__(self, position: int) -> int:
+    def entry(position: int) -> int:
         """The entry at `position`, which must be in ``range(size)``."""
-        assert 0 <= position < self.size, f"position {position} of a permutation of {self.size}"
-        value = self._encrypt(position)
-        while value >= self.size:
-            value = self._encrypt(value)
-        return value
+        assert 0 <= position < size, f"position {position} of a permutation of {size}"
+        value = position
+        while True:
+            left, right = value >> half_bits, value & half_mask
+            for round_key in round_keys:
+                # The finalizer of splitmix64 (Steele, Lea and Flood 2014): 64 bits to 64 well mixed bits.
+                mixed = right ^ round_key
+                mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64
+                mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK_64
+                left, right = right, left ^ ((mixed ^ mixed >> 31) & half_mask)
+            value = left << half_bits | right
+            if value < size:
+                return value
 
-    def _encrypt(self, value: int) -> int:
-        half_mask = (1 << self._half_bits) - 1
-        left, right = value >> self._half_bits, value & half_mask
-        for key in self._round_keys:
-            # The finalizer of splitmix64 (Steele, Lea and Flood 2014): 64 bits to 64 well mixed bits.
-            mixed = right ^ key
-            mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64
-            mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK_64
-            left, right = right, left ^ ((mixed ^ mixed >> 31) & half_mask)
-        return left << self._half_bits | right
+    return entry
 
 
 def shuffled(items: Sequence[ItemT], key: str) -> LazySequence[ItemT]:
     """All of `items` in the order of the permutation named `key`."""
-    order = LazySequence(Permutation(len(items), key), range(len(items)))
+    order = LazySequence(permutation(len(items), key), range(len(items)))
     return LazySequence(items.__getitem__, order)

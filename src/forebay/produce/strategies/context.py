@@ -80,12 +80,12 @@ class ProduceContext:
         Raises:
             KeyError: the progress does not know the task; so for `consumed`.
         """
-        return self.progress.count_of("target_samples", self.task_name)
+        return self.progress.target_samples[self.task_name]
 
     @property
     def consumed(self) -> int:
         """Groups of this task that the consumer has taken."""
-        return self.progress.count_of("consumed_samples", self.task_name)
+        return self.progress.consumed_samples[self.task_name]
 
     def should_abort(self) -> bool:
         """Whether a pause was requested."""

@@ -4,7 +4,6 @@ Rows are those of ``metrics.jsonl``; a missing or ``None`` number is a gap.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,19 +21,12 @@ _SMOOTHING_SHARE = 0.1
 _ASCII_FRAME = str.maketrans("\u2500\u2502\u250c\u2510\u2514\u2518\u2524\u252c", "-|++++++")
 
 
-class Curve(NamedTuple):
-    """One quantity over train steps, where it is known."""
-
-    steps: Floats
-    values: Floats
-
-
-def read_curve(rows: Rows, name: str) -> Curve:
-    """The finite values of `name` by train step."""
+def read_curve(rows: Rows, name: str) -> tuple[Floats, Floats]:
+    """The train steps at which `name` has a finite value, and these values."""
     pairs = [(row["train_step"], value) for row in rows if (value := row.get(name)) is not None]
     points = np.array(pairs, np.float64).reshape(-1, 2)
     points = points[np.isfinite(points[:, 1])]
-    return Curve(points[:, 0], points[:, 1])
+    return points[:, 0], points[:, 1]
 
 
 def smooth(values: Floats, window: int) -> Floats:
@@ -60,8 +52,8 @@ def terminal_curve(
     """
     import plotext
 
-    reward = read_curve(history, names[0])
-    if len(reward.values) < 2:
+    steps, rewards = read_curve(history, names[0])
+    if len(rewards) < 2:
         return ""
     # plotext keeps one figure for the whole process, and by itself cuts it to the terminal's size.
     plotext.terminal.limit(False, False)
@@ -70,11 +62,11 @@ def terminal_curve(
     figure.theme("colorless")
     figure.plot_size(width, height)
     # Odd, so that the average is centered on its step.
-    line = smooth(reward.values, 2 * int(len(reward.values) * _SMOOTHING_SHARE / 2) + 1)
+    line = smooth(rewards, 2 * int(len(rewards) * _SMOOTHING_SHARE / 2) + 1)
     marker = "*" if ascii_only else "braille"
-    figure.draw(figure.signal(reward.steps.tolist(), line.tolist(), marker=marker).lines())
-    scores = read_curve(evaluations, names[1])
-    if len(scores.values):
-        figure.draw(figure.signal(scores.steps.tolist(), scores.values.tolist(), marker="o"))
+    figure.draw(figure.signal(steps.tolist(), line.tolist(), marker=marker).lines())
+    tried_at, scores = read_curve(evaluations, names[1])
+    if len(scores):
+        figure.draw(figure.signal(tried_at.tolist(), scores.tolist(), marker="o"))
     text: str = figure.build().string(colorless=True)
     return text.translate(_ASCII_FRAME) if ascii_only else text

@@ -15,7 +15,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,6 +49,7 @@ LENGTH_BIAS = "tokens_over_trained"
 """Last part of the metric that says how much longer dropped groups are than trained ones."""
 
 
+@dataclass(eq=False, repr=False)
 class RunStatus:
     """Collects the numbers of a run as they are now.
 
@@ -61,22 +62,17 @@ class RunStatus:
         status.now().tasks["math"].buffer[Status.COMPLETED]  # 12
     """
 
-    def __init__(
-        self,
-        manager: AgentLoopManager,
-        activities: Activities,
-        controller: EnginePool,
-        *,
-        batch_size: int,
-        device: "torch.device | None" = None,
-    ) -> None:
-        """Listen to `activities` from now on; `device` is the trainer's, if it is of this machine."""
-        self._manager = manager
-        self._activities = activities
-        self._controller = controller
-        self._busy = BusyShare(activities)
-        self._batch_size = batch_size
-        self._device = device
+    manager: AgentLoopManager
+    activities: Activities
+    """Listened to from now on."""
+    controller: EnginePool
+    _: KW_ONLY
+    batch_size: int
+    device: "torch.device | None" = None
+    """The trainer's, if it is of this machine."""
+
+    def __post_init__(self) -> None:
+        self._busy = BusyShare(self.activities)
         self._gpu: list[dict[str, float]] = []
         """Looks at `device` since the last step."""
         self._rows: dict[str, TaskNow] = {}
@@ -84,9 +80,9 @@ class RunStatus:
         """By task: for each group judged since the last step, whether the judge failed in it."""
         self.judge_failure = ""
         """The last failure of a judge: its name and what it said."""
-        self._started_s = self._reported_s = activities.clock()
+        self._started_s = self._reported_s = self.activities.clock()
         self._reported_busy_s = dict.fromkeys(SIDES, 0.0)
-        activities.listen(lambda _: None, self._ended)
+        self.activities.listen(lambda _: None, self._ended)
 
     def _ended(self, activity: Activity) -> None:
         # A cancelled one, as of a group that expired, says nothing of the judge.
@@ -96,24 +92,24 @@ class RunStatus:
 
     async def count_buffer(self) -> None:
         """Count the groups of every task anew."""
-        buffer = self._manager.replay_buffer
-        self._rows = {name: await _count_rows(buffer, name) for name in self._manager.task_names}
+        buffer = self.manager.replay_buffer
+        self._rows = {name: await _count_rows(buffer, name) for name in self.manager.task_names}
 
     @property
     def num_stalls(self) -> int:
         """Stalls that were warned of so far."""
-        watch = self._manager.stall_watch
+        watch = self.manager.stall_watch
         return 0 if watch is None else watch.num_warnings
 
     def now(self) -> "Now":
         """The numbers of this moment; those of the buffer are as of the last `count_buffer`."""
-        watch = self._manager.stall_watch
+        watch = self.manager.stall_watch
         producing, tasks = self._producing(), self._tasks()
         # Once over all, of which there may be 16,000, and not once for each task.
         counts = Counter((activity.task, activity.stage) for activity in producing)
         firsts = {(activity.stage, activity.task): activity for activity in reversed(producing)}.values()
-        self._gpu.append(gpu_use(self._device))
-        others = [one for one in self._activities.in_flight() if one.stage not in PRODUCER_STAGES]
+        self._gpu.append(gpu_use(self.device))
+        others = [one for one in self.activities.in_flight() if one.stage not in PRODUCER_STAGES]
         return Now(
             tasks=tasks,
             stages=dict(Counter(activity.stage for activity in producing)),
@@ -124,7 +120,7 @@ class RunStatus:
             oldest=[self._told(activity) for activity in dict.fromkeys([*producing[:NUM_OLDEST], *firsts])],
             doing=[self._told(activity) for activity in others[:NUM_OLDEST]],
             busy={side: self._busy.share(side) for side in SIDES},
-            model_step=self._controller.model_step,
+            model_step=self.controller.model_step,
             stall=watch.report() if watch is not None and watch.has_warned else "",
         )
 
@@ -132,15 +128,15 @@ class RunStatus:
         """The numbers that a train step on `groups` logs; docs/metrics.md lists the names."""
         producing, tasks = self._producing(), self._tasks()
         judged, self._judged = self._judged.values(), {}
-        now_s, busy_s = self._activities.clock(), {side: self._busy.busy_s(side) for side in SIDES}
+        now_s, busy_s = self.activities.clock(), {side: self._busy.busy_s(side) for side in SIDES}
         past_s, before_s = now_s - self._reported_s, self._reported_busy_s
         self._reported_s, self._reported_busy_s = now_s, busy_s
         # One more, since there may have been no look during the step.
-        looks, self._gpu = [*self._gpu, gpu_use(self._device)], []
+        looks, self._gpu = [*self._gpu, gpu_use(self.device)], []
         values = {
             **_group_values(tasks.values(), ""),
             "in_flight/rollouts": float(sum(activity.stage == GENERATE for activity in producing)),
-            "in_flight/oldest_s": self._activities.age_s(producing[0]) if producing else 0.0,
+            "in_flight/oldest_s": self.activities.age_s(producing[0]) if producing else 0.0,
             "stalls": float(self.num_stalls),
             # Where it is worst: in a mean over tasks a judge that always fails could hide.
             JUDGE_FAILED: max((sum(failed) / len(failed) for failed in judged), default=0.0),
@@ -160,7 +156,7 @@ class RunStatus:
         lags = [row.get("train/staleness_mean", 0.0) * count for row, count in zip(history, tokens, strict=True)]
         mean = sum(lags) / sum(tokens) if sum(tokens) else math.nan
         most = max((row["staleness"] for row in history), default=math.nan)
-        seconds = self._activities.clock() - self._started_s
+        seconds = self.activities.clock() - self._started_s
         shares = {side: self._busy.busy_s(side) / seconds if seconds > 0 else 0.0 for side in SIDES}
         return {
             "staleness": f"mean {number(mean)}, max {most:g} train steps, of what was trained",
@@ -169,9 +165,9 @@ class RunStatus:
         }
 
     def _tasks(self) -> "dict[str, TaskNow]":
-        manager = self._manager
+        manager = self.manager
         pending = manager.pending_task_count()
-        sizes = manager.get_task_batch_sizes(self._batch_size, manager.progress.next_consumer_step)
+        sizes = manager.get_task_batch_sizes(self.batch_size, manager.progress.next_consumer_step)
         return {
             name: replace(self._rows.get(name, TaskNow()), batch=sizes[name], in_flight=pending[name])
             for name in manager.task_names
@@ -179,16 +175,16 @@ class RunStatus:
 
     def _producing(self) -> list[Activity]:
         """The producer's work in flight, the oldest first."""
-        return [activity for activity in self._activities.in_flight() if activity.stage in PRODUCER_STAGES]
+        return [activity for activity in self.activities.in_flight() if activity.stage in PRODUCER_STAGES]
 
     def _told(self, activity: Activity) -> "Doing":
         group = None if activity.group is None else str(activity.group)
-        age_s, note = self._activities.age_s(activity), self._controller.describe(activity)
+        age_s, note = self.activities.age_s(activity), self.controller.describe(activity)
         return Doing(activity.stage, str(activity.name), age_s, note, group, activity.task)
 
     def _dropped_values(self) -> dict[str, float]:
         """Groups dropped so far, by reason, and how much longer than the trained ones those are that aged."""
-        ledger = self._manager.ledger
+        ledger = self.manager.ledger
         balance = ledger.balance({})
         values = {f"dropped/{reason}": float(count) for reason, count in balance.dropped.items()}
         for name in balance.by_task:

@@ -15,6 +15,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -51,7 +52,7 @@ def chunked_logits(
             return hidden_BLH.new_empty(1, 0, 1)
 
         watching = body.register_forward_hook(lambda module, inputs, output: seen.append(output))
-        with watching, _replaced(head, keep):
+        with watching, patch.object(head, "forward", keep):
             output = original(*arguments, **keywords)
         if not hidden or not seen:
             raise ValueError(f"{type(model).__name__} computes its logits without its output embeddings")
@@ -62,27 +63,17 @@ def chunked_logits(
 
         def finish(raw_nV: torch.Tensor, part: slice) -> torch.Tensor:
             # Scales and soft caps are the model's own: its forward pass again, without body and head.
-            with _replaced(body, lambda *_, **__: states), _replaced(head, lambda _: raw_nV[None]):
+            with (
+                patch.object(body, "forward", lambda *_, **__: states),
+                patch.object(head, "forward", lambda _: raw_nV[None]),
+            ):
                 return tail(original(*arguments, **keywords).logits.squeeze(0), part)
 
         output.logits = _apply(head, hidden[0], finish, rows)
         return output
 
-    with _replaced(model, forward):
+    with patch.object(model, "forward", forward):
         yield
-
-
-@contextmanager
-def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """While open, `module` computes `forward`; its hooks stay."""
-    own = module.__dict__.get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
 
 
 def _apply(head: nn.Module, hidden_NH: torch.Tensor, finish: Tail, rows: int) -> torch.Tensor:

@@ -14,9 +14,10 @@ attention (``eager``), sequence by sequence.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -201,12 +202,8 @@ def _plain_attention(model: Any) -> Iterator[None]:
 def _short_windows(model: Any) -> Iterator[None]:
     """Layers with a sliding window see `WINDOW` tokens, so that short sequences show if a kernel has it."""
     holders: Sequence[Any] = (model.config.get_text_config(), *model.modules())
-    windows = [(holder, holder.__dict__.get("sliding_window")) for holder in holders]
-    windows = [(holder, window) for holder, window in windows if type(window) is int]
-    for holder, _ in windows:
-        holder.sliding_window = WINDOW
-    try:
+    with ExitStack() as stack:
+        for holder in holders:
+            if type(vars(holder).get("sliding_window")) is int:
+                stack.enter_context(patch.object(holder, "sliding_window", WINDOW))
         yield
-    finally:
-        for holder, window in windows:
-            holder.sliding_window = window

@@ -52,7 +52,7 @@ from forebay.types import FloatArray
 
 
 class Corrector:
-    """Applies a correction, by its name in a run file, to batches.
+    """Applies a correction that weighs tokens, by its name in a run file, to batches.
 
     Invariants: it changes no batch; a token whose engine logprob is unknown counts as weight 1.
 
@@ -63,17 +63,12 @@ class Corrector:
     """
 
     def __init__(self, name: str, band: "Band") -> None:
-        self._function: CorrectionFunction | None = look_up("correction", name, CORRECTIONS)
+        self._function: CorrectionFunction = look_up("correction", name, CORRECTIONS)
         self._band = band
 
-    @property
-    def weighs_tokens(self) -> bool:
-        """Whether there are importance weights at all."""
-        return self._function is not None
-
     def weights(self, batch: TrainBatch) -> FloatArray | None:
-        """Importance weights (R) from ``old_logprobs``; None without them, or if nothing is weighed."""
-        if self._function is None or batch.old_logprobs is None:
+        """Importance weights (R) from ``old_logprobs``; None without them."""
+        if batch.old_logprobs is None:
             return None
         tokens = np.flatnonzero(batch.response_mask)
         weights_R = np.zeros(batch.num_response_tokens, np.float32)
@@ -87,7 +82,6 @@ class Corrector:
 
     def weigh(self, proximal_N: Any, behavior_N: Any, index_N: Any, num_sequences: int) -> "Correction":
         """The correction of whole sequences: of arrays, or of tensors where they are (`CORRECTIONS` only)."""
-        assert self._function is not None
         return self._function(log_weights(proximal_N, behavior_N), index_N, num_sequences, self._band)
 
 

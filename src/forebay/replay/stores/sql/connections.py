@@ -20,9 +20,7 @@ import itertools
 import os
 import secrets
 import sqlite3
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,6 +29,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import event
 
+from forebay.aio.time_limits import start_thread
 from forebay.replay.stores.errors import OwnerLost, StoreBusy
 from forebay.replay.stores.sql import schema
 from forebay.replay.stores.sql.direct import Connection, Direct
@@ -112,25 +111,17 @@ def write_turn(url: sa.URL) -> Iterator[None]:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        turn: Future[None] = Future()
-
-        def wait() -> None:
-            fcntl.lockf(file, fcntl.LOCK_EX)
-            if turn.set_running_or_notify_cancel():
-                turn.set_result(None)
-            else:
-                file.close()
-
         # In a thread, because the kernel's queue knows no limit.
-        threading.Thread(target=wait, name="forebay-sql-turn", daemon=True).start()
+        turn = start_thread(fcntl.lockf, file, fcntl.LOCK_EX)
         try:
             turn.result(LIMIT_S)
         except TimeoutError:
-            if turn.cancel():
-                raise StoreBusy(
-                    f"another process has kept {path!r} locked for {LIMIT_S:g} s: it hangs or was stopped "
-                    f"while it wrote; end it (fuser {path} names it)"
-                ) from None
+            # The turn may come later, and goes on to the next at once.
+            turn.add_done_callback(lambda _: file.close())
+            raise StoreBusy(
+                f"another process has kept {path!r} locked for {LIMIT_S:g} s: it hangs or was stopped "
+                f"while it wrote; end it (fuser {path} names it)"
+            ) from None
     # Closing the file unlocks it.
     with file:
         yield

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.aio.virtual_time import run
-from forebay.watching.activity import Activities, BusyShare
+from forebay.watching.activity import WINDOW_S, Activities, BusyShare
 
 
 async def busy_for(activities: Activities, stage: str, start_s: float, length_s: float) -> None:
@@ -23,20 +23,20 @@ async def busy_for(activities: Activities, stage: str, start_s: float, length_s:
 def test_shares_of_both_sides_over_window_and_run() -> None:
     async def main() -> None:
         activities = Activities()
-        busy = BusyShare(activities, window_s=10)
+        busy = BusyShare(activities)
         assert busy.share("trainer") == 0
         await asyncio.gather(
-            busy_for(activities, "train", 0, 4),
-            busy_for(activities, "sync", 12, 3),
-            busy_for(activities, "wait_batch", 4, 8),
-            *(busy_for(activities, "generate", 0, 20) for _ in range(2)),
-            *(busy_for(activities, "judge", 10, 10) for _ in range(8)),
+            busy_for(activities, "train", 0, 12),
+            busy_for(activities, "sync", 36, 9),
+            busy_for(activities, "wait_batch", 12, 24),
+            *(busy_for(activities, "generate", 0, 60) for _ in range(2)),
+            *(busy_for(activities, "judge", 30, 30) for _ in range(8)),
         )
         assert busy.share("trainer") == pytest.approx(0.3, abs=1 / 32)
-        assert busy.busy_s("trainer") == 7
+        assert busy.busy_s("trainer") == 21
         assert busy.share("producer") == pytest.approx(1.0, abs=1 / 32)
-        assert busy.busy_s("producer") == 20
-        await asyncio.sleep(30)
+        assert busy.busy_s("producer") == 60
+        await asyncio.sleep(90)
         assert busy.share("trainer") == busy.share("producer") == 0
         with pytest.raises(KeyError):
             busy.share("judge")
@@ -48,11 +48,11 @@ def test_shares_of_both_sides_over_window_and_run() -> None:
 def test_any_overlap_gives_the_share_of_the_definition(seed: int, read_often: bool) -> None:
     rng = random.Random(seed)
     spans = [(rng.uniform(0, 40), rng.expovariate(0.3)) for _ in range(rng.randrange(30))]
-    window_s, end_s = 10.0, 50.0
+    end_s = 50.0
 
     async def main() -> tuple[float, float, int]:
         activities = Activities()
-        busy = BusyShare(activities, window_s=window_s)
+        busy = BusyShare(activities)
         tasks = [asyncio.create_task(busy_for(activities, "train", *span)) for span in spans]
         for _ in range(500 if read_often else 1):
             await asyncio.sleep(end_s / (500 if read_often else 1))
@@ -73,10 +73,5 @@ def test_any_overlap_gives_the_share_of_the_definition(seed: int, read_often: bo
 
     share, total, remembered = run(main())
     assert total == pytest.approx(busy_between(0, end_s), abs=1e-6)
-    assert share == pytest.approx(busy_between(end_s - window_s, end_s) / window_s, abs=1.01 / 32)
+    assert share == pytest.approx(busy_between(end_s - WINDOW_S, end_s) / WINDOW_S, abs=1.01 / 32)
     assert remembered <= 35
-
-
-def test_a_window_that_makes_no_sense_is_refused() -> None:
-    with pytest.raises(ValueError, match="window_s must be positive, got 0"):
-        BusyShare(Activities(clock=lambda: 0.0), window_s=0)

@@ -172,9 +172,9 @@ def test_a_copy_is_as_a_pause_would_leave_the_group():
     assert copied[1].error_msg is None
 
 
-@pytest.mark.parametrize("make", [IndexedStorage, lambda: SQLStorage("sqlite://")])
-async def test_a_copy_is_replaced_and_is_neither_counted_nor_taken(make):
-    buffer, books = AsyncReplayBufferConfig().build(make()), Ledger()
+@pytest.mark.parametrize("make", [lambda file: IndexedStorage(), SQLStorage], ids=["memory", "sqlite"])
+async def test_a_copy_is_replaced_and_is_neither_counted_nor_taken(make, tmp_path):
+    buffer, books = AsyncReplayBufferConfig().build(make(tmp_path / "b.db")), Ledger()
     books.record("t/0", "t", "admitted")
     for length in (1, 2, 3):
         group = [member("r", Status.INIT, [*range(length)])]

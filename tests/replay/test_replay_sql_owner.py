@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 from replay_factory import make_group, make_row, names
@@ -99,22 +100,22 @@ async def test_what_a_later_server_recovered_is_not_kept(open_store, train_step)
     assert names(await rival.get(9, "math", COMPLETED)) == ["b", "c"]
 
 
-async def test_what_was_recovered_while_it_was_taken_is_given_back(open_store, monkeypatch):
-    buffer, rival = (ReplayBuffer(FIFOReplayPolicy(), open_store()) for _ in range(2))
+@pytest.mark.parametrize("train_step", [0, None, PARKED["train_step"]])
+async def test_what_a_server_left_parked_is_recovered(open_store, train_step):
+    """Also one of version 0.2.0, whose groups were of step 0 for a moment, and then of none."""
+    buffer = ReplayBuffer(FIFOReplayPolicy(), open_store())
     for name in "ab":
         await buffer.put(make_group(name), "math")
-    update_if = buffer.storage.update_if
-
-    async def too_late(*args, **options):
-        monkeypatch.undo()
-        assert await recover(rival) == 2
-        return await update_if(*args, **options)
-
-    monkeypatch.setattr(buffer.storage, "update_if", too_late)
-    with pytest.raises(RuntimeError, match="by another one on the same database"):
-        await take_over(buffer, TakeArguments(b"", {"math": 2}, COMPLETED), max_bytes=1 << 20)
-    assert names(await rival.get(9, "math", COMPLETED)) == ["a", "b"]
-    assert await buffer.storage.count({"status": "archived"}) == 0
+    await take_over(buffer, TakeArguments(b"", {"math": 1}, COMPLETED), max_bytes=1 << 20)
+    (row,) = await buffer.storage.get(PARKED)
+    await buffer.storage.update([replace(row, train_step=train_step)])
+    if train_step != 0:
+        # A way back to a checkpoint, and a later one, pass over it.
+        await buffer.restore(0)
+        await buffer.commit(99)
+    assert names(await buffer.get(9, "math", COMPLETED)) == ["b"]
+    assert await recover(buffer) == 1
+    assert names(await buffer.get(9, "math", COMPLETED)) == ["a"]
 
 
 async def test_a_batch_that_is_given_back_leaves_alone_what_is_live_again(open_store):

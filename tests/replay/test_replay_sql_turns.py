@@ -1,9 +1,9 @@
 """The turn to write to an SQLite file: a process that is stopped while it has it holds up nobody for ever."""
 
+import asyncio
 import logging
 import subprocess
 import sys
-import threading
 
 import pytest
 from replay_factory import make_row
@@ -31,6 +31,8 @@ async def test_a_stopped_process_that_has_the_turn_is_named_and_its_end_lets_oth
     with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
         try:
             assert holder.stdout.readline() == b"mine\n"
+            turns, start = [], connections.start_thread
+            monkeypatch.setattr(connections, "start_thread", lambda *work: turns.append(start(*work)) or turns[-1])
             monkeypatch.setattr(connections, "LIMIT_S", 0.05)
             with pytest.raises(StoreBusy, match=r"buffer\.db-turn' locked for 0\.05 s: it hangs") as busy:
                 await store.put(make_row("a"))
@@ -38,9 +40,8 @@ async def test_a_stopped_process_that_has_the_turn_is_named_and_its_end_lets_oth
             assert len(store) == 0
         finally:
             holder.kill()
-    for thread in threading.enumerate():
-        if thread.name == "forebay-sql-turn":
-            thread.join()
+    (turn,) = turns
+    await asyncio.wrap_future(turn)
     assert await store.put(make_row("b")) == 0
     assert [row.item for row in await store.get({})] == ["b"]
     store.close()

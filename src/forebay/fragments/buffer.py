@@ -278,13 +278,11 @@ class ReplayBufferActor:
         """Do what time has brought; called by the timer, and before every change."""
         if self._closed is not None:
             raise BufferClosed(self._closed)
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            # A new buffer, or one used in another event loop than before, begins all terms anew.
-            self._loop, self._timer = loop, None
-            self._reported_s = loop.time()
-            self._state.restart_clock(loop.time())
-            self._collector.restart_clock()
+        if self._loop is None:
+            # The terms of what an earlier buffer left were counted by its clock, and begin anew.
+            self._loop = asyncio.get_running_loop()
+            self._reported_s = self._now_s()
+            self._state.restart_clock(self._now_s())
         self._state.advance(self._now_s())
         # Before payloads are deleted, too: another buffer may have opened the folder and name them.
         if self._state.changes or self._collector.is_due(self._now_s()):

@@ -30,7 +30,7 @@ from forebay.replay.format.packed import GroupCodec, PlainCodec, hand_out
 from forebay.replay.policies import ReplayPolicy
 from forebay.replay.query import QueryLike, StorageIndices, check_sizes, check_whole
 from forebay.replay.reuse import Reuse, superfluous
-from forebay.replay.stores.archiving import COPY_STEP, ArchivingStorage, taking
+from forebay.replay.stores.archiving import PARKED_STEP, ArchivingStorage, taking
 from forebay.replay.stores.contract import StorageBackend, StorageItem, TagValue
 from forebay.replay.stores.errors import StepPassed
 from forebay.replay.stores.indexed import IndexedStorage
@@ -288,7 +288,7 @@ class ReplayBuffer:
         task stands, also an older one; nothing else makes the step of a task fall.
         """
         train_step = check_whole("train_step", train_step)
-        query = {"status": Status.ARCHIVED, "train_step": {"$gt": train_step, "$lt": COPY_STEP}}
+        query = {"status": Status.ARCHIVED, "train_step": {"$gt": train_step, "$lt": PARKED_STEP}}
         async with self._lock.alone():
             with self._changes.noted_if_cut_short():
                 # First: what is live again was not used.

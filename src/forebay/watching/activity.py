@@ -183,12 +183,14 @@ Listener = Callable[[Activity], None]
 
 SIDES = ("producer", "trainer")
 
+WINDOW_S = 30.0
+"""Long enough for a share that does not jump, short enough to show what the run does now."""
 _PARTS_OF_WINDOW = 32
 """How finely the past is remembered: a share is off by at most this part of its window."""
 
 
 class BusyShare:
-    """The share of the last `window_s` seconds in which each side did anything; the rest it was idle.
+    """The share of the last `WINDOW_S` seconds in which each side did anything; the rest it was idle.
 
     Nothing is sampled: between two events the count of what is in flight stands still, so busy seconds are
     exact.
@@ -198,7 +200,7 @@ class BusyShare:
     >>> from forebay.aio.virtual_time import run
     >>> async def example():
     ...     activities = Activities()
-    ...     busy = BusyShare(activities, window_s=10)
+    ...     busy = BusyShare(activities)
     ...     with activities.span("train", 1):
     ...         await asyncio.sleep(3)
     ...     await asyncio.sleep(1)
@@ -207,15 +209,8 @@ class BusyShare:
     (0.75, 0.0)
     """
 
-    def __init__(self, activities: Activities, *, window_s: float = 30.0) -> None:
-        """Listen to `activities` from now on.
-
-        Raises:
-            ValueError: the window is not positive.
-        """
-        if window_s <= 0:
-            raise ValueError(f"window_s must be positive, got {window_s}")
-        self._window_s = window_s
+    def __init__(self, activities: Activities) -> None:
+        """Listen to `activities` from now on."""
         self._clock = activities.clock
         self._at_s = self._clock()
         self._counts: Counter[str] = Counter()
@@ -231,7 +226,7 @@ class BusyShare:
             KeyError: there is no such side.
         """
         busy_s, now_s = self.busy_s(side), self._at_s
-        since_s = max(self._past[0][0], now_s - self._window_s)
+        since_s = max(self._past[0][0], now_s - WINDOW_S)
         if now_s <= since_s:
             return 0.0
         times, values = zip(*((at_s, busy[side]) for at_s, busy in self._past), strict=True)
@@ -263,8 +258,8 @@ class BusyShare:
             if self._counts[side]:
                 self._busy_s[side] += now_s - self._at_s
         self._at_s = now_s
-        if now_s - self._past[-1][0] >= self._window_s / _PARTS_OF_WINDOW:
+        if now_s - self._past[-1][0] >= WINDOW_S / _PARTS_OF_WINDOW:
             self._past.append((now_s, dict(self._busy_s)))
             # The last one before the window stays: the window begins between it and the next.
-            while len(self._past) > 1 and self._past[1][0] <= now_s - self._window_s:
+            while len(self._past) > 1 and self._past[1][0] <= now_s - WINDOW_S:
                 self._past.popleft()

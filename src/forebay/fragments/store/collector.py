@@ -71,14 +71,6 @@ class Collector:
             self._working = None
         self._work()
 
-    def restart_clock(self) -> None:
-        """Begin anew to wait and to sweep: times so far were those of another clock."""
-        self._swept_s = None
-        self.due_s = None
-        # A loop that ended takes its futures with it; its executor has finished what it had begun.
-        self._working = None
-        self._work()
-
     def is_due(self, now_s: float) -> bool:
         """Whether the time of the suspects is over, which `advance` then deletes."""
         return self.due_s is not None and self.due_s <= now_s

@@ -58,8 +58,6 @@ class Served:
         """Bytes of the puts of all connections, from the first byte of each until it is stored."""
         self.room = Room(buffer, limits.max_live)
         self.num_evicted: dict[str, int] = {}
-        self.evictions = 0
-        """Grows when `num_evicted` changes."""
         self._puts: Outcomes[Any] = Outcomes()
         self._kept: Outcomes[bool] = Outcomes()
         self.takes: dict[bytes, Handover] = {}
@@ -97,7 +95,6 @@ class Served:
         await self.room.measure()
         # In a thread, because a store on disk asks its database.
         self.num_evicted = await asyncio.to_thread(lambda: dict(self.buffer.num_evicted))
-        self.evictions += 1
 
     async def _watch(self, seen: int) -> None:
         """consumes: `_owed` / waits for: changes / woken by: the buffer / produces: wake-ups of the gate"""
@@ -119,7 +116,6 @@ class Served:
 
     def _note_eviction(self, item: StorageItem) -> None:
         self.num_evicted[item.task_name] = self.num_evicted.get(item.task_name, 0) + 1
-        self.evictions += 1
         if self._on_evict is not None:
             self._on_evict(item)
 

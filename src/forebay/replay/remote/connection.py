@@ -64,7 +64,6 @@ class ClientConnection(Session):
         self._put_bytes: dict[int, int] = {}
         """The bytes of each put by the number of its call, as they come, until it is answered."""
         self._num_put_bytes = 0
-        self._evictions_sent = -1
         self._is_closing = False
         self._settled = asyncio.Event()
 
@@ -283,10 +282,7 @@ class ClientConnection(Session):
 
     def _reply(self, value: Any) -> messages.Reply:
         served = self._served
-        news = None
-        if self._evictions_sent != served.evictions:
-            news, self._evictions_sent = dict(served.num_evicted), served.evictions
-        return messages.Reply(value, served.room.num_live, served.buffer.version, news)
+        return messages.Reply(value, served.room.num_live, served.buffer.version, served.num_evicted)
 
     @contextmanager
     def _waits(self) -> Iterator[None]:

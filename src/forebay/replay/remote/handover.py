@@ -2,13 +2,13 @@
 
 ::
 
-    live --take--> parked (ARCHIVED, of no train step) --keep--> removed, or ARCHIVED, of train step i
+    live --take--> parked (ARCHIVED, of `PARKED_STEP`) --keep--> removed, or ARCHIVED, of train step i
       ^                          |                                        |
       '--release-----------------+----------------------------------------'
 
 A client that dies before it said `keep` releases what it took: the groups are live again, in their old
 places. Parked groups are in the store, so a server that is killed loses none either: the next one that opens
-the store calls `recover`. They are of no train step, so `commit` and `restore` pass over them. A store that
+the store calls `recover`. Their step is none of training, so `commit` and `restore` pass over them. A store that
 outlives the server remembers with the keeping that it was done, so that a client that asks again is told.
 
 A client whose caller is cancelled releases groups that came too late, as a cancelled take of `ReplayBuffer`
@@ -26,14 +26,12 @@ from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.format.encode import PackedGroup
 from forebay.replay.format.packed import pack_out
 from forebay.replay.remote.messages import TakeArguments
+from forebay.replay.stores.archiving import PARKED_STEP
 from forebay.replay.stores.contract import StorageItem, archive_row, copy_row
 from forebay.replay.stores.slices import change, revive
 from forebay.types import Status
 
-PARKED_STEP = 0
-"""The train step of a row for the moment until it has none; train steps count from 1."""
-
-PARKED: Mapping[str, Any] = {"status": Status.ARCHIVED, "train_step": None}
+PARKED: Mapping[str, Any] = {"status": Status.ARCHIVED, "train_step": PARKED_STEP}
 """The query for what is between two owners."""
 
 
@@ -114,31 +112,18 @@ async def take_over(buffer: ReplayBuffer, arguments: TakeArguments, *, max_bytes
                         f"a group has {num_bytes} bytes, and a message at most {max_bytes}; "
                         f"serve the buffer with larger max_frame_bytes"
                     )
-        rows = view.taken
-        # Only what still is as it was taken, and all of it: another server may have recovered some.
-        taken = {"status": Status.ARCHIVED, "train_step": PARKED_STEP}
-        if parks:
-            # A cancelled call may have parked some of them.
-            view.held = {"status": Status.ARCHIVED, "train_step": {"$in": [PARKED_STEP, None]}}
-        if parks and await change(buffer.storage, rows, _parked, taken) != len(rows):
-            raise RuntimeError("groups were taken from this server by another one on the same database")
-        if rows:
+        if view.taken:
             buffer._changes.note()
     archived = {"status": Status.ARCHIVED, "train_step": train_step}
     held = PARKED if parks else None if train_step is None else archived
-    return Handover(buffer, groups, rows, held, train_step)
+    return Handover(buffer, groups, view.taken, held, train_step)
 
 
 async def recover(buffer: ReplayBuffer) -> int:
     """Make live again what a server that was killed had not handed over; return how many groups."""
-    # A group that was put as ARCHIVED was nothing before.
-    was = {"status_before": {"$ne": None}}
-    interrupted = {**PARKED, "train_step": {"$in": [None, PARKED_STEP]}, **was}
+    # A server of version 0.2.0 left them of step 0 or none; a group that was put as ARCHIVED has none, too.
+    interrupted = {**PARKED, "train_step": {"$in": [None, 0, PARKED_STEP]}, "status_before": {"$ne": None}}
     async with buffer._lock.alone():
         if num_revived := await revive(buffer.storage, interrupted):
             buffer._changes.note()
     return num_revived
-
-
-def _parked(row: StorageItem) -> StorageItem:
-    return copy_row(row, item=None, status=Status.ARCHIVED, status_before=row.status, train_step=None)

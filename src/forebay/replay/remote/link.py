@@ -156,9 +156,7 @@ class BufferLink(Link):
         return [unpack_group(*pair) for pair in zip(buffers[::2], buffers[1::2], strict=True)]
 
     def _note_reply(self, reply: Reply) -> None:
-        self.num_live, self.version = reply.num_live, reply.version
-        if reply.num_evicted is not None:
-            self.num_evicted = reply.num_evicted
+        self.num_live, self.version, self.num_evicted = reply.num_live, reply.version, reply.num_evicted
 
 
 async def _expect(channel: Channel, kind: type[Kind]) -> Kind:

@@ -21,7 +21,7 @@ import msgspec
 
 from forebay.aio.changed import BufferClosed
 from forebay.io.messages import ERRORS as PLAIN_ERRORS
-from forebay.io.messages import SILENCE_LIMIT_S, FrameError, Note
+from forebay.io.messages import SILENCE_LIMIT_S, FrameError, Message, Note
 from forebay.io.methods import Method
 from forebay.replay.arrival import Arrival
 from forebay.replay.buffer import ReplayBuffer
@@ -29,7 +29,7 @@ from forebay.replay.stores.contract import StorageItem, TagValue
 from forebay.replay.stores.errors import OwnerLost, StoreBusy
 from forebay.types import ROLLOUT_FIELDS, RolloutState, Status
 
-PROTOCOL = 8
+PROTOCOL = 9
 
 MAX_FRAME_BYTES = 256 << 20
 """Of the groups of one call: 16 rollouts of 128k tokens take 40 MB as raw arrays, and images need room."""
@@ -65,11 +65,7 @@ ERRORS: dict[str, type[Exception]] = PLAIN_ERRORS | {
 """Errors of a call that are raised as what they are."""
 
 
-class _Note(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    pass
-
-
-class Greeting(_Note, tag="greeting"):
+class Greeting(Message, tag="greeting"):
     """The server's first words."""
 
     protocol: int
@@ -85,7 +81,7 @@ class Greeting(_Note, tag="greeting"):
     """The fields of a rollout: both sides send values by their place."""
 
 
-class Hello(_Note, tag="hello"):
+class Hello(Message, tag="hello"):
     """The client's first words."""
 
     protocol: int
@@ -94,20 +90,19 @@ class Hello(_Note, tag="hello"):
     """How long the client waits for a sign of life of the server."""
 
 
-class Key(_Note, tag="key"):
+class Key(Message, tag="key"):
     """The groups taken under this key are with the caller that asked for them."""
 
     key: bytes
 
 
-class Reply(_Note, tag="reply"):
+class Reply(Message, tag="reply"):
     """The value of every answer: what the method returned, and how the buffer stands."""
 
     result: Any
     num_live: int
     version: int
-    num_evicted: dict[str, int] | None = None
-    """Sent when it is news."""
+    num_evicted: dict[str, int]
 
 
 class EvictedGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):

@@ -16,9 +16,9 @@ from forebay.replay.query import ARCHIVED, QueryLike
 from forebay.replay.stores.contract import StorageBackend, StorageItem, copy_row
 from forebay.replay.stores.slices import change, slices_of
 
-COPY_STEP = 2**62
-"""The train step of ARCHIVED rows that none consumed: copies of unfinished groups, which no `restore` makes
-live, and no `commit` prunes."""
+PARKED_STEP, COPY_STEP = 2**62 - 1, 2**62
+"""Train steps of ARCHIVED rows that none consumed, which no `restore` makes live, and no `commit` prunes: groups
+between two owners, and copies of unfinished ones."""
 
 
 class ArchivingStorage:

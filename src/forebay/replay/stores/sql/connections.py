@@ -16,13 +16,10 @@ lock only orders the writers; SQLite's own lock protects the content.
 """
 
 import fcntl
-import itertools
 import os
 import secrets
 import sqlite3
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,6 +28,7 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy import event
 
+from forebay.aio.time_limits import start_thread
 from forebay.replay.stores.errors import OwnerLost, StoreBusy
 from forebay.replay.stores.sql import schema
 from forebay.replay.stores.sql.direct import Connection, Direct
@@ -104,7 +102,7 @@ def write_turn(url: sa.URL) -> Iterator[None]:
     Raises:
         StoreBusy: the turn does not come.
     """
-    if url.get_backend_name() != "sqlite" or is_in_memory(url):
+    if url.get_backend_name() != "sqlite":
         yield
         return
     path = f"{url.database}-turn"
@@ -112,25 +110,17 @@ def write_turn(url: sa.URL) -> Iterator[None]:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        turn: Future[None] = Future()
-
-        def wait() -> None:
-            fcntl.lockf(file, fcntl.LOCK_EX)
-            if turn.set_running_or_notify_cancel():
-                turn.set_result(None)
-            else:
-                file.close()
-
         # In a thread, because the kernel's queue knows no limit.
-        threading.Thread(target=wait, name="forebay-sql-turn", daemon=True).start()
+        turn = start_thread(fcntl.lockf, file, fcntl.LOCK_EX)
         try:
             turn.result(LIMIT_S)
         except TimeoutError:
-            if turn.cancel():
-                raise StoreBusy(
-                    f"another process has kept {path!r} locked for {LIMIT_S:g} s: it hangs or was stopped "
-                    f"while it wrote; end it (fuser {path} names it)"
-                ) from None
+            # The turn may come later, and goes on to the next at once.
+            turn.add_done_callback(lambda _: file.close())
+            raise StoreBusy(
+                f"another process has kept {path!r} locked for {LIMIT_S:g} s: it hangs or was stopped "
+                f"while it wrote; end it (fuser {path} names it)"
+            ) from None
     # Closing the file unlocks it.
     with file:
         yield
@@ -141,7 +131,7 @@ def open_engine(url: str | os.PathLike[str] | sa.URL, *, create: bool = True) ->
 
     Raises:
         FileNotFoundError: there is no such file, and it is not to be created.
-        ValueError: `url` is neither a path nor of SQLite or PostgreSQL, or the database is not a replay store
+        ValueError: `url` is neither of a file nor of PostgreSQL, or the database is not a replay store
             of this version.
     """
     engine = make_engine(url, create=create)
@@ -214,7 +204,6 @@ CHECKPOINT_BYTES = 128 * 2**20
 """The write-ahead log is copied into the file when it has grown by this: two syncs for 1,500 groups of 83 KB."""
 BUSY_S = 60.0
 """How long a process waits for another's write before it gives up; a write takes milliseconds."""
-_in_memory = itertools.count()
 
 
 def parsed_url(url: str | os.PathLike[str] | sa.URL) -> sa.URL:
@@ -243,7 +232,7 @@ def make_engine(url: str | os.PathLike[str] | sa.URL, *, create: bool) -> sa.Eng
 
     Raises:
         FileNotFoundError: there is no such file, and it is not to be created.
-        ValueError: `url` is neither a path nor of SQLite or PostgreSQL.
+        ValueError: `url` is neither of a file nor of PostgreSQL.
     """
     parsed = parsed_url(url)
     kind = parsed.get_backend_name()
@@ -252,17 +241,13 @@ def make_engine(url: str | os.PathLike[str] | sa.URL, *, create: bool) -> sa.Eng
         from forebay.replay.stores.sql.postgres import postgres_engine
 
         return postgres_engine(parsed.set(drivername="postgresql+psycopg"))
-    if kind != "sqlite":
-        raise ValueError(f"a SQL store is a path, sqlite:///path or postgresql://..., got {kind!r}")
+    if kind != "sqlite" or parsed.database in (None, "", ":memory:"):
+        raise ValueError(f"a SQL store is a file (path, sqlite:///path) or postgresql://..., got a URL of {kind!r}")
     synchronous = str(parsed.query.get("synchronous", "normal")).upper()
     if synchronous not in ("NORMAL", "FULL"):
         raise ValueError(f"synchronous={synchronous} in {url!r}: SQLite is opened with normal or full")
     parsed = parsed.difference_update_query(["synchronous"])
-    if is_in_memory(parsed):
-        # A name of its own, by which all connections of this engine find it.
-        database = f"file:/forebay-{next(_in_memory)}"
-        parsed = parsed.set(database=database, query={"vfs": "memdb", "uri": "true"})
-    elif create:
+    if create:
         Path(str(parsed.database)).parent.mkdir(parents=True, exist_ok=True)
     elif not Path(str(parsed.database)).exists():
         raise FileNotFoundError(f"there is no file {parsed.database!r}")
@@ -271,12 +256,6 @@ def make_engine(url: str | os.PathLike[str] | sa.URL, *, create: bool) -> sa.Eng
     # Python's driver begins transactions on its own unless told not to, as `_prepare_sqlite` does.
     event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
     return engine
-
-
-def is_in_memory(url: sa.URL) -> bool:
-    """Whether it names a SQLite database that is gone with the store."""
-    is_named = url.database not in (None, "", ":memory:") and url.query.get("vfs") != "memdb"
-    return url.get_backend_name() == "sqlite" and not is_named
 
 
 def shown(engine: sa.Engine) -> str:

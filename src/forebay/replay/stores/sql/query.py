@@ -71,8 +71,8 @@ def needs_scan(query: queries.Query) -> bool:
 def _is_exact(field: str, value: queries.Scalar) -> bool:
     if isinstance(value, str):
         return queries.is_storable_text(value)
-    # Beyond 2**53, floats skip integers; infinity and NaN are no integers at all. Copies of unfinished groups
-    # have a train step of 2**62.
+    # Beyond 2**53, floats skip integers; infinity and NaN are no integers at all. Groups that no step
+    # consumed have train steps of about 2**62 (`archiving`).
     return value is None or abs(value) <= (2**62 if field == "train_step" and type(value) is int else 2**53)
 
 

@@ -32,7 +32,7 @@ from forebay.replay.stores.contract import STATE_VERSION, Codec, StorageBackend,
 from forebay.replay.stores.errors import StoreBusy
 from forebay.replay.stores.sql import ranking, writes
 from forebay.replay.stores.sql import rows as sql_rows
-from forebay.replay.stores.sql.connections import Transactions, is_in_memory, open_engine
+from forebay.replay.stores.sql.connections import Transactions, open_engine
 from forebay.replay.stores.sql.direct import Connection
 from forebay.replay.stores.sql.query import needs_scan
 from forebay.replay.stores.sql.schema import ID_NAMES, groups, insert_or_update, meta, payloads, receipts, tags, tasks
@@ -71,8 +71,6 @@ class SQLStorage(StorageBackend):
         self._reading, self._writing = self._transactions.reading, self._transactions.writing
         self._worker = Worker("forebay-sql")
         self._reader = Worker("forebay-sql-read", changes_nothing=True)
-        # An SQLite database in memory lives as long as a connection.
-        self._keeper = self._engine.connect() if is_in_memory(self._engine.url) else None
         self._write_together = partial(writes.write_together, self._transactions)
 
     def close(self) -> None:
@@ -80,8 +78,6 @@ class SQLStorage(StorageBackend):
         # First the threads, then the connections that they use.
         self._worker.close()
         self._reader.close()
-        if self._keeper is not None:
-            self._keeper.close()
         self._engine.dispose()
 
     async def claim(self) -> None:

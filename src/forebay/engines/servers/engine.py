@@ -57,7 +57,8 @@ class HTTPEngine:
     The same request draws the same random numbers, but what runs beside it changes a server's rounding, so tokens may
     differ from run to run. A stop text that began before an interruption is found where a tokenizer is given::
 
-        engine = HTTPEngine("http://gpu7:8000", model="policy", max_context_tokens=4096, files=WeightFiles(folder))
+        files = WeightFiles(folder, model_folder)
+        engine = HTTPEngine("http://gpu7:8000", model="policy", max_context_tokens=4096, files=files)
         await engine.bring_up()
         completion = await engine.generate(request)
     """

@@ -388,7 +388,8 @@ class HTTPEngine:
                 if request.images and not stream.num_in_leg:
                     check_prompt(request, piece.prompt_ids)
                 stream.add(piece)
-                if stream.found_stop_text:
+                # The response is complete, by a stop text perhaps, and the server would go on.
+                if stream.has_ended and not stream.leg_has_ended:
                     return
         if not stream.end_leg():
             raise ServerFailed(f"{self}: the answer ended early")

@@ -32,7 +32,7 @@ async def beside(work: Awaitable[Result]) -> AsyncIterator[asyncio.Future[Result
 
 
 async def without_exit(work: Callable[..., Awaitable[Result]], *arguments: Any) -> Result:
-    """What `work` returns; its SystemExit is a RuntimeError: in a task of its own it would end the event loop."""
+    """The result of `work`; its SystemExit is a RuntimeError: in a task of its own it would end the event loop."""
     try:
         return await work(*arguments)
     except SystemExit as error:

@@ -123,7 +123,7 @@ async def main(args: argparse.Namespace) -> None:
             server,
             model=MODEL_NAME,
             max_context_tokens=CONTEXT,
-            files=WeightFiles(scratch / "weights"),
+            files=WeightFiles(scratch / "weights", folder),
             dialect=Endless(),
         )
         try:

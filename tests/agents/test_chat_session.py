@@ -167,7 +167,11 @@ async def test_a_replayed_turn_is_answered_as_it_was() -> None:
         setattr(state, name, getattr(session.state, name))
     again = ChatSession(state, session._controller, TOKENIZER, session._increments, TurnReader(TOKENIZER))
     assert (first.finish_reason, first.num_tokens) == ("length", 3)
-    assert [await again.complete(part) for part in ([user("abcdef")], asked)] == [first, second]
+    replayed = [await again.complete(part) for part in ([user("abcdef")], asked)]
+    told, told_before = (
+        [{**vars(t), "logprobs": t.logprobs()} for t in turns] for turns in (replayed, [first, second])
+    )
+    assert told == told_before
 
 
 async def test_a_prefix_of_the_prompt_is_no_replay() -> None:
@@ -200,6 +204,21 @@ async def test_the_text_that_ends_a_turn_is_recorded_and_not_answered() -> None:
     assert decode(session.state.response_ids) == "a end"
     await session.complete([user("a end b"), said("a "), user("c")])
     assert decode(session.state.tokens) == "[user|a end b.[assistant|a end.[user|c.[assistant|c."
+
+
+async def test_single_tokens_become_text_only_where_a_program_asks_for_them(monkeypatch) -> None:
+    session, decode_all, single = make_session(), TOKENIZER.decode, []
+
+    def counting(ids: Any, **options: Any) -> Any:
+        single.extend(ids if len(ids) == 1 else ())
+        return decode_all(ids, **options)
+
+    monkeypatch.setattr(TOKENIZER, "decode", counting)
+    turn = await session.complete([user("abc")])
+    assert (turn.num_tokens, single) == (4, [])
+    texts, values = zip(*turn.logprobs(), strict=True)
+    assert ("".join(texts), single) == ("abc<eos>", session.state.response_ids.tolist())
+    assert values == (-1.0,) * 4
 
 
 async def test_close_gives_up_what_nobody_waits_for() -> None:

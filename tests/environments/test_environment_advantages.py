@@ -42,7 +42,7 @@ def test_value_targets_are_those_of_the_paper(seed, gamma, lam):
 @given(seeds, st.floats(0.5, 1.0), st.floats(0.0, 1.0))
 def test_without_lag_advantages_are_those_of_gae(seed, gamma, lam):
     stream = random_stream(np.random.default_rng(seed), 12, 2)
-    targets = vtrace(**stream, gamma=gamma, lam=lam)
+    targets = vtrace(**stream, gamma=gamma, lam=lam, ratio_SB=np.ones((12, 2)))
     for column in range(2):
         expected = reference(stream, np.ones((12, 2)), gamma, lam, column)
         advantages = expected - stream["value_SB"][:, column]
@@ -75,6 +75,7 @@ def test_only_a_truncated_episode_has_a_future(terminated, expected):
         np.array([[True], [False], [False]]),
         gamma=0.5,
         lam=1.0,
+        ratio_SB=np.ones((3, 1)),
         live_SB=np.array([[True], [False], [True]]),
     )
     assert targets.advantages_SB[:, 0].tolist() == [expected, 0.0, 7.0 + 50.0 - 3.0]

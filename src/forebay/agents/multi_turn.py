@@ -20,7 +20,7 @@ import contextlib
 import copy
 import logging
 import math
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any, TypeVar
 
@@ -91,7 +91,9 @@ class MultiTurnAgentLoop(AgentLoop):
         self._name = f"environment {type(self.environment).__name__}"
         self._prompts = PromptRenderer(self.tokenizer)
         self._increments = IncrementRenderer(self.tokenizer, roles=self.environment.roles)
-        self._calls = Interruptible()
+        self._is_paused = False
+        self._calls: dict[asyncio.Task[Any], bool] = {}
+        """Those of the environment that run, and whether a pause has cancelled them."""
 
     @classmethod
     def prompt_tools(cls, arguments: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -101,11 +103,14 @@ class MultiTurnAgentLoop(AgentLoop):
 
     def go_on(self) -> None:
         """Let the environment be called again."""
-        self._calls.allow()
+        self._is_paused = False
 
     async def pause(self) -> None:
         """End turns and environment calls; their rollouts end as ABORTED."""
-        self._calls.pause()
+        self._is_paused = True
+        for call in self._calls:
+            # False: it has just ended by itself, and keeps its result.
+            self._calls[call] = call.cancel()
         await super().pause()
 
     async def close(self) -> None:
@@ -141,7 +146,7 @@ class MultiTurnAgentLoop(AgentLoop):
                 memory = copy.deepcopy(record.memory)
                 # The environment may replay all of them.
                 replies = 1 + state.extra_fields.get(TURNS_KEY, 0)
-                await self._call(self.environment.resume(state, memory), state, replies)
+                await self._call(self.environment.resume, state, memory, num_replies=replies)
             else:
                 record = await self._begin(state)
             try:
@@ -165,7 +170,7 @@ class MultiTurnAgentLoop(AgentLoop):
             state.extra_fields.pop(key, None)
         if state.mm_info is not None and REPLY_IMAGES in state.mm_info:
             state.mm_info = {key: value for key, value in state.mm_info.items() if key != REPLY_IMAGES}
-        memory = await self._call(self.environment.reset(state), state)
+        memory = await self._call(self.environment.reset, state)
         self._prompts.render(state)
         if self._room(state) <= 0:
             raise ValueError(
@@ -221,13 +226,12 @@ class MultiTurnAgentLoop(AgentLoop):
     async def _reply(self, state: RolloutState, record: "EpisodeRecord") -> None:
         turn_ids = state.response_ids[record.turn_start :].tolist()
         memory = copy.deepcopy(record.memory)
-        reply = await self._call(self.environment.step(state, memory, self._read(turn_ids, record)), state)
+        reply = await self._call(self.environment.step, state, memory, self._read(turn_ids, record))
         if not isinstance(reply, Reply):
             raise TypeError(f"{self._name}: step must return a Reply, got {reply!r}")
         record.memory = memory
         if reply.reward is not None:
-            record.rewards.append(float(reply.reward))
-            record.rewarded_at.append(len(state.response_ids))
+            record.rewards.append([len(state.response_ids), float(reply.reward)])
         messages, images = take_images({}, [] if reply.done else reply.messages, self._name)
         state.extra_fields[CONVERSATION_KEY].extend(messages)
         record.awaits_reply = False
@@ -274,18 +278,39 @@ class MultiTurnAgentLoop(AgentLoop):
         stops = by in ("environment", "placeholder") and not record.is_cut
         state.finish_reason = "stop" if stops else "length"
         if self.judge is None and self.environment.gives_rewards:
-            state.reward = {"score": float(sum(record.rewards))}
-            pairs = zip(record.rewarded_at, record.rewards, strict=False)
-            state.extra_fields[TURN_REWARDS_KEY] = [list(pair) for pair in pairs]
+            state.reward = {"score": float(sum(reward for _, reward in record.rewards))}
+            state.extra_fields[TURN_REWARDS_KEY] = record.rewards
 
-    async def _call(self, call: Any, state: RolloutState, num_replies: int = 1) -> Any:
-        """Wait for the environment, so that a pause ends it and a stall names it."""
+    async def _call(
+        self, method: Callable[..., Awaitable[Result]], state: RolloutState, *arguments: Any, num_replies: int = 1
+    ) -> Result:
+        """Wait for the environment, so that a pause ends it and a stall names it.
+
+        Raises:
+            Interrupted: a pause came first.
+            TimeoutError: it took longer than so many replies may.
+        """
         one_s = self.arguments.environment_timeout_s
         limit_s = None if one_s is None else one_s * num_replies
         what = f"{self._name}, turn {state.extra_fields.get(TURNS_KEY, 0)}"
+        if self._is_paused:
+            raise Interrupted
         with self.span(TOOL, state) as activity:
             activity.note = what
-            return await self._calls.run(call, what, limit_s)
+            # Made within its limit, whose clock it may stop.
+            async with time_limit(limit_s, lambda: TimeoutError(f"{what} did not answer within {limit_s:g} s")):
+                call = asyncio.create_task(without_exit(method, state, *arguments))
+                self._calls[call] = False
+                try:
+                    return await call
+                except asyncio.CancelledError:
+                    if self._calls[call] and not is_cancelled():
+                        raise Interrupted from None
+                    raise
+                except Exception as error:
+                    raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
+                finally:
+                    del self._calls[call]
 
 
 @dataclass
@@ -300,10 +325,8 @@ class EpisodeRecord:
     """Whether that turn ended by a limit, not by the model."""
     awaits_reply: bool = False
     """The turn is finished and the environment has not replied to it."""
-    rewards: list[float] = field(default_factory=list)
-    """The environment's rewards so far."""
-    rewarded_at: list[int] = field(default_factory=list)
-    """How many response tokens there were at each of them."""
+    rewards: list[list[float]] = field(default_factory=list)
+    """The environment's rewards so far, each behind the number of response tokens that there were."""
     ended_by: str | None = None
     """``environment``, ``max_turns``, ``max_tokens``, ``context``; ``placeholder``: the model wrote one of an
     image; None: not ended."""
@@ -313,59 +336,6 @@ class Interrupted(Exception):
     """A pause ended the call."""
 
 
-class Interruptible:
-    """Runs calls until they are paused.
-
-    Invariants: once paused, no call runs and none begins until `allow`; a call that ends by itself in the
-    moment of the pause keeps its result.
-    """
-
-    def __init__(self) -> None:
-        self._running: set[asyncio.Task[Any]] = set()
-        self._interrupted: set[asyncio.Task[Any]] = set()
-        self._is_paused = False
-
-    def allow(self) -> None:
-        """Let calls run again."""
-        self._is_paused = False
-
-    def pause(self) -> None:
-        """End all calls."""
-        self._is_paused = True
-        for task in self._running:
-            # False: it has just ended by itself, and keeps its result.
-            if task.cancel():
-                self._interrupted.add(task)
-
-    async def run(self, call: Coroutine[Any, Any, Result], what: str, limit_s: float | None) -> Result:
-        """The result of `call`.
-
-        Raises:
-            Interrupted: a pause came first.
-            TimeoutError: it took longer than `limit_s`; the message begins with `what`.
-        """
-        if self._is_paused:
-            call.close()
-            raise Interrupted
-        # Made within its limit, whose clock it may stop.
-        async with time_limit(limit_s, lambda: TimeoutError(f"{what} did not answer within {limit_s:g} s")):
-            task = asyncio.create_task(without_exit(call))
-            self._running.add(task)
-            try:
-                return await task
-            except asyncio.CancelledError:
-                # If its task had not begun; Python would warn of it.
-                call.close()
-                if task in self._interrupted and not is_cancelled():
-                    raise Interrupted from None
-                raise
-            except Exception as error:
-                raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
-            finally:
-                self._running.discard(task)
-                self._interrupted.discard(task)
-
-
 def episode_reward(state: RolloutState) -> float:
     """The sum of the rewards that the environment gave; a judge (``forebay.agents:episode_reward``)."""
-    return float(sum(state.extra_fields[EPISODE_KEY]["rewards"]))
+    return float(sum(reward for _, reward in state.extra_fields[EPISODE_KEY]["rewards"]))

@@ -233,7 +233,7 @@ def _as_function(program: Program | str | Sequence[str]) -> Callable[[ProgramSes
         return lambda session: _run_command(command, session)
     plain: Any = program
     if inspect.iscoroutinefunction(program):
-        return lambda session: without_exit(plain(session))
+        return lambda session: without_exit(plain, session)
     # A thread of its own, not one of a pool: programs wait for the model, and all of a pool could do so at
     # once. It cannot be stopped: once the session has ended, its next request fails.
     return lambda session: in_thread(plain, session)

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from forebay.agents.base import AgentLoop
 from forebay.agents.chat.rendering import NO_TOOLS
-from forebay.agents.chat.tool_calls import Parser, ToolCall, api_call, check_parser, choose_parser
+from forebay.agents.chat.tool_calls import Parser, ToolCall, api_call, check_parser, choose_parser, resolved
 from forebay.agents.environments import Environment, Memory, Reply
 from forebay.agents.extra_fields import TOOL_CALLS_KEY, TOOL_ERRORS_KEY
 from forebay.agents.multi_turn import MultiTurnAgentLoop
@@ -140,16 +140,14 @@ class ToolEnvironment(Environment):
         """
         if call.problem is not None:
             raise ToolError(call.problem)
-        name = next(iter(self.tools)) if call.name is None and len(self.tools) == 1 else call.name
-        if name not in self.tools:
-            raise ToolError(f"there is no tool {name!r}, only {', '.join(self.tools)}")
-        tool = self.tools[name]
-        if isinstance(call.arguments, dict):
-            return tool, call.arguments
-        parameters = list((tool.schema["function"].get("parameters") or {}).get("properties") or ())
-        if len(parameters) != 1:
+        known = {name: tool.schema["function"] for name, tool in self.tools.items()}
+        name, arguments = resolved(call, known)
+        if name not in known:
+            raise ToolError(f"there is no tool {name!r}, only {', '.join(known)}")
+        if isinstance(arguments, str):
+            parameters = (known[name].get("parameters") or {}).get("properties") or {}
             raise ToolError(f"{name} takes an object with {', '.join(parameters) or 'nothing'}")
-        return tool, {parameters[0]: call.arguments}
+        return self.tools[name], arguments
 
     async def shut_down(self) -> None:
         """Close the tools that can be closed, all of them.

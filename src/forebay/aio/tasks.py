@@ -31,10 +31,10 @@ async def beside(work: Awaitable[Result]) -> AsyncIterator[asyncio.Future[Result
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def without_exit(work: Awaitable[Result]) -> Result:
+async def without_exit(work: Callable[..., Awaitable[Result]], *arguments: Any) -> Result:
     """The result of `work`; its SystemExit is a RuntimeError: in a task of its own it would end the event loop."""
     try:
-        return await work
+        return await work(*arguments)
     except SystemExit as error:
         raise RuntimeError(f"it called sys.exit({error.code!r})") from None
 

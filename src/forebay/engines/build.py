@@ -9,7 +9,7 @@ from pydantic import Field, create_model
 from forebay.config import Component, ConfigError, StrictModel, check_arguments, errors_about, look_up
 from forebay.engines.base import DEFAULT_MAX_BATCH, Engine, EngineLost, EngineSurroundings, numbered
 from forebay.engines.servers.build import HTTPArguments, http_engines
-from forebay.models import DEVICE_PATTERN, AttentionKey, attention_choices, find_device, load_model
+from forebay.models import DEVICE_PATTERN, attention_choices, find_device, load_model
 from forebay.models.config import PrecisionKey
 
 
@@ -25,7 +25,7 @@ class EngineConfig(Component):
     """In which engines hold the weights and compute: ``float32``, ``bfloat16``, or ``auto``, which is
     bfloat16 on a CUDA device. On a CPU bfloat16 halves the memory and is several times slower. The trainer's
     weights stay float32 and are cast once (``train.dtype`` is for its passes)."""
-    attention: AttentionKey = "auto"
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
     """The kernel of attention of the engines ``transformers`` and ``process``: ``sdpa`` or ``eager``, since
     their requests lie side by side, with a mask. Servers choose their own."""
 
@@ -161,21 +161,10 @@ def find_engine(config: Component) -> Callable[..., list[Engine]]:
             # One model, so that a misspelled argument is compared with those of both.
             model = create_model(name, __base__=(model, inside))
     check_arguments("engine", name, model, arguments)
-    _check_attention(config)
-    return factory
-
-
-def _check_attention(config: Component) -> None:
     attention = getattr(config, "attention", "auto")
-    if config.name in ("sglang", "vllm") and attention != "auto":
-        raise ConfigError(
-            f"engine.attention = {attention!r}: engine {config.name!r} chooses its own kernel; leave it out"
-        )
-    if config.name in ("transformers", "process") and attention not in ("auto", "sdpa", "eager"):
-        raise ConfigError(
-            f"engine.attention = {attention!r}: requests of engine {config.name!r} decode side by side with "
-            f"a mask, which only 'sdpa' and 'eager' take; set one of them, or 'auto'"
-        )
+    if name in ("sglang", "vllm") and attention != "auto":
+        raise ConfigError(f"engine.attention = {attention!r}: engine {name!r} chooses its own kernel; leave it out")
+    return factory
 
 
 def build_engines(config: Component, surroundings: EngineSurroundings) -> list[Engine]:

@@ -97,19 +97,12 @@ class Members:
         member.line.wake()
         return self._by_number.pop(member.number)
 
-    def get(self, number: int | None) -> Member | None:
-        """The engine with this number, if it is a member, up and has room beside those that wait for it."""
-        member = None if number is None else self._by_number.get(number)
-        if member is None or not member.serves:
-            return None
-        return member if len(member.in_flight) + len(member.line) < member.most else None
-
     def least_busy(self) -> Member | None:
         """The member with the least load; None if no engine that is up has room."""
         while self._loads:
             load, number = self._loads[0]
-            member = self.get(number)
-            if member is not None and member.load == load:
+            member = self._by_number.get(number)
+            if member is not None and member.has_room and member.load == load:
                 return member
             heapq.heappop(self._loads)
         return None
@@ -378,6 +371,11 @@ class Member(Judged):
     def serves(self) -> bool:
         """Whether it takes requests."""
         return self.is_up and not self.is_asleep
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it takes one more request beside those of its sessions that wait for it."""
+        return self.serves and len(self.in_flight) + len(self.line) < self.most
 
     @property
     def load(self) -> float:

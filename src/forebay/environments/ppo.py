@@ -292,8 +292,8 @@ def vtrace(
     *,
     gamma: float,
     lam: float,
-    ratio_SB: Array | None = None,
-    live_SB: Array | None = None,
+    ratio_SB: Array,
+    live_SB: Array,
 ) -> Targets:
     """Advantages and value targets of S steps of B streams, corrected for the lag of the weights that acted.
 
@@ -311,16 +311,15 @@ def vtrace(
     A terminated episode has no future. A truncated one goes on with the value of its last observation, and
     so does a stream that is cut: nothing is summed across the end of an episode, but everything across the
     border of two fragments. `next_value_B` is of the observation after the last step. A step that is not live
-    (None: all are) only resets the environment: it carries the value of the last observation of the episode
-    before it.
+    only resets the environment: it carries the value of the last observation of the episode before it.
 
     >>> one = np.ones((1, 1))
     >>> no = np.zeros((1, 1), np.bool_)
-    >>> vtrace(one, 2 * one, np.array([4.0]), no, no, gamma=0.5, lam=1.0).advantages_SB
+    >>> settings = {"gamma": 0.5, "lam": 1.0, "ratio_SB": one, "live_SB": ~no}
+    >>> vtrace(one, 2 * one, np.array([4.0]), no, no, **settings).advantages_SB
     array([[1.]])
     """
-    cut_SB = np.ones_like(reward_SB) if ratio_SB is None else np.minimum(ratio_SB, MAX_RATIO)
-    live_SB = np.ones_like(done_SB) if live_SB is None else live_SB
+    cut_SB = np.minimum(ratio_SB, MAX_RATIO)
     next_value_SB = np.concatenate([value_SB[1:], next_value_B[None]])
     delta_SB = reward_SB + gamma * next_value_SB * ~terminated_SB - value_SB
     traces_SB, advantages_SB = np.zeros_like(delta_SB), np.zeros_like(delta_SB)

@@ -250,14 +250,15 @@ class FragmentRun:
             WorkerError: a worker cannot be kept alive; the block is cancelled.
         """
         async with self.hub.listening(), asyncio.TaskGroup() as tasks:
-            pool = tasks.create_task(self.pool.keep_all(self.config.environment.workers))
-            # Where the block fails, the group of tasks cancels the pool.
+            workers = [tasks.create_task(self.pool.keep(number)) for number in range(self.config.environment.workers)]
+            # Where the block fails, the group of tasks cancels them.
             yield
             self.hub.stop()
             # Workers that wait for their turn are told now; the others when they report.
             await self._buffer.close()
-            await asyncio.wait([pool], timeout=STOP_GRACE_S)
-            pool.cancel()
+            await asyncio.wait(workers, timeout=STOP_GRACE_S)
+            for worker in workers:
+                worker.cancel()
 
     async def close(self) -> None:
         """Close the buffer, the metrics and what the board reads."""

@@ -692,7 +692,7 @@ async def start_fake() -> AsyncIterator[Callable[..., Any]]:
 @pytest.fixture
 async def connect(tmp_path: Path) -> AsyncIterator[Callable[..., HTTPEngine]]:
     """Makes engines, all with the same weight files, and closes them after the test."""
-    files = WeightFiles(tmp_path / "weights")
+    files = WeightFiles(tmp_path / "weights", tmp_path)
     made: list[HTTPEngine] = []
 
     def make(server: FakeServer, bucket_device: str | None = None, **arguments: Any) -> HTTPEngine:

@@ -152,7 +152,9 @@ async def test_a_server_of_this_machine_that_hangs_is_started_anew(tmp_path, ask
         lambda port: stand_in(["-c", PROGRAM, Path(__file__).parent, port, hangs]),
         log=tmp_path / "log",
     )
-    engine = HTTPEngine(local, model="policy", max_context_tokens=64, files=WeightFiles(tmp_path / "weights"))
+    engine = HTTPEngine(
+        local, model="policy", max_context_tokens=64, files=WeightFiles(tmp_path / "weights", tmp_path)
+    )
     await engine.bring_up()
     hangs.touch()
     start = local.start
@@ -231,7 +233,7 @@ async def test_a_cache_that_cannot_be_reset_yet_is_reset_later(vllm, connect):
 
 async def test_weights_that_cannot_be_written_are_an_error_that_says_so(tmp_path, vllm, connect, ask):
     (tmp_path / "file").touch()
-    engine = connect(vllm, files=WeightFiles(tmp_path / "file" / "weights"))
+    engine = connect(vllm, files=WeightFiles(tmp_path / "file" / "weights", tmp_path))
     await engine.bring_up()
     with pytest.raises(ConfigError, match=r"weights of step 3 cannot be written .* set the engine's weights_folder"):
         await engine.load_weights(WEIGHTS, 3)

@@ -177,7 +177,7 @@ def fake_engine(tmp_path: Path, program: str = FAKE) -> HTTPEngine:
         lambda port: stand_in(["-c", program, Path(__file__).parent, port]),
         log=tmp_path / "server.log",
     )
-    return HTTPEngine(server, model="policy", max_context_tokens=64, files=WeightFiles(tmp_path / "weights"))
+    return HTTPEngine(server, model="policy", max_context_tokens=64, files=WeightFiles(tmp_path / "weights", tmp_path))
 
 
 async def test_an_engine_starts_its_server_and_starts_it_again(tmp_path, ask):
@@ -504,7 +504,7 @@ async def test_servers_of_others_are_given_the_output_layer_that_they_may_have_u
 async def test_written_weights_leave_out_or_write_out_what_is_shared(tiny, tmp_path):
     weights = load_model(tiny).state_dict()
     assert "lm_head.weight" in weights
-    plain = await WeightFiles(tmp_path / "plain").write(weights.items(), 1)
+    plain = await WeightFiles(tmp_path / "plain", tmp_path).write(weights.items(), 1)
     assert "lm_head.weight" not in load_file(plain.folder / "model.safetensors")
     (tmp_path / "model").mkdir()
     save_file({}, tmp_path / "model" / "model.safetensors")

@@ -17,7 +17,7 @@ WEIGHTS = [("w", torch.ones(2))]
 
 
 async def test_two_runs_may_share_a_folder(tmp_path):
-    one, other = WeightFiles(tmp_path), WeightFiles(tmp_path)
+    one, other = WeightFiles(tmp_path, tmp_path), WeightFiles(tmp_path, tmp_path)
     folders = [(await files.write(WEIGHTS, 7)).folder for files in (one, other)]
     assert len(set(folders)) == 2
     one.close()
@@ -47,7 +47,7 @@ async def test_what_a_killed_run_left_is_deleted_and_what_a_living_one_has_is_no
     )
     assert run.stdout is not None
     theirs = Path((await asyncio.to_thread(run.stdout.readline)).decode().strip())
-    living = WeightFiles(tmp_path)
+    living = WeightFiles(tmp_path, tmp_path)
     await living.write(WEIGHTS, 1)
     assert theirs.is_dir()
     run.kill()
@@ -56,7 +56,7 @@ async def test_what_a_killed_run_left_is_deleted_and_what_a_living_one_has_is_no
     far = tmp_path / "run-far"
     far.mkdir()
     (far / "lock").write_text(f"not-{socket.gethostname()}")
-    next_run = WeightFiles(tmp_path)
+    next_run = WeightFiles(tmp_path, tmp_path)
     ours = await next_run.write(WEIGHTS, 3)
     assert not theirs.exists()
     assert living.current is not None
@@ -68,7 +68,7 @@ async def test_what_a_killed_run_left_is_deleted_and_what_a_living_one_has_is_no
 
 
 async def test_overlapping_writes_of_other_weights_are_two(tmp_path):
-    files = WeightFiles(tmp_path)
+    files = WeightFiles(tmp_path, tmp_path)
     newer = [("w", torch.zeros(2))]
     first, again, other = await asyncio.gather(*(files.write(w, 1) for w in (WEIGHTS, WEIGHTS, newer)))
     assert first == again != other

@@ -183,7 +183,7 @@ def _completion(turn: Turn, model: str, with_logprobs: bool) -> dict[str, Any]:
     if with_logprobs:
         content = [
             {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, value in turn.logprobs
+            for token, value in turn.logprobs()
         ]
         logprobs = {"content": content, "refusal": None}
     choice = {"index": 0, "message": message, "finish_reason": turn.finish_reason, "logprobs": logprobs}

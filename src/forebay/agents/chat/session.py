@@ -23,8 +23,8 @@ second time starts over.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from forebay.agents.base import Generator
@@ -306,13 +306,13 @@ class ChatSession:
         state, starts = trajectory.state, trajectory.turn_starts
         end = starts[place + 1] if place + 1 < len(starts) else len(state.response_ids)
         made = slice(starts[place], starts[place] + int(state.response_mask[starts[place] : end].sum()))
-        ids, logprobs = state.response_ids[made].tolist(), state.logprobs[made].tolist()
+        pairs = list(zip(state.response_ids[made].tolist(), state.logprobs[made].tolist(), strict=True))
         return Turn(
             message,
             trajectory.finish_reasons[place],
             num_prompt_tokens=len(state.prompt_ids) + made.start,
-            num_tokens=len(ids),
-            logprobs=[(self._tokenizer.decode([token]), value) for token, value in zip(ids, logprobs, strict=True)],
+            num_tokens=len(pairs),
+            logprobs=lambda: [(self._tokenizer.decode([token]), value) for token, value in pairs],
         )
 
     def _exhausted(self, trajectory: Trajectory, reason: str) -> "BudgetExhaustedError":
@@ -393,5 +393,5 @@ class Turn:
     """``stop``, ``length`` or ``tool_calls``."""
     num_prompt_tokens: int = 0
     num_tokens: int = 0
-    logprobs: list[tuple[str, float]] = field(default_factory=list)
-    """(token, log probability) of each token."""
+    logprobs: Callable[[], list[tuple[str, float]]] = list
+    """(token, log probability) of each token; a call, since most programs do not ask."""

@@ -18,7 +18,7 @@ A malformed call is a call too: the model reads what is wrong with it.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,7 +79,8 @@ class TurnReader:
         found = self._parse(text)
         if not found or any(call.problem or (call.name is None and len(tools) != 1) for call in found):
             return plain
-        calls = [_resolved(call, tools, number) for number, call in enumerate(found, start=num_calls)]
+        known = {tool["function"]["name"]: tool["function"] for tool in tools}
+        calls = [api_call(number, *resolved(call, known)) for number, call in enumerate(found, start=num_calls)]
         starts = [position for sign in _SIGNS if (position := text.find(sign)) >= 0]
         # Where no tag shows the beginning of the calls, no text stands before them.
         before = self._special.sub("", text[: min(starts, default=0)]).strip()
@@ -328,16 +329,13 @@ def choose_reader(tokenizer: ChatTokenizer, parser: str | Parser | None) -> Turn
         return TurnReader(tokenizer)
 
 
-def _resolved(call: ToolCall, tools: Schemas, number: int) -> dict[str, Any]:
-    """The chat API's form. No name means the only tool; a text means the only parameter."""
-    schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
-    name = next(iter(schemas)) if call.name is None else call.name
-    arguments: Any = call.arguments
-    if isinstance(arguments, str):
-        parameters = (schemas.get(name, {}).get("parameters") or {}).get("properties") or {}
-        if len(parameters) == 1:
-            arguments = {next(iter(parameters)): arguments}
-    return api_call(number, name, arguments)
+def resolved(call: ToolCall, tools: Mapping[str, dict[str, Any]]) -> tuple[str | None, dict[str, Any] | str]:
+    """The tool's name and the arguments: no name means the only one of `tools`, a text its only parameter."""
+    name = next(iter(tools)) if call.name is None and len(tools) == 1 else call.name
+    parameters = list((tools.get(name or "", {}).get("parameters") or {}).get("properties") or ())
+    if isinstance(call.arguments, str) and len(parameters) == 1:
+        return name, {parameters[0]: call.arguments}
+    return name, call.arguments
 
 
 def api_call(number: int, name: str | None, arguments: Any) -> dict[str, Any]:

@@ -223,15 +223,12 @@ class DecodeBatch:
             if row.turn < 0:
                 self._num_entered += 1
                 row.turn = self._num_entered
-        computed = False
         with suppress(torch.OutOfMemoryError):
             self._compute(rows)
-            computed = True
+            self._enter(rows)
+            return []
         # Only here, where the error no longer holds what the pass had made.
-        if not computed:
-            return self._run_short(rows)
-        self._enter(rows)
-        return []
+        return self._run_short(rows)
 
     def _compute(self, rows: Sequence[Row]) -> None:
         """The keys and values of all but the last token of each row."""

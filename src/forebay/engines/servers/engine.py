@@ -58,7 +58,8 @@ class HTTPEngine:
     The same request draws the same random numbers, but what runs beside it changes a server's rounding, so tokens may
     differ from run to run. A stop text that began before an interruption is found where a tokenizer is given::
 
-        engine = HTTPEngine("http://gpu7:8000", model="policy", max_context_tokens=4096, files=WeightFiles(folder))
+        files = WeightFiles(folder, model_folder)
+        engine = HTTPEngine("http://gpu7:8000", model="policy", max_context_tokens=4096, files=files)
         await engine.bring_up()
         completion = await engine.generate(request)
     """
@@ -388,7 +389,8 @@ class HTTPEngine:
                 if request.images and not stream.num_in_leg:
                     check_prompt(request, piece.prompt_ids)
                 stream.add(piece)
-                if stream.found_stop_text:
+                # The response is complete, by a stop text perhaps, and the server would go on.
+                if stream.has_ended and not stream.leg_has_ended:
                     return
         if not stream.end_leg():
             raise ServerFailed(f"{self}: the answer ended early")

@@ -58,8 +58,6 @@ class Stream:
         self._goes_on = False
         self.leg_has_ended = False
         """The server has said how."""
-        self.found_stop_text = False
-        """The server would go on, but the response is complete."""
         self._timer: asyncio.TimerHandle | None = None
         self._end: Completion | None = None
         """How it ended; the tokens are added when it is asked for."""
@@ -121,7 +119,7 @@ class Stream:
                 # The server's word counts more than a cut from here that it did not know of.
                 self._end = Completion(finish_reason=piece.finish_reason)
         if self._completes_stop_text(len(piece.ids)):
-            self.found_stop_text, self._end = True, Completion(finish_reason="stop")
+            self._end = Completion(finish_reason="stop")
 
     def end(self, reason: str, why: str | None = None, *, lost: bool = False) -> None:
         """Say how it ended, unless that is known already."""

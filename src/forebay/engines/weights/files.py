@@ -70,7 +70,7 @@ class WeightFiles:
     def __init__(
         self,
         folder: Path,
-        model_folder: Path | None = None,
+        model_folder: Path,
         *,
         written_out: Mapping[str, str] | None = None,
         starting_dtype: Precision | None = None,
@@ -94,11 +94,7 @@ class WeightFiles:
         self._num_written = 0
         self.num_users = 0
         """Engines that use it; the last one that is closed deletes everything."""
-        self._start = (
-            None
-            if starting_dtype is None or model_folder is None
-            else WrittenWeights(0, model_folder, f"{self._name}-start", is_start=True)
-        )
+        self._start = WrittenWeights(0, model_folder, f"{self._name}-start", is_start=True)
         self._starting_dtype, self.bucket_device = starting_dtype, bucket_device
         self._whole: list[WrittenWeights] = []
         self._adapters: list[WrittenWeights] = []
@@ -196,7 +192,7 @@ class WeightFiles:
     def _base(self, config: AdapterConfig) -> WrittenWeights:
         """The whole weights that these adapters are for."""
         base = self._whole[-1] if self._whole else self._start
-        if base is None:
+        if base.is_start and self._starting_dtype is None:
             raise BaseDiffersError(
                 "the weights that the servers began with are unknown; give them the starting weights first"
             )
@@ -226,8 +222,7 @@ class WeightFiles:
                 text = json.dumps(config, indent=2)
                 (unfinished / "adapter_config.json").write_text(text, encoding="utf-8")
             else:
-                small = [] if self._model_folder is None else map(self._model_folder.glob, _SMALL_FILES)
-                for found in itertools.chain.from_iterable(small):
+                for found in itertools.chain.from_iterable(map(self._model_folder.glob, _SMALL_FILES)):
                     if not found.match(_WEIGHT_INDEX):
                         shutil.copyfile(found, unfinished / found.name)
             for file, part in self._parts(weights, is_whole=adapters is None):

@@ -20,7 +20,6 @@ of memory.
 """
 
 from collections.abc import Sequence
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -128,23 +127,14 @@ class Stepper:
         }
 
 
-def import_gymnasium() -> Any:
-    """The module gymnasium.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
-    with needed_by("a run in environments"):
-        return import_module("gymnasium")
-
-
 def make_env(config: EnvironmentConfig) -> Any:
     """One environment with flat observations.
 
     Raises:
-        ConfigError: there is none of that id, or it does not take these arguments.
+        ConfigError: gymnasium is not installed, there is none of that id, or it does not take these arguments.
     """
-    gymnasium = import_gymnasium()
+    with needed_by("a run in environments"):
+        import gymnasium
     named = f"environment.id = {config.id!r} with arguments = {config.arguments}"
     with errors_about(named, gymnasium.error.Error, ImportError, TypeError, ValueError):
         env = gymnasium.make(config.id, disable_env_checker=True, **config.arguments)
@@ -157,7 +147,8 @@ def make_vector(config: EnvironmentConfig, num_envs: int) -> Any:
     Raises:
         ConfigError: as `make_env`.
     """
-    vector = import_gymnasium().vector
+    with needed_by("a run in environments"):
+        from gymnasium import vector
     return vector.SyncVectorEnv([lambda: make_env(config)] * num_envs, autoreset_mode=vector.AutoresetMode.NEXT_STEP)
 
 

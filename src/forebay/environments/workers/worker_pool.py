@@ -48,7 +48,7 @@ PROCESS_ENVIRONMENT = {
 
 
 class WorkerPool:
-    """Runs `count` workers until the hub tells them to stop.
+    """Runs workers until the hub tells them to stop.
 
     Invariants: at any time each of them lives, is being started again, or has been told to stop.
     """
@@ -58,12 +58,6 @@ class WorkerPool:
         self.num_restarts = 0
         """Workers that died and were started again."""
         self._hub, self._mode, self._make_spec, self._seed = hub, mode, make_spec, seed
-
-    async def keep_all(self, count: int) -> None:
-        """Keep workers 0 to `count` - 1 alive."""
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(count):
-                tasks.create_task(self.keep(number))
 
     async def keep(self, number: int) -> None:
         """Keep worker `number` alive.

@@ -52,6 +52,8 @@ def plan(model: Path, gpus: str, *, network: float | None = None, cluster: Any =
             "rollouts_per_prompt": 4,
             "model": {"source": str(model)},
             "cluster": cluster and {"name": "ray", "arguments": cluster},
+            # Ranks and engines have GPUs of their own on a cluster.
+            "produce": {"mode": "separate" if cluster else "colocated"},
             "tasks": [
                 {
                     "name": "sorting",
@@ -359,7 +361,8 @@ def test_servers_on_one_gpu_share_its_rate(model: Path) -> None:
 
 def test_an_engine_on_the_trainer_s_gpu_counts_there(model: Path) -> None:
     shared = RAY | {"num_engines": 1}
-    found = plan(model, "1xH100-80GB", cluster=shared)
+    colocated = {"produce": {"mode": "colocated"}}
+    found = plan(model, "1xH100-80GB", cluster=shared, table=colocated)
     assert "engine: weights" in found.turns["training"]
     assert "an engine's GPU" not in found.turns
     assert "an engine's GPU" in plan(model, "3xH100-80GB", cluster=shared, ranks=2).turns

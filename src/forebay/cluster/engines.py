@@ -44,7 +44,7 @@ from forebay.engines.weights.between_processes import take_over
 from forebay.io.shared import Layout
 from forebay.models import load_tokenizer
 from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError
-from forebay.runs.placement import PartLost
+from forebay.runs.placement import PartLost, engines_each
 from forebay.types import ByteArray
 
 logger = logging.getLogger(__name__)
@@ -151,6 +151,18 @@ class EngineActor:
         if self._has_weights:
             self._serving.set()
 
+    async def sleep(self, keep_weights: bool) -> None:
+        """Have servers give back the memory of their GPUs, and start none there, until they get weights or `wake`."""
+        await built(self._pool).sleep(keep_weights=keep_weights)
+
+    async def wake(self) -> None:
+        """Have them serve again, now or when a pause ends."""
+        await built(self._pool).wake()
+
+    async def gpus(self) -> str:
+        """The GPUs that Ray gave to this process, for ranks that share them."""
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; at an engine that is lost they have ended."""
         await built(self._pool).abort(request_ids)
@@ -253,6 +265,10 @@ class PlacedEngine(Supervised):
     """Until it has refused some: whole weights that it got since then are no base for others."""
     takes_buckets = False
     """Whether its servers take weights that the trainer offers."""
+    sleeps = False
+    """Whether its servers are on GPUs of ranks, and sleep while these train: see `forebay.runs.turns`."""
+    is_asleep = _lacks_weights = False
+    """Whether they do now; and whether its process was started meanwhile, and was given none."""
 
     def use(self, actor: Any) -> None:
         """Send calls and requests to this actor."""
@@ -285,7 +301,7 @@ class PlacedEngine(Supervised):
             PartLost: the weights themselves are lost.
         """
         assert weights.model_step == model_step
-        self.weights = weights
+        self.weights, self.is_asleep, self._lacks_weights = weights, False, False
         try:
             await self.tell("load_weights", weights.ref, model_step, weights.adapters, limit_s=TOLD_LOAD_LIMIT_S)
         except AdaptersRefusedError:
@@ -293,6 +309,24 @@ class PlacedEngine(Supervised):
             raise
         except (import_ray().exceptions.ObjectLostError, WeightsGone) as error:
             raise PartLost(f"the weights of step {model_step} are lost: {why(error)}") from error
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Return once its servers have given their memory back; none is started before weights come, or `wake`."""
+        self.is_asleep = True
+        while True:
+            seen = self.changes.version
+            await self.tell("sleep", keep_weights, limit_s=TOLD_LOAD_LIMIT_S)
+            if self.is_up:
+                return
+            # A process that is just starting takes memory until it is there, and has been told to sleep.
+            await self.changes.wait(seen)
+
+    async def wake(self) -> None:
+        """Have its servers serve with the weights given last, now or when a pause ends."""
+        self.is_asleep = False
+        if self._lacks_weights and self.weights is not None:
+            await self.load_weights(self.weights, self.model_step)
+        await self.tell("wake")
 
     async def health(self) -> EngineHealth:
         """Whether it can serve, and how busy it is.
@@ -319,11 +353,14 @@ class PlacedEngine(Supervised):
             self.actor.forget.remote(caller)
 
     def _wanted(self) -> tuple[Any, ...]:
-        return *super()._wanted(), self.weights
+        return *super()._wanted(), self.weights, self.is_asleep
 
     async def _bring_up_to_date(self) -> None:
-        """Give it its weights, with which it begins to serve."""
-        if (weights := self.weights) is not None:
+        """Give it its weights, with which it begins to serve, or have it sleep without any."""
+        self._lacks_weights = self.is_asleep
+        if self.is_asleep:
+            await self.actor.sleep.remote(True)
+        elif (weights := self.weights) is not None:
             try:
                 await self.actor.load_weights.remote(weights.ref, weights.model_step, weights.adapters)
             except (import_ray().exceptions.ObjectLostError, WeightsGone, AdaptersRefusedError) as error:
@@ -433,13 +470,15 @@ def _build(spec: EngineSpec) -> list[Engine]:
     from forebay.runs.rollouts import build_run_engines
 
     config = spec.config
+    number = spec.name.removeprefix("engine ")
     torch.set_num_threads(config.threads)
     return build_run_engines(
         config.model_copy(update={"engine": engine_on(spec.device, config.engine)}),
         spec.model_folder,
         load_tokenizer(spec.model_folder),
-        scratch=config.folder / "engines" / spec.name.removeprefix("engine "),
+        scratch=config.folder / "engines" / number,
         lora_rank=0 if spec.serves_at_once else config.train.lora_rank,
+        first=int(number) * engines_each(config),
     )
 
 

@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+from forebay.aio.changed import Changes
 from forebay.cluster.calls import NotBuilt
 from forebay.cluster.library import cause_of, import_ray, why
 from forebay.config import ConfigError
@@ -73,6 +74,8 @@ class Supervised:
         """Told its name when its process has ended, before another is set up."""
         self.in_place: Callable[[], None] = lambda: import_ray().kill(self.actor, no_restart=False)
         """Has it use another process, or another actor, in place of one that could not be set up."""
+        self.changes = Changes()
+        """It was set up again, or could not be."""
         self.room: Any = None
         """Its place on the cluster."""
         self._on_restart = on_restart
@@ -188,6 +191,7 @@ class Supervised:
                 await asyncio.sleep(BEAT_EVERY_S * num_failed)
                 num_failed += 1
             self._suspicion.clear()
+            self.changes.note()
             self.on_change()
 
     async def _end_of_process(self) -> str:

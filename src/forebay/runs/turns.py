@@ -28,7 +28,7 @@ from functools import partial
 from typing import Literal
 
 from forebay.engines.pool import EnginePool
-from forebay.train import TrainController
+from forebay.runs.placement import Trainer
 
 
 @dataclass
@@ -47,7 +47,7 @@ class DeviceTurns:
     """
 
     controller: EnginePool
-    trainer: TrainController
+    trainer: Trainer
     thread: Executor
     """Where the trainer is told to move its memory."""
     offload: Literal["none", "moments", "all"]

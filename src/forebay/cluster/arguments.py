@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field
 
 from forebay.config import ConfigError, StrictModel
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import takes_turns, tries_beside
+from forebay.runs.placement import tries_beside
 
 
 def _is_share(value: float) -> float:
@@ -60,4 +60,3 @@ class RayArguments(StrictModel, strict=True):
                 f"cluster.arguments.gpus_per_trainer = {self.gpus_per_trainer} may put several of "
                 f"train.ranks = {config.train.ranks} on one GPU, which NCCL refuses: set it above 0.5"
             )
-        takes_turns(config)

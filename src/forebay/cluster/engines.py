@@ -355,12 +355,16 @@ class PlacedEngine(Supervised):
     def _wanted(self) -> tuple[Any, ...]:
         return *super()._wanted(), self.weights, self.is_asleep
 
-    async def _bring_up_to_date(self) -> None:
-        """Give it its weights, with which it begins to serve, or have it sleep without any."""
+    async def _follow_pause(self) -> None:
         self._lacks_weights = self.is_asleep
         if self.is_asleep:
+            # First: at anything else servers would be started.
             await self.actor.sleep.remote(True)
-        elif (weights := self.weights) is not None:
+        await super()._follow_pause()
+
+    async def _bring_up_to_date(self) -> None:
+        """Give it its weights, with which it begins to serve; it sleeps without any."""
+        if (weights := self.weights) is not None and not self.is_asleep:
             try:
                 await self.actor.load_weights.remote(weights.ref, weights.model_step, weights.adapters)
             except (import_ray().exceptions.ObjectLostError, WeightsGone, AdaptersRefusedError) as error:

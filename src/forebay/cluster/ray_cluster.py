@@ -41,7 +41,7 @@ from forebay.config import ConfigError, parse_config
 from forebay.engines.members import judge, scale
 from forebay.io.elsewhere import files_to_see, missing
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import SERVERS, Listener, PartLost, RetryListener, num_sharing, tries_beside
+from forebay.runs.placement import SERVERS, Listener, PartLost, RetryListener, num_sharing, takes_turns, tries_beside
 from forebay.watching.activity import Activities, loop_time
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
@@ -73,6 +73,9 @@ class RayCluster:
         import_ray()
         settings = parse_config(RayArguments, arguments, source="cluster 'ray'")
         settings.check(config)
+        if takes_turns(config) and config.engine.arguments.get("memory_share") is None:
+            # Only the cluster knows its GPUs, and a server would take nearly all of one.
+            raise ConfigError("servers on GPUs of ranks need engine.arguments.memory_share: forebay plan says it")
         self.max_restarts = settings.max_restarts
         self._config = config.model_copy(update={"output": config.output.resolve()})
         self._settings = settings

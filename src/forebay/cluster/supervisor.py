@@ -100,8 +100,12 @@ class Supervised:
     def hear(self, said: Any) -> None:
         """Take in an item of `live`."""
 
+    async def _follow_pause(self) -> None:
+        """Have a process that was started rest or work as is wanted of it."""
+        await (self.actor.pause if self.is_paused else self.actor.resume).remote()
+
     async def _bring_up_to_date(self) -> None:
-        """Tell a process that was started anything else that is wanted of it."""
+        """Tell it anything else that is wanted of it."""
 
     def _wanted(self) -> tuple[Any, ...]:
         """All that a process is told: where it changes meanwhile, the process is told again."""
@@ -241,7 +245,7 @@ class Supervised:
             told = wanted
             pid: int = await self.actor.start.remote(self.spec)
             # Before the weights, with which an engine serves: in a pause it must not.
-            await (self.actor.pause if self.is_paused else self.actor.resume).remote()
+            await self._follow_pause()
             await self._bring_up_to_date()
         return pid
 

@@ -199,8 +199,8 @@ def engine_seat(config: RunConfig, number: int, num_gpus: int | None = None) -> 
         return Seat()
     given = arguments.get("gpus")
     if config.cluster is not None:
-        is_shared = number // engines_each(config) < num_sharing(config)
-        return Seat(tuple(given[number % len(given)]) if given else (), is_shared)
+        shares = number // engines_each(config) < num_sharing(config)
+        return Seat(tuple(given[number % len(given)]) if given else (), shares)
     if given is not None:
         if number >= len(given):
             raise ConfigError(f"engine.arguments.gpus names GPUs for {len(given)} servers, and none for another")
@@ -262,10 +262,9 @@ def num_sharing(config: RunConfig) -> int:
     """
     asked = config.cluster.arguments if config.cluster else {}
     each = asked.get("gpus_per_engine", 0)
-    is_shared = config.produce.mode == "colocated" and asked.get("gpus_per_trainer") == 1 <= each
-    if not is_shared or "urls" in config.engine.arguments:
+    if config.produce.mode != "colocated" or asked.get("gpus_per_trainer") != 1 or "urls" in config.engine.arguments:
         return 0
-    return min(int(asked.get("num_engines", 1)), int(config.train.ranks // each))
+    return min(int(asked.get("num_engines", 1)), int(config.train.ranks // each) if each >= 1 else 0)
 
 
 def tries_beside(config: RunConfig) -> bool:

@@ -18,7 +18,7 @@ A server with no GPU of a rank never sleeps: in a separate run it goes on genera
 requests of those that sleep; in a colocated run it rests then. Without it they wait. Which ones share:
 `forebay.runs.placement.engine_seat`. While it is TRAINING none that shares is started, one that was lost neither;
 the first SYNCING starts them. A part that ends ends the wait of the others: a lost server is brought up in the next
-SYNCING, a lost rank is the end of the run.
+SYNCING, a lost rank is the end of the run, or on Ray of its way since the last checkpoint.
 """
 
 import asyncio

@@ -1,0 +1,187 @@
+"""A run whose ranks and servers share GPUs by Ray: who sleeps when, whatever ends. Ray alone knows the GPUs."""
+
+import asyncio
+import json
+import os
+import signal
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from test_ray_run import check_books, run_config
+
+from forebay.cluster.placement import Room
+from forebay.cluster.trainer import RayTrainer
+from forebay.runs import placement, steps
+from forebay.runs.launch import launch
+from forebay.runs.placement import PartLost
+from warm_python import interpreter
+
+HTTP_TESTS = Path(__file__).parents[1] / "engines/http"
+ASLEEP = ["kv_cache", "weights"]
+SERVER = f"""
+import asyncio, json, os, random, sys
+from pathlib import Path
+sys.path.insert(0, {str(HTTP_TESTS)!r})
+from conftest import FakeVLLM
+
+class Server(FakeVLLM):
+    def _control(self, path, query, body):
+        answer = super()._control(path, query, body)
+        self.note(path)
+        return answer
+
+    async def _generate(self, body, reader, writer):
+        self.note("generate" if not self.asleep else "generate while it sleeps")
+        return await super()._generate(body, reader, writer)
+
+    def note(self, path):
+        state = {{"pid": os.getpid(), "asleep": sorted(self.asleep), "lacks_weights": self.lacks_weights}}
+        target = Path(os.environ["STATES"], os.environ["CUDA_VISIBLE_DEVICES"])
+        target.with_suffix(".new").write_text(json.dumps(state))
+        target.with_suffix(".new").rename(target)
+        if path not in ("/health", "/v1/models"):
+            with target.with_suffix(".calls").open("a") as file:
+                print(path, file=file)
+
+async def main():
+    server = Server()
+    server.token = lambda job: random.randrange(3, 30)
+    server.port, server.context = (int(sys.argv[sys.argv.index(name) + 1]) for name in ("--port", "--max-model-len"))
+    assert "--enable-sleep-mode" in sys.argv
+    await server.start()
+    server.note("started")
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def config(folder, **changes):
+    """Two ranks, and an engine with a server on the GPU of each."""
+    package = folder / "lib/vllm/entrypoints/openai"
+    package.mkdir(parents=True)
+    (package / "api_server.py").write_text(textwrap.dedent(SERVER))
+    (folder / "states").mkdir()
+    environment = {"PYTHONPATH": f"{folder / 'lib'}:{os.environ.get('PYTHONPATH', '')}"}
+    environment["STATES"] = str(folder / "states")
+    arguments = {"servers": 1, "python": interpreter(folder), "environment": environment, "memory_share": 0.5}
+    asked = {"num_engines": 2, "gpus_per_engine": 1, "gpus_per_trainer": 1}
+    return run_config(
+        folder,
+        cluster={"name": "ray", "arguments": asked},
+        engine={"name": "vllm", "arguments": arguments},
+        train={"lr": 1e-3, "ranks": 2},
+        checkpoint_every=1,
+        **changes,
+    )
+
+
+class Turns:
+    """Watches the turns of a run, and ends parts of it in them."""
+
+    def __init__(self, folder, patch):
+        self.folder, self.patch, self.seen, self.cluster = folder, patch, [], None
+        make_cluster = placement.make_cluster
+
+        def made(config):
+            self.cluster = make_cluster(config)
+            return self.cluster
+
+        patch.setattr(placement, "make_cluster", made)
+        for name in ("offload", "onload"):
+            patch.setattr(RayTrainer, name, self.noted(name, getattr(RayTrainer, name)))
+        # The machine has none.
+        patch.setattr(Room, "device", "cpu")
+
+    def noted(self, name, method):
+        def call(trainer, **arguments):
+            self.seen.append(name)
+            method(trainer, **arguments)
+
+        return call
+
+    def asleep(self):
+        """By GPU, the parts of its memory that each server has given back."""
+        return {gpu: json.loads((self.folder / gpu).read_text()) for gpu in ("0", "1") if (self.folder / gpu).exists()}
+
+    def kill_server(self, gpu):
+        os.kill(self.asleep()[gpu]["pid"], signal.SIGKILL)
+        (self.folder / gpu).unlink()
+
+    def restart_engine(self, number):
+        """End an engine's process, and with it its server; return once there is another, which is set up."""
+        engine = self.cluster._engines[number]
+        before, gpu = engine.incarnation, str(number)
+        os.kill(engine.pid, signal.SIGKILL)
+        (self.folder / gpu).unlink()
+        while engine.incarnation == before or not engine.is_up:
+            time.sleep(0.05)
+
+    def calls(self, gpu):
+        return (self.folder / f"{gpu}.calls").read_text().splitlines()
+
+
+@pytest.fixture
+def turns(tmp_path, monkeypatch):
+    return Turns(tmp_path / "states", monkeypatch)
+
+
+@pytest.mark.soak
+def test_servers_sleep_while_ranks_train_and_start_when_these_have_left(ray, tmp_path, turns, monkeypatch):
+    fit, report, start = RayTrainer.fit, steps.report, RayTrainer.__init__
+    went_back = []
+
+    def watched_fit(trainer, groups, **more):
+        step = trainer.model_step + 1
+        places = ray.get([actor.place.remote() for actor in turns.cluster._trainer_actors[1:]])
+        assert sorted(gpus for *_, gpus in places) == ["0", "1"]
+        states = turns.asleep()
+        # One that was started again while ranks had its GPU has not come back before its turn.
+        assert {gpu: state["asleep"] for gpu, state in states.items()} == {"0": ASLEEP, "1": ASLEEP}
+        # Weights that the next rollouts are made with are kept.
+        assert {state["lacks_weights"] for state in states.values()} == {step % 2 == 0}
+        if step == 1:
+            turns.restart_engine(1)
+            assert set(turns.asleep()) == {"0"}, "it has begun to start its server"
+        if step == 2:
+            turns.kill_server("0")
+        batch = fit(trainer, groups, **more)
+        assert set(turns.asleep()) == {"0", "1"} - {{1: "1", 2: "0"}.get(step)}, "in a train step"
+        turns.seen.append(f"train {step}")
+        return batch
+
+    def reported(run, train_step, *others):
+        report(run, train_step, *others)
+        if train_step == 3 and not went_back:
+            # Weights are awake, or on their way.
+            assert any(state["asleep"] != ASLEEP for state in turns.asleep().values())
+            went_back.append(train_step)
+            os.kill(run.trainer.pids["rank 1"], signal.SIGKILL)
+            raise PartLost("a rank was killed")
+
+    def made(trainer, *arguments):
+        if went_back:
+            # Ranks are made anew, and load their models.
+            assert {state["asleep"] == ASLEEP for state in turns.asleep().values()} == {True}
+            went_back.append("slept")
+        start(trainer, *arguments)
+
+    monkeypatch.setattr(RayTrainer, "fit", watched_fit)
+    monkeypatch.setattr(RayTrainer, "__init__", made)
+    monkeypatch.setattr(steps, "report", reported)
+    run = config(tmp_path, steps=4, produce={"sync_weights_interval": 2})
+    asyncio.run(launch(run))
+    check_books(run.folder, num_steps=4)
+    assert went_back == [3, "slept"]
+    trained = [each for each in turns.seen if each.startswith("train")]
+    assert trained == ["train 1", "train 2", "train 3", "train 3", "train 4"]
+    once = ["offload", "onload"]
+    assert [each for each in turns.seen if not each.startswith("train")][: 2 * 3] == once * 3
+    for gpu in ("0", "1"):
+        calls = turns.calls(gpu)
+        assert "generate while it sleeps" not in calls
+        assert calls.count("started") == 2
+        assert calls.count("/sleep") >= 4
+        assert calls.count("generate") > 8

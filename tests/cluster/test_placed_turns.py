@@ -111,7 +111,7 @@ async def later(end):
 KINDS = ("train", "drop", "sync", "generate", "pause", "continue", "kill", "kill soon", "lose", "wait")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.sampled_from(KINDS), max_size=16), st.randoms(use_true_random=False))
 @example(["generate", "train", "kill", "wait", "generate"], SimpleNamespace(choice=lambda among: among[-1]))
 @example(["generate", "kill", "train", "kill soon", "train"], SimpleNamespace(choice=lambda among: among[-1]))
@@ -174,5 +174,30 @@ def test_a_process_that_starts_meanwhile_has_its_server_in_its_turn_alone(turn):
         assert process.server.holds == BOTH
         assert process.engine._serving.is_set()
         await world.engines[0].stop()
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("turn", ["train", "generate"])
+def test_a_turn_that_comes_at_any_moment_of_a_start_is_kept(turn):
+    async def main():
+        for delay in range(40):
+            world = PlacedWorld([1.0])
+            await world.sync()
+            await world.generate()
+            if turn == "generate":
+                await world.fit(keep_weights=True)
+            world.engines[0].actor.kill(no_restart=False)
+            await asyncio.sleep(0.1 * delay)
+            await (world.fit(keep_weights=True) if turn == "train" else world.generate())
+            await asyncio.sleep(100.0)
+            world.check()
+            process = world.engines[0].actor
+            assert process.server.holds == (BOTH if turn == "generate" else set())
+            await world.generate()
+            await asyncio.sleep(100.0)
+            assert process.server.holds == BOTH
+            assert process.engine._serving.is_set(), "it has no weights"
+            await world.engines[0].stop()
 
     virtual_time.run(main())

@@ -289,6 +289,41 @@ def test_engines_of_a_colocated_run_are_on_the_gpus_of_their_ranks_as_far_as_the
         assert sum(part.gpus for part in own if not part.lender) == bundle["GPU"]
 
 
+def shared_run(**engine):
+    task = {"name": "sorting", "data": {"source": "sorting", "size": 8}, "judge": "exact_match"}
+    asked = {"num_engines": 2, "gpus_per_engine": 1, "gpus_per_trainer": 1}
+    table = {"name": "placed", "steps": 1, "batch_size": 1, "rollouts_per_prompt": 2, "model": {"source": "tiny"}}
+    table |= {"tasks": [task], "train": {"ranks": 2}, "cluster": {"name": "ray", "arguments": asked}}
+    table["engine"] = {"name": "vllm", "arguments": {"servers": 1, **engine}}
+    return parse_config(RunConfig, table, source="test"), asked
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ({}, r"need engine\.arguments\.memory_share: forebay plan says it"),
+        ({"memory_share": 0.4, "offload": "all"}, "takes weights off the device, which is for one rank"),
+    ],
+)
+def test_servers_that_cannot_share_gpus_with_ranks_are_refused_before_anything_starts(engine, says):
+    config, asked = shared_run(**engine)
+    with pytest.raises(ConfigError, match=says):
+        ray_cluster.RayCluster(config, **asked)
+
+
+async def test_an_engine_that_shares_gpus_with_ranks_does_not_leave():
+    config, asked = shared_run(memory_share=0.4)
+    cluster = ray_cluster.RayCluster(config, **asked)
+    plan = plan_parts(RayArguments(**asked | {"num_engines": 3}), cpus=1, num_ranks=2, sharing=2)
+    own = {"engine": SimpleNamespace(), "is_up": True}
+    cluster._engines += [SimpleNamespace(name=f"engine {n}", room=room, **own) for n, room in enumerate(plan.engines)]
+    first, *_ = cluster._engines
+    first.is_up = False
+    with pytest.raises(ValueError, match="engine 0 shares GPUs with ranks, and stays as long as they do"):
+        await cluster.scale("engines", "-1")
+    assert len(cluster._engines) == 3
+
+
 def test_ranks_that_would_share_a_gpu_are_refused_at_the_start():
     config = colocated(2, 1, 0)
     with pytest.raises(ConfigError, match=r"= 0.5 may put several of train.ranks = 2 on one GPU"):

@@ -4,12 +4,15 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
+import sys
 import textwrap
 import time
 from importlib import import_module
 from pathlib import Path
 
 import pytest
+from test_nodes import Nodes, Watched
 from test_ray_run import check_books, run_config
 
 from forebay.cluster.arguments import RayArguments
@@ -21,7 +24,7 @@ from forebay.cluster.trainer import RayTrainer
 from forebay.runs import placement, steps
 from forebay.runs.launch import launch
 from forebay.runs.placement import PartLost
-from warm_python import interpreter
+from warm_python import interpreter, warm_python, warm_workers
 
 HTTP_TESTS = Path(__file__).parents[1] / "engines/http"
 ASLEEP = ["kv_cache", "weights"]
@@ -63,16 +66,17 @@ asyncio.run(main())
 """
 
 
-def config(folder, **changes):
-    """Two ranks, and an engine with a server on the GPU of each."""
+def config(folder, asked=(), options=(), **changes):
+    """Two ranks, and an engine with a server on the GPU of each, or as `asked`."""
     package = folder / "lib/vllm/entrypoints/openai"
-    package.mkdir(parents=True)
+    package.mkdir(parents=True, exist_ok=True)
     (package / "api_server.py").write_text(textwrap.dedent(SERVER))
-    (folder / "states").mkdir()
+    (folder / "states").mkdir(exist_ok=True)
     environment = {"PYTHONPATH": f"{folder / 'lib'}:{os.environ.get('PYTHONPATH', '')}"}
     environment["STATES"] = str(folder / "states")
     arguments = {"servers": 1, "python": interpreter(folder), "environment": environment, "memory_share": 0.5}
-    asked = {"num_engines": 2, "gpus_per_engine": 1, "gpus_per_trainer": 1}
+    arguments["options"] = list(options)
+    asked = {"num_engines": 2, "gpus_per_engine": 1, "gpus_per_trainer": 1, **dict(asked)}
     return run_config(
         folder,
         cluster={"name": "ray", "arguments": asked},
@@ -218,3 +222,56 @@ def test_servers_sleep_while_ranks_train_and_start_when_these_have_left(ray, tmp
         assert calls.count("started") == 2
         assert calls.count("/sleep") >= 4
         assert calls.count("generate") > 8
+
+
+def split_config(folder, **asked):
+    """Two ranks, and a server that splits its model over the GPUs of both."""
+    asked = {"num_engines": 1, "gpus_per_engine": 2, "cpus": 1.0, **asked}
+    return config(folder, asked, ["--tensor-parallel-size", "2"], steps=4)
+
+
+def main(folder):
+    """A run whose ranks and server are on one node, which is lost after a step; then another joins."""
+    trained = []
+    with warm_workers(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ray._private.utils.set_sigterm_handler", lambda handler: None)
+        patch.setattr(Room, "device", "cpu")
+        fit, nodes = RayTrainer.fit, Nodes(0)
+        nodes.join(num_cpus=1)
+
+        def watched_fit(trainer, groups, **more):
+            batch = fit(trainer, groups, **more)
+            last = max((folder / "states").glob("?,?"), key=lambda file: file.stat().st_mtime_ns)
+            trained.append([trainer.model_step, last.name, json.loads(last.read_text())["asleep"]])
+            return batch
+
+        patch.setattr(RayTrainer, "fit", watched_fit)
+        lost = nodes.join(num_cpus=4, num_gpus=2, env_vars={"CUDA_VISIBLE_DEVICES": "3,4"})
+
+        async def use():
+            watched = Watched(patch, limit=1)
+            run = asyncio.create_task(launch(split_config(folder, address=nodes.address)))
+            await watched.step()
+            await watched.kill(nodes, lost)
+            joining = {"num_cpus": 4, "num_gpus": 2, "env_vars": {"CUDA_VISIBLE_DEVICES": "5,6"}}
+            await asyncio.to_thread(nodes.join, **joining)
+            watched.go_on(float("inf"))
+            await run
+
+        asyncio.run(use())
+        nodes.close()
+    print(json.dumps(trained))
+
+
+@pytest.mark.soak
+def test_a_lost_machine_s_ranks_and_server_come_back_together_on_the_gpus_of_another(tmp_path):
+    code = f"import {__name__} as tests; from pathlib import Path; tests.main(Path({str(tmp_path)!r}))"
+    with warm_python(), warm_workers():
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=1200, check=True)
+    trained = json.loads(done.stdout.splitlines()[-1])
+    check_books(split_config(tmp_path).folder, num_steps=4)
+    assert all(asleep == ASLEEP for *_, asleep in trained)
+    assert trained[0][:2] == [1, "3,4"]
+    assert [step for step, place, _ in trained if place == "5,6"][-3:] == [2, 3, 4]

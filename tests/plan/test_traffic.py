@@ -368,6 +368,26 @@ def test_an_engine_on_the_trainer_s_gpu_counts_there(model: Path) -> None:
     assert "an engine's GPU" in plan(model, "3xH100-80GB", cluster=shared, ranks=2).turns
 
 
+@pytest.mark.parametrize(("each", "servers"), [(1, 2), (2, 1)])
+def test_servers_on_ray_that_share_gpus_with_ranks_are_planned_as_those_of_one_machine(
+    model: Path, each: int, servers: int
+) -> None:
+    def planned(number: int, **more: Any) -> Any:
+        own = {"servers": number, "options": [f"--tensor-parallel-size={each}"]}
+        table = {"engine": {"name": "vllm", "arguments": own}, "produce": {"mode": "colocated"}}
+        return plan(model, "2xH100-80GB", ranks=2, table=table, **more)
+
+    on_ray = planned(1, cluster=RAY | {"num_engines": servers, "gpus_per_engine": each})
+    here = planned(servers)
+    assert list(on_ray.turns) == ["training", "syncing", "generating"]
+    assert on_ray.turns == here.turns
+    assert on_ray.times.step_s == pytest.approx(here.times.step_s, rel=0.05)
+    assert on_ray.layout == [each for each in here.layout if "memory_share = " in each]
+    # One more has GPUs of its own.
+    with pytest.raises(ConfigError, match=f"{servers + 1} engines with {each} each do not go on 1 x 2 GPUs"):
+        planned(1, cluster=RAY | {"num_engines": servers + 1, "gpus_per_engine": each})
+
+
 # Qwen2.5-7B and Llama-3.1-70B: the run file, --gpus, kind, hidden, MLP, layers, heads, heads of keys, words.
 RECIPES = {
     "7b": ("eight_gpus", "8xH100-80GB", "qwen2", 3584, 18_944, 28, 28, 4, 152_064),

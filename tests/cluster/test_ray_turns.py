@@ -227,7 +227,9 @@ def test_servers_sleep_while_ranks_train_and_start_when_these_have_left(ray, tmp
 def split_config(folder, **asked):
     """Two ranks, and a server that splits its model over the GPUs of both."""
     asked = {"num_engines": 1, "gpus_per_engine": 2, "cpus": 1.0, **asked}
-    return config(folder, asked, ["--tensor-parallel-size", "2"], steps=4)
+    # Who generates with weights of a trainer that is lost, and asks it for nothing, waits until then.
+    produce = {"stall_after_s": 40}
+    return config(folder, asked, ["--tensor-parallel-size", "2"], steps=4, produce=produce)
 
 
 def main(folder):

@@ -13,6 +13,7 @@
                               | a request now is answered "lost": it would get the first weights
     live: signs of life, and that every engine is lost for good, as a server that does not come back; then the
           run ends this process, and another one builds engines anew      serving: ends with the first weights
+    asleep: no server has memory of ranks' GPUs; a process that starts then is told so first, and wakes with weights
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from forebay.cluster.calls import built
 from forebay.cluster.engines import EngineActor, PlacedEngine
 from forebay.cluster.library import Published
 from forebay.cluster.workers import ClusterController, Workers
-from forebay.engines.base import EngineLost
+from forebay.engines.base import EngineLost, WeightsGone
 from forebay.engines.pool import EnginePool
 
 METHODS = ("pause", "resume", "load_weights", "sleep", "wake")
@@ -31,11 +31,21 @@ class OwnServer(Server):
             raise EngineLost("its process has ended")
         super().take(*parts)
 
+    async def bring_up(self):
+        while self.world.are_gone and not self.has_ended:
+            # It is there, and waits for them.
+            self.take(*BOTH)
+            await asyncio.sleep(1.0)
+        await super().bring_up()
+
 
 class OwnEngine(EngineActor):
     """It takes weights of which there is nothing but their step."""
 
     async def load_weights(self, weights, model_step, adapters=None):
+        if self.world.are_gone:
+            built(self._pool)._start()
+            raise WeightsGone("the trainer ended")
         try:
             await built(self._pool).update_weights([], model_step)
         except EngineLost as error:
@@ -56,7 +66,7 @@ class Process(Actor):
 
     def _begin(self):
         self.engine, self.server = OwnEngine(), OwnServer(self.world, SHARED, start_s=self.start_s)
-        self.world.servers[self.number] = self.server
+        self.engine.world, self.world.servers[self.number] = self.world, self.server
 
     def kill(self, **how):
         self.server.has_ended = self.server.is_away = True
@@ -87,6 +97,9 @@ class Process(Actor):
 
 
 class PlacedWorld(World):
+    are_gone = False
+    """The weights, with the trainer that gave them."""
+
     def __init__(self, starts_s):
         super().__init__([0], [SHARED] * len(starts_s))
         self.engines = [PlacedEngine(SimpleNamespace(name=f"engine {number}")) for number in range(len(starts_s))]
@@ -199,5 +212,30 @@ def test_a_turn_that_comes_at_any_moment_of_a_start_is_kept(turn):
             assert process.server.holds == BOTH
             assert process.engine._serving.is_set(), "it has no weights"
             await world.engines[0].stop()
+
+    virtual_time.run(main())
+
+
+def test_a_server_that_waits_for_weights_of_a_lost_trainer_gives_its_memory_back_at_once():
+    async def main():
+        world = PlacedWorld([1.0])
+        await world.sync()
+        await world.generate()
+        engine, world.are_gone = world.engines[0], True
+        engine.actor.kill(no_restart=False)
+        await asyncio.sleep(10.0)
+        assert engine.is_up
+        assert engine.actor.server.holds == BOTH
+        async with asyncio.timeout(60):
+            # As the run goes back.
+            await world.pool.sleep(keep_weights=True)
+        assert engine.actor.server.holds == set()
+        world.are_gone = False
+        await world.sync()
+        await world.generate()
+        await asyncio.sleep(100.0)
+        assert engine.actor.server.holds == BOTH
+        assert engine.actor.engine._serving.is_set()
+        await engine.stop()
 
     virtual_time.run(main())

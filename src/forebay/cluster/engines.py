@@ -269,7 +269,7 @@ class PlacedEngine(Supervised):
     sleeps = False
     """Whether its servers are on GPUs of ranks, and sleep while these train: see `forebay.runs.turns`."""
     is_asleep = _lacks_weights = False
-    """Whether they do now; and whether its process was started meanwhile, and was given none."""
+    """Whether they do now; and whether its process, which was started anew, could not be given weights yet."""
 
     def use(self, actor: Any) -> None:
         """Send calls and requests to this actor."""
@@ -313,6 +313,9 @@ class PlacedEngine(Supervised):
 
     async def sleep(self, *, keep_weights: bool) -> None:
         """Return once its servers have given their memory back; none is started before weights come, or `wake`."""
+        if self._lacks_weights and not self.is_asleep:
+            # A server that was to read those of a lost trainer waits for the next, and does nothing else before.
+            self.suspect(self.incarnation, EngineLost("it waits for weights"), has_to_end=True)
         self.is_asleep = True
         while True:
             seen = self.changes.version
@@ -371,6 +374,7 @@ class PlacedEngine(Supervised):
             except (import_ray().exceptions.ObjectLostError, WeightsGone, AdaptersRefusedError) as error:
                 # As before the first ones: it begins to serve with the next.
                 self.takes_adapters &= not isinstance(error, AdaptersRefusedError)
+                self._lacks_weights = True
                 logger.warning("%s cannot have the weights of step %d: %s", self.name, weights.model_step, why(error))
 
 

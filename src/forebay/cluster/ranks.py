@@ -116,4 +116,5 @@ def borrow_gpu(lender: tuple[Any, int] | None) -> None:
         engine, number = lender
         # It may just be starting again, on another machine perhaps: where it is, this process is.
         gpus = import_ray().get(engine.gpus.options(max_task_retries=-1).remote())
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[number]
+        # In one order, whichever Ray gave them in.
+        os.environ["CUDA_VISIBLE_DEVICES"] = sorted(gpus.split(","))[number]

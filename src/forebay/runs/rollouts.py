@@ -239,15 +239,9 @@ def with_precisions(config: RunConfig, *, auto: Precision | None = None) -> RunC
 
 
 def build_run_engines(
-    config: RunConfig,
-    model_folder: Path,
-    tokenizer: Any,
-    *,
-    scratch: Path | None = None,
-    lora_rank: int = 0,
-    first: int = 0,
+    config: RunConfig, folder: Path, tokenizer: Any, *, scratch: Path | None = None, lora_rank: int = 0, first: int = 0
 ) -> list[Engine]:
-    """The engines of ``[engine]``, for the model in `model_folder`; `scratch` is for their own files.
+    """The engines of ``[engine]``, for the model in `folder`; `scratch` is for their own files.
 
     `lora_rank` is that of the adapters that they will be given; 0: they will be given all weights. `first` is the
     number of the first one, which on a cluster are counted over all processes.
@@ -257,7 +251,7 @@ def build_run_engines(
     """
     model = config.model
     surroundings = EngineSurroundings(
-        model_folder=model_folder,
+        model_folder=folder,
         model=model,
         dtype=engine_precision(config),
         attention=config.engine.attention,

@@ -17,7 +17,10 @@ LOGICAL_CPUS = 4
 
 @contextmanager
 def local_cluster() -> Iterator[ModuleType]:
-    """The module `ray`, connected to the cluster of this process, which is started when it is missing."""
+    """The module `ray`, connected to the cluster of this process, which is started when it is missing.
+
+    Its GPUs are told to Ray alone.
+    """
     ray = pytest.importorskip("ray", reason="ray is not installed; it is an optional extra")
     if not ray.is_initialized():
         with warm_workers():
@@ -25,6 +28,7 @@ def local_cluster() -> Iterator[ModuleType]:
                 # Not one that somebody else has started on this machine.
                 address="local",
                 num_cpus=LOGICAL_CPUS,
+                num_gpus=4,
                 include_dashboard=False,
                 object_store_memory=128 << 20,
                 log_to_driver=False,

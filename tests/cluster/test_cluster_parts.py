@@ -25,7 +25,7 @@ from forebay.produce import ProductionError
 from forebay.replay import ConnectionLost
 from forebay.runs.config import RunConfig
 from forebay.runs.launch import _lost_part
-from forebay.runs.placement import PartLost
+from forebay.runs.placement import PartLost, num_sharing
 from forebay.train.parallel.ranks import RankError, set_interface
 
 
@@ -220,29 +220,112 @@ async def test_a_caller_that_stops_listening_ends_the_work():
     assert ended == [True]
 
 
-def test_each_part_has_a_bundle_and_a_shared_gpu_has_two_parts():
+def test_each_part_has_a_bundle_of_its_own():
     asked = RayArguments(num_engines=2, gpus_per_engine=1, gpus_per_trainer=2)
-    apart = plan_parts(asked, cpus=0.5, shares_gpu=False)
+    apart = plan_parts(asked, cpus=0.5)
     engine = {"CPU": 0.5, "GPU": 1}
     trainer, worker = [{"CPU": 0.5, "GPU": 2}], [{"CPU": 0.5}]
     assert apart.bundles == {"trainer": trainer, "engine": [engine, engine], "worker": worker}
     # For evaluations beside production one of two, else one more.
-    more = plan_parts(asked, cpus=0.5, shares_gpu=False, least=2)
+    more = plan_parts(asked, cpus=0.5, least=2)
     assert (more.bundles["engine"], more.bundles["worker"]) == ([engine, engine], worker * 2)
-    asked = RayArguments(num_engines=2, gpus_per_engine=1, gpus_per_trainer=1)
-    shared = plan_parts(asked, cpus=0.5, shares_gpu=True)
-    assert shared.bundles == {"trainer": [{"CPU": 1.0, "GPU": 1}], "engine": [engine], "worker": worker}
-    assert (shared.trainer.bundle, shared.trainer.gpus) == (0, 0.5)
-    assert [(room.group, room.bundle, room.gpus) for room in shared.engines] == [("trainer", 0, 0.5), ("engine", 0, 1)]
     # The trainer is on the machine of its first rank, which puts weights into memory of both.
-    ranks = plan_parts(asked, cpus=0.5, shares_gpu=False, num_ranks=2)
+    asked = RayArguments(num_engines=2, gpus_per_engine=1, gpus_per_trainer=1)
+    ranks = plan_parts(asked, cpus=0.5, num_ranks=2)
     assert ranks.bundles["trainer"] == [{"CPU": 1.0, "GPU": 1}, {"CPU": 0.5, "GPU": 1}]
     rooms = [(room.bundle, room.cpus, room.gpus) for room in (ranks.trainer, *ranks.ranks)]
     assert rooms == [(0, 0.5, 0), (0, 0.5, 1), (1, 0.5, 1)]
 
 
+def colocated(ranks, engines, each, *, mode="colocated", by_rank=1, engine=None):
+    """A run, as far as its layout on Ray depends on it."""
+    asked = {"num_engines": engines, "gpus_per_engine": each, "gpus_per_trainer": by_rank}
+    engine = engine or {"servers": 1}
+    return SimpleNamespace(
+        device="cpu",
+        cluster=SimpleNamespace(arguments=asked),
+        produce=SimpleNamespace(mode=mode),
+        train=SimpleNamespace(ranks=ranks),
+        engine=SimpleNamespace(name="vllm", arguments=engine),
+    )
+
+
+@pytest.mark.parametrize(
+    ("run", "bundles", "apart"),
+    [
+        # All shared; with tensor parallelism; fewer engines than ranks; more than fit there; some ranks left over.
+        (colocated(2, 2, 1), [(1, 1), (1, 1)], []),
+        (colocated(1, 1, 1), [(1, 1)], []),
+        (colocated(4, 2, 2), [(2, 2), (2, 2)], []),
+        (colocated(4, 2, 1), [(1, 1), (1, 1), (1, 0), (1, 0)], []),
+        (colocated(2, 3, 1), [(1, 1), (1, 1)], [1]),
+        (colocated(3, 2, 2), [(2, 2), (1, 0)], [2]),
+        # All apart: the engines are larger than the trainer, are at work meanwhile, run elsewhere or have shares.
+        (colocated(2, 1, 4), [(1, 0), (1, 0)], [4]),
+        (colocated(2, 2, 1, mode="separate"), [(1, 0), (1, 0)], [1, 1]),
+        (colocated(2, 1, 1, engine={"urls": ["http://127.0.0.1:1"]}), [(1, 0), (1, 0)], [1]),
+        (colocated(2, 2, 0.5), [(1, 0), (1, 0)], [0.5, 0.5]),
+        (colocated(2, 2, 1, by_rank=0.6), [(0.6, 0), (0.6, 0)], [1, 1]),
+    ],
+)
+def test_engines_of_a_colocated_run_are_on_the_gpus_of_their_ranks_as_far_as_these_go(run, bundles, apart):
+    """`bundles`: those with ranks, by GPUs and by what an engine there has of them; `apart`: GPUs of other engines."""
+    asked, num_ranks = RayArguments(**run.cluster.arguments), run.train.ranks
+    plan = plan_parts(asked, cpus=1, num_ranks=num_ranks, sharing=num_sharing(run))
+    assert [bundle["GPU"] for bundle in plan.bundles["trainer"]] == [gpus for gpus, _ in bundles]
+    there = {room.bundle: room.gpus for room in plan.engines if room.group == "trainer"}
+    assert there == {number: each for number, (_, each) in enumerate(bundles) if each}
+    assert [room.gpus for room in plan.engines if room.group == "engine"] == apart
+    ranks = plan.ranks or (plan.trainer,)
+    assert len(ranks) == num_ranks
+    lent = [room.lender for room in ranks if room.lender]
+    assert lent == [(number, gpu) for number, (_, each) in enumerate(bundles) for gpu in range(each)]
+    assert all(room.bundle == plan.engines[room.lender[0]].bundle for room in ranks if room.lender)
+    # No part of a bundle waits for another to end.
+    for number, bundle in enumerate(plan.bundles["trainer"]):
+        parts = {plan.trainer, *plan.ranks, *plan.engines}
+        own = [part for part in parts if (part.group, part.bundle) == ("trainer", number)]
+        assert sum(part.cpus for part in own) == bundle["CPU"]
+        assert sum(part.gpus for part in own if not part.lender) == bundle["GPU"]
+
+
+def shared_run(**engine):
+    task = {"name": "sorting", "data": {"source": "sorting", "size": 8}, "judge": "exact_match"}
+    asked = {"num_engines": 2, "gpus_per_engine": 1, "gpus_per_trainer": 1}
+    table = {"name": "placed", "steps": 1, "batch_size": 1, "rollouts_per_prompt": 2, "model": {"source": "tiny"}}
+    table |= {"tasks": [task], "train": {"ranks": 2}, "cluster": {"name": "ray", "arguments": asked}}
+    table["engine"] = {"name": "vllm", "arguments": {"servers": 1, **engine}}
+    return parse_config(RunConfig, table, source="test"), asked
+
+
+@pytest.mark.parametrize(
+    ("engine", "says"),
+    [
+        ({}, r"need engine\.arguments\.memory_share: forebay plan says it"),
+        ({"memory_share": 0.4, "offload": "all"}, "takes weights off the device, which is for one rank"),
+    ],
+)
+def test_servers_that_cannot_share_gpus_with_ranks_are_refused_before_anything_starts(engine, says):
+    config, asked = shared_run(**engine)
+    with pytest.raises(ConfigError, match=says):
+        ray_cluster.RayCluster(config, **asked)
+
+
+async def test_an_engine_that_shares_gpus_with_ranks_does_not_leave():
+    config, asked = shared_run(memory_share=0.4)
+    cluster = ray_cluster.RayCluster(config, **asked)
+    plan = plan_parts(RayArguments(**asked | {"num_engines": 3}), cpus=1, num_ranks=2, sharing=2)
+    own = {"engine": SimpleNamespace(), "is_up": True}
+    cluster._engines += [SimpleNamespace(name=f"engine {n}", room=room, **own) for n, room in enumerate(plan.engines)]
+    first, *_ = cluster._engines
+    first.is_up = False
+    with pytest.raises(ValueError, match="engine 0 shares GPUs with ranks, and stays as long as they do"):
+        await cluster.scale("engines", "-1")
+    assert len(cluster._engines) == 3
+
+
 def test_ranks_that_would_share_a_gpu_are_refused_at_the_start():
-    config = SimpleNamespace(train=SimpleNamespace(ranks=2), engine=SimpleNamespace(arguments={}))
+    config = colocated(2, 1, 0)
     with pytest.raises(ConfigError, match=r"= 0.5 may put several of train.ranks = 2 on one GPU"):
         RayArguments(gpus_per_trainer=0.5).check(config)
     # Of more than half there is one on a GPU, beside an engine perhaps.
@@ -271,9 +354,9 @@ async def test_gpus_that_no_part_asks_for_are_warned_of(arguments, device, warne
 @given(st.integers(1, 4), st.integers(1, 4), st.booleans())
 def test_without_a_trainer_every_other_part_keeps_its_room(num_engines, num_workers, shares_gpu):
     asked = RayArguments(num_engines=num_engines, num_workers=num_workers, gpus_per_engine=1, gpus_per_trainer=1)
-    plan, less = (plan_parts(asked, cpus=1, shares_gpu=shares_gpu, num_ranks=num_ranks) for num_ranks in (1, 0))
+    plan, less = (plan_parts(asked, cpus=1, num_ranks=n, sharing=n and shares_gpu) for n in (1, 0))
     for before, after in zip(plan.engines + plan.workers, less.engines + less.workers, strict=True):
-        assert less.bundles[after.group][after.bundle] == plan.bundles[before.group][before.bundle]
+        assert (after.cpus, after.gpus, after.lender) == (before.cpus, before.gpus, None)
     assert len(plan.every_bundle) - len(less.every_bundle) == (0 if shares_gpu else 1)
 
 

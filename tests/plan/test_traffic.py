@@ -52,6 +52,8 @@ def plan(model: Path, gpus: str, *, network: float | None = None, cluster: Any =
             "rollouts_per_prompt": 4,
             "model": {"source": str(model)},
             "cluster": cluster and {"name": "ray", "arguments": cluster},
+            # Ranks and engines have GPUs of their own on a cluster.
+            "produce": {"mode": "separate" if cluster else "colocated"},
             "tasks": [
                 {
                     "name": "sorting",
@@ -359,10 +361,31 @@ def test_servers_on_one_gpu_share_its_rate(model: Path) -> None:
 
 def test_an_engine_on_the_trainer_s_gpu_counts_there(model: Path) -> None:
     shared = RAY | {"num_engines": 1}
-    found = plan(model, "1xH100-80GB", cluster=shared)
+    colocated = {"produce": {"mode": "colocated"}}
+    found = plan(model, "1xH100-80GB", cluster=shared, table=colocated)
     assert "engine: weights" in found.turns["training"]
     assert "an engine's GPU" not in found.turns
     assert "an engine's GPU" in plan(model, "3xH100-80GB", cluster=shared, ranks=2).turns
+
+
+@pytest.mark.parametrize(("each", "servers"), [(1, 2), (2, 1)])
+def test_servers_on_ray_that_share_gpus_with_ranks_are_planned_as_those_of_one_machine(
+    model: Path, each: int, servers: int
+) -> None:
+    def planned(number: int, **more: Any) -> Any:
+        own = {"servers": number, "options": [f"--tensor-parallel-size={each}"]}
+        table = {"engine": {"name": "vllm", "arguments": own}, "produce": {"mode": "colocated"}}
+        return plan(model, "2xH100-80GB", ranks=2, table=table, **more)
+
+    on_ray = planned(1, cluster=RAY | {"num_engines": servers, "gpus_per_engine": each})
+    here = planned(servers)
+    assert list(on_ray.turns) == ["training", "syncing", "generating"]
+    assert on_ray.turns == here.turns
+    assert on_ray.times.step_s == pytest.approx(here.times.step_s, rel=0.05)
+    assert on_ray.layout == [each for each in here.layout if "memory_share = " in each]
+    # One more has GPUs of its own.
+    with pytest.raises(ConfigError, match=f"{servers + 1} engines with {each} each do not go on 1 x 2 GPUs"):
+        planned(1, cluster=RAY | {"num_engines": servers + 1, "gpus_per_engine": each})
 
 
 # Qwen2.5-7B and Llama-3.1-70B: the run file, --gpus, kind, hidden, MLP, layers, heads, heads of keys, words.

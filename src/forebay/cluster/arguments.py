@@ -29,8 +29,8 @@ class RayArguments(StrictModel, strict=True):
     cpus: Positive | None = None
     """Logical CPUs that each part asks for; None: a quarter on a cluster that is started here, else 1."""
     gpus_per_engine: Share = 0
-    """GPUs, or a share of one, for each engine; in a colocated run with 1 for engines and trainer, the first
-    engine shares the trainer's."""
+    """GPUs, or a share of one, for each engine; in a colocated run where they are whole, and 1 for each rank, those
+    of the ranks, as far as they go."""
     gpus_per_trainer: Share = 0
     """GPUs for the trainer; of a trainer on several ranks, for each rank."""
     address: str | None = None

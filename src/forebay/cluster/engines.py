@@ -13,6 +13,7 @@
                               | a request now is answered "lost": it would get the first weights
     live: signs of life, and that every engine is lost for good, as a server that does not come back; then the
           run ends this process, and another one builds engines anew      serving: ends with the first weights
+    asleep: no server has memory of ranks' GPUs; a process that starts then is told so first, and wakes with weights
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from forebay.engines.weights.between_processes import take_over
 from forebay.io.shared import Layout
 from forebay.models import load_tokenizer
 from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError
-from forebay.runs.placement import PartLost
+from forebay.runs.placement import PartLost, engines_each
 from forebay.types import ByteArray
 
 logger = logging.getLogger(__name__)
@@ -151,6 +152,18 @@ class EngineActor:
         if self._has_weights:
             self._serving.set()
 
+    async def sleep(self, keep_weights: bool) -> None:
+        """Have servers give back the memory of their GPUs, and start none there, until they get weights or `wake`."""
+        await built(self._pool).sleep(keep_weights=keep_weights)
+
+    async def wake(self) -> None:
+        """Have them serve again, now or when a pause ends."""
+        await built(self._pool).wake()
+
+    async def gpus(self) -> str:
+        """The GPUs that Ray gave to this process, for ranks that share them."""
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; at an engine that is lost they have ended."""
         await built(self._pool).abort(request_ids)
@@ -253,6 +266,10 @@ class PlacedEngine(Supervised):
     """Until it has refused some: whole weights that it got since then are no base for others."""
     takes_buckets = False
     """Whether its servers take weights that the trainer offers."""
+    sleeps = False
+    """Whether its servers are on GPUs of ranks, and sleep while these train: see `forebay.runs.turns`."""
+    is_asleep = _lacks_weights = False
+    """Whether they do now; and whether its process, which was started anew, could not be given weights yet."""
 
     def use(self, actor: Any) -> None:
         """Send calls and requests to this actor."""
@@ -285,7 +302,7 @@ class PlacedEngine(Supervised):
             PartLost: the weights themselves are lost.
         """
         assert weights.model_step == model_step
-        self.weights = weights
+        self.weights, self.is_asleep, self._lacks_weights = weights, False, False
         try:
             await self.tell("load_weights", weights.ref, model_step, weights.adapters, limit_s=TOLD_LOAD_LIMIT_S)
         except AdaptersRefusedError:
@@ -293,6 +310,27 @@ class PlacedEngine(Supervised):
             raise
         except (import_ray().exceptions.ObjectLostError, WeightsGone) as error:
             raise PartLost(f"the weights of step {model_step} are lost: {why(error)}") from error
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Return once its servers have given their memory back; none is started before weights come, or `wake`."""
+        if self._lacks_weights and not self.is_asleep:
+            # A server that was to read those of a lost trainer waits for the next, and does nothing else before.
+            self.suspect(self.incarnation, EngineLost("it waits for weights"), has_to_end=True)
+        self.is_asleep = True
+        while True:
+            seen = self.changes.version
+            await self.tell("sleep", keep_weights, limit_s=TOLD_LOAD_LIMIT_S)
+            if self.is_up:
+                return
+            # A process that is just starting takes memory until it is there, and has been told to sleep.
+            await self.changes.wait(seen)
+
+    async def wake(self) -> None:
+        """Have its servers serve with the weights given last, now or when a pause ends."""
+        self.is_asleep = False
+        if self._lacks_weights and self.weights is not None:
+            await self.load_weights(self.weights, self.model_step)
+        await self.tell("wake")
 
     async def health(self) -> EngineHealth:
         """Whether it can serve, and how busy it is.
@@ -319,16 +357,24 @@ class PlacedEngine(Supervised):
             self.actor.forget.remote(caller)
 
     def _wanted(self) -> tuple[Any, ...]:
-        return *super()._wanted(), self.weights
+        return *super()._wanted(), self.weights, self.is_asleep
+
+    async def _follow_pause(self) -> None:
+        self._lacks_weights = self.is_asleep
+        if self.is_asleep:
+            # First: at anything else servers would be started.
+            await self.actor.sleep.remote(True)
+        await super()._follow_pause()
 
     async def _bring_up_to_date(self) -> None:
-        """Give it its weights, with which it begins to serve."""
-        if (weights := self.weights) is not None:
+        """Give it its weights, with which it begins to serve; it sleeps without any."""
+        if (weights := self.weights) is not None and not self.is_asleep:
             try:
                 await self.actor.load_weights.remote(weights.ref, weights.model_step, weights.adapters)
             except (import_ray().exceptions.ObjectLostError, WeightsGone, AdaptersRefusedError) as error:
                 # As before the first ones: it begins to serve with the next.
                 self.takes_adapters &= not isinstance(error, AdaptersRefusedError)
+                self._lacks_weights = True
                 logger.warning("%s cannot have the weights of step %d: %s", self.name, weights.model_step, why(error))
 
 
@@ -433,13 +479,15 @@ def _build(spec: EngineSpec) -> list[Engine]:
     from forebay.runs.rollouts import build_run_engines
 
     config = spec.config
+    number = spec.name.removeprefix("engine ")
     torch.set_num_threads(config.threads)
     return build_run_engines(
         config.model_copy(update={"engine": engine_on(spec.device, config.engine)}),
         spec.model_folder,
         load_tokenizer(spec.model_folder),
-        scratch=config.folder / "engines" / spec.name.removeprefix("engine "),
+        scratch=config.folder / "engines" / number,
         lora_rank=0 if spec.serves_at_once else config.train.lora_rank,
+        first=int(number) * engines_each(config),
     )
 
 

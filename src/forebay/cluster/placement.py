@@ -58,6 +58,8 @@ class Room:
     bundle: int
     cpus: float
     gpus: float
+    lender: tuple[int, int] | None = None
+    """The engine, by its number, that has the GPU of this part by Ray's count; and which of its GPUs that is."""
 
     @property
     def device(self) -> str:
@@ -68,14 +70,14 @@ class Room:
         """The place of an actor, as Ray's `options` take it; `groups` are all placement groups of the run."""
         strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
         place = strategy(groups[self.group], placement_group_bundle_index=self.bundle)
-        return {"num_cpus": self.cpus, "num_gpus": self.gpus, "scheduling_strategy": place}
+        return {"num_cpus": self.cpus, "num_gpus": 0 if self.lender else self.gpus, "scheduling_strategy": place}
 
 
 @dataclass(frozen=True)
 class Plan:
     """The bundles of a run, and each part's place in them.
 
-    >>> plan_parts(RayArguments(num_workers=2), cpus=0.5, shares_gpu=False).bundles
+    >>> plan_parts(RayArguments(num_workers=2), cpus=0.5).bundles
     {'trainer': [{'CPU': 0.5}], 'engine': [{'CPU': 0.5}], 'worker': [{'CPU': 0.5}, {'CPU': 0.5}]}
     """
 
@@ -93,34 +95,32 @@ class Plan:
         return [bundle for of_kind in self.bundles.values() for bundle in of_kind]
 
 
-def plan_parts(asked: RayArguments, *, cpus: float, shares_gpu: bool, num_ranks: int = 1, least: int = 0) -> Plan:
-    """A bundle for each part; with `shares_gpu` the first engine is in the trainer's, on its GPU.
+def plan_parts(asked: RayArguments, *, cpus: float, num_ranks: int = 1, sharing: int = 0, least: int = 0) -> Plan:
+    """A bundle for each part; the first engines, so many as are `sharing`, have one each with their ranks.
 
-    A trainer on several ranks has a bundle for each of them, with `gpus_per_trainer`, and is in the first one. A run
-    that only generates has no rank and no trainer; its first engine has as much of a GPU as it would have
-    beside one. There are at `least` so many engines, and workers.
+    A trainer on several ranks is in the bundle of the first one. A run that only generates has no rank and no
+    trainer. There are at `least` so many engines, and workers.
     """
     bundles: defaultdict[str, list[Bundle]] = defaultdict(list)
+    each = int(asked.gpus_per_engine)
 
-    def room(kind: str, gpus: float) -> Room:
-        bundles[kind].append({"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus})
+    def room(kind: str, gpus: float, num_parts: int = 1) -> Room:
+        bundles[kind].append({"CPU": num_parts * cpus, "GPU": gpus} if gpus else {"CPU": num_parts * cpus})
         return Room(kind, len(bundles[kind]) - 1, cpus, gpus)
 
-    trainer, ranks, engines = None, [], []
-    if shares_gpu:
-        # Half each: Ray counts shares of a device, and knows nothing of its memory.
-        bundles["trainer"].append({"CPU": 2 * cpus, "GPU": asked.gpus_per_trainer})
-        trainer = Room("trainer", 0, cpus, asked.gpus_per_trainer / 2)
-        engines.append(trainer)
-    elif num_ranks:
-        rooms = [room("trainer", asked.gpus_per_trainer) for _ in range(num_ranks)]
-        trainer, ranks = rooms[0], rooms if num_ranks > 1 else []
-        if ranks:
-            bundles["trainer"][0]["CPU"] = 2 * cpus
-            trainer = replace(trainer, gpus=0)
-    engines += [room("engine", asked.gpus_per_engine) for _ in range(max(least, asked.num_engines) - len(engines))]
+    # Ray gives a part no shares of several GPUs. So the engine has them all, and tells the ranks which they are.
+    engines = [room("trainer", each, 1 + each) for _ in range(sharing)]
+    ranks = [
+        replace(engine, gpus=1, lender=(number, gpu)) for number, engine in enumerate(engines) for gpu in range(each)
+    ]
+    ranks += [room("trainer", asked.gpus_per_trainer) for _ in range(num_ranks - len(ranks))]
+    trainer = ranks[0] if ranks else None
+    if num_ranks > 1:
+        bundles["trainer"][0]["CPU"] += cpus
+        trainer = replace(ranks[0], gpus=0, lender=None)
+    engines += [room("engine", asked.gpus_per_engine) for _ in range(max(least, asked.num_engines) - sharing)]
     workers = [room("worker", 0) for _ in range(max(least, asked.num_workers))]
-    return Plan(dict(bundles), trainer, tuple(ranks), tuple(engines), tuple(workers))
+    return Plan(dict(bundles), trainer, tuple(ranks) if num_ranks > 1 else (), tuple(engines), tuple(workers))
 
 
 def _never_fits(ray: Any, bundles: Sequence[Bundle]) -> str:

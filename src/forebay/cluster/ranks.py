@@ -85,7 +85,8 @@ class RayRanks(ranks.Ranks):
 class RankActor:
     """A `RankWorker`; what runs in its process, one call at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, lender: tuple[Any, int] | None = None) -> None:
+        borrow_gpu(lender)
         self._worker: RankWorker
 
     def place(self) -> tuple[str, str, str | None]:
@@ -107,3 +108,13 @@ class RankActor:
     def call(self, method: str, *arguments: Any) -> Any:
         """A method of the `RankWorker`."""
         return getattr(self._worker, method)(*arguments)
+
+
+def borrow_gpu(lender: tuple[Any, int] | None) -> None:
+    """Have this process see the GPU that an engine's actor has by Ray's count: the actor, and which of its GPUs."""
+    if lender is not None:
+        engine, number = lender
+        # It may just be starting again, on another machine perhaps: where it is, this process is.
+        gpus = import_ray().get(engine.gpus.options(max_task_retries=-1).remote())
+        # In one order, whichever Ray gave them in.
+        os.environ["CUDA_VISIBLE_DEVICES"] = sorted(gpus.split(","))[number]

@@ -41,7 +41,7 @@ from forebay.config import ConfigError, parse_config
 from forebay.engines.members import judge, scale
 from forebay.io.elsewhere import files_to_see, missing
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import Listener, PartLost, RetryListener, shares_ray_gpu, tries_beside
+from forebay.runs.placement import SERVERS, Listener, PartLost, RetryListener, num_sharing, takes_turns, tries_beside
 from forebay.watching.activity import Activities, loop_time
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
@@ -73,6 +73,9 @@ class RayCluster:
         import_ray()
         settings = parse_config(RayArguments, arguments, source="cluster 'ray'")
         settings.check(config)
+        if takes_turns(config) and config.engine.arguments.get("memory_share") is None:
+            # Only the cluster knows its GPUs, and a server would take nearly all of one.
+            raise ConfigError("servers on GPUs of ranks need engine.arguments.memory_share: forebay plan says it")
         self.max_restarts = settings.max_restarts
         self._config = config.model_copy(update={"output": config.output.resolve()})
         self._settings = settings
@@ -111,13 +114,16 @@ class RayCluster:
         Raises:
             ConfigError: there is no cluster, or no room for the parts on it.
         """
+        if self._engines:
+            # Of a run that goes back: the ranks of the next have the GPUs first.
+            await self.controller().sleep(keep_weights=True)
         if not self._groups:
             self._plan = plan_parts(
                 self._settings,
                 # Those for evaluations are the last of several, else one more.
                 least=1 + (trains and tries_beside(self._config)),
                 cpus=self._settings.cpus or (0.25 if self._given is None else 1.0),
-                shares_gpu=shares_ray_gpu(self._config),
+                sharing=num_sharing(self._config) if trains else 0,
                 num_ranks=self._config.train.ranks if trains else 0,
             )
             # Ray only counts CPUs, so a small machine may be told to have as many as the parts ask for.
@@ -200,6 +206,7 @@ class RayCluster:
         if them is self._engines:
             spec = EngineSpec(**shared, device=room.device, serves_at_once=self._plan.trainer is None)
             part = PlacedEngine(spec, self._restarts.note)
+            part.sleeps = room.group == "trainer" and self._config.engine.name in SERVERS
             part.on_change = self._judge
         else:
             part = workers.PlacedWorker(WorkerSpec(**shared), self._restarts.note)
@@ -259,7 +266,8 @@ class RayCluster:
         blocks = kind in (TrainerActor, RankActor)
         limits = {} if blocks else {"max_restarts": -1, "max_concurrency": MAX_CALLS}
         actor_class = blocking_actor(kind) if blocks else import_ray().remote(kind)
-        self._actors.append(actor_class.options(**room.options(self._groups), **limits).remote())
+        lenders = [(self._engines[room.lender[0]].actor, room.lender[1])] if room.lender else []
+        self._actors.append(actor_class.options(**room.options(self._groups), **limits).remote(*lenders))
         return self._actors[-1]
 
     def _kill(self, actor: Any) -> None:
@@ -276,6 +284,8 @@ class RayCluster:
         if self._trainer is not None:
             reason = self._trainer.lost_because or _silence_of(self._trainer_actors)
             if not reason:
+                # With all that it may have moved away for engines, which sleep.
+                self._trainer.onload()
                 return {}
             self._lost_trainer_because = reason
         for actor in self._trainer_actors:
@@ -312,7 +322,7 @@ class RayCluster:
         if not free:
             counts = {"num_engines": int(is_engine), "num_workers": int(not is_engine)}
             asked, cpus = self._settings.model_copy(update=counts), self._plan.workers[0].cpus
-            plan = plan_parts(asked, cpus=cpus, shares_gpu=False, num_ranks=0)
+            plan = plan_parts(asked, cpus=cpus, num_ranks=0)
             (group,) = (await self._reserve(plan)).values()
             self._groups[group_id := group.id.hex()] = group
             free += [replace(room, group=group_id) for room in (*plan.engines, *plan.workers)]
@@ -329,6 +339,8 @@ class RayCluster:
         self._have_workers_follow()
 
     async def _leave(self, part: Any) -> None:
+        if part.room.group == "trainer":
+            raise ValueError(f"{part.name} shares GPUs with ranks, and stays as long as they do")
         # Until its work is elsewhere: an end or a hang meanwhile must not hold it up.
         part.watch()
         with contextlib.suppress(StallError):

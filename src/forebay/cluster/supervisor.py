@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+from forebay.aio.changed import Changes
 from forebay.cluster.calls import NotBuilt
 from forebay.cluster.library import cause_of, import_ray, why
 from forebay.config import ConfigError
@@ -73,6 +74,8 @@ class Supervised:
         """Told its name when its process has ended, before another is set up."""
         self.in_place: Callable[[], None] = lambda: import_ray().kill(self.actor, no_restart=False)
         """Has it use another process, or another actor, in place of one that could not be set up."""
+        self.changes = Changes()
+        """It was set up again, or could not be."""
         self.room: Any = None
         """Its place on the cluster."""
         self._on_restart = on_restart
@@ -97,8 +100,12 @@ class Supervised:
     def hear(self, said: Any) -> None:
         """Take in an item of `live`."""
 
+    async def _follow_pause(self) -> None:
+        """Have a process that was started rest or work as is wanted of it."""
+        await (self.actor.pause if self.is_paused else self.actor.resume).remote()
+
     async def _bring_up_to_date(self) -> None:
-        """Tell a process that was started anything else that is wanted of it."""
+        """Tell it anything else that is wanted of it."""
 
     def _wanted(self) -> tuple[Any, ...]:
         """All that a process is told: where it changes meanwhile, the process is told again."""
@@ -188,6 +195,7 @@ class Supervised:
                 await asyncio.sleep(BEAT_EVERY_S * num_failed)
                 num_failed += 1
             self._suspicion.clear()
+            self.changes.note()
             self.on_change()
 
     async def _end_of_process(self) -> str:
@@ -237,7 +245,7 @@ class Supervised:
             told = wanted
             pid: int = await self.actor.start.remote(self.spec)
             # Before the weights, with which an engine serves: in a pause it must not.
-            await (self.actor.pause if self.is_paused else self.actor.resume).remote()
+            await self._follow_pause()
             await self._bring_up_to_date()
         return pid
 

@@ -23,7 +23,7 @@ import torch
 from forebay.cluster.calls import beside, result_of, signs_of_life
 from forebay.cluster.feeding import EngineLink, Feeder
 from forebay.cluster.library import PartSpec, Published, cause_of, find_modules_in, import_ray, why
-from forebay.cluster.ranks import RayRanks
+from forebay.cluster.ranks import RayRanks, borrow_gpu
 from forebay.cluster.supervisor import BEAT_EVERY_S, SILENCE_LIMIT_S
 from forebay.engines.weights.between_processes import put
 from forebay.io.shared import Layout, MemoryFile
@@ -116,6 +116,14 @@ class RayTrainer:
         self.model_step = self._call("call", "resume", Path(path).resolve())
         return self.model_step
 
+    def offload(self, *, weights: bool) -> None:
+        """Move what is asked to the host's memory; PartLost as of `fit`."""
+        self._call("call", "offload", weights)
+
+    def onload(self) -> None:
+        """Move it back; PartLost as of `fit`."""
+        self._call("call", "onload")
+
     def close(self) -> None:
         """Nothing: the process outlives the run, and ends with its cluster."""
 
@@ -162,7 +170,8 @@ class TrainerActor:
         pids = ray.get(actor.start.remote(spec))
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lender: tuple[Any, int] | None = None) -> None:
+        borrow_gpu(lender)
         self._trainer: Any = None
         self._memory: list[MemoryFile] = []
         """The memory with the weights that were handed over last; it is used again."""

@@ -25,13 +25,14 @@ from forebay.cluster.calls import ActorLost, CallFailed, OnePiece, asked
 from forebay.cluster.engines import PlacedEngine
 from forebay.cluster.library import Published
 from forebay.cluster.rollout_worker import Copies, LoopName, Report, RolloutWorker
-from forebay.cluster.supervisor import Supervised
+from forebay.cluster.supervisor import START_LIMIT_S, Supervised
 from forebay.engines import Engine
 from forebay.engines.pool import EnginePool
 from forebay.produce.strategies.context import Group
 from forebay.runs.placement import RetryListener
 from forebay.types import Status, reset_rollout_response
 from forebay.watching.activity import GENERATE, QUEUED, Activities, Activity, loop_time
+from forebay.watching.stalls import answered
 
 logger = logging.getLogger(__name__)
 
@@ -341,6 +342,15 @@ class ClusterController(EnginePool):
     async def continue_generation(self) -> None:
         """Take rollouts again."""
         await asyncio.gather(*(engine.resume() for engine in self._placed), self._workers.resume())
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Have those that share GPUs with ranks sleep; StallError if one takes far too long."""
+        told = [engine.sleep(keep_weights=keep_weights) for engine in self._placed if engine.sleeps]
+        await answered(asyncio.gather(*told), "engines on GPUs of ranks were asked to sleep", 2 * START_LIMIT_S)
+
+    async def wake(self) -> None:
+        """Have them serve again, now or when a pause ends."""
+        await asyncio.gather(*(engine.wake() for engine in self._placed if engine.sleeps))
 
     def describe(self, activity: Activity) -> str:
         """The work on the rollout that `activity` is named after, and how far it is."""

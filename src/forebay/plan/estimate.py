@@ -212,6 +212,10 @@ def _longest_response(config: RunConfig, task: Any, hugging_face: Any, prompt_to
 def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: int, longest: int) -> Plan:
     step, turns = _memory(config, device, hugging_face, prompt_tokens, longest)
     here, count = device_turns.on_machine(config, device)
+    said = [*filter(None, (about(here, count) for about in (layout, idle_gpus) if device.is_gpu))]
+    if device_turns.is_server_beside(config, device):
+        share = _server_share(config, device, turns)
+        said.append(f"Servers on GPUs of ranks have engine.arguments.memory_share = {share} when awake.")
     plan = Plan(
         device=device,
         turns=turns,
@@ -220,7 +224,7 @@ def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: i
         host_bytes=step.host_bytes * here.train.ranks if device.is_gpu else 0,
         slices_bytes=sum(step.parts.get(kind, 0) for kind in SLICED),
         tokens_per_step=config.batch_size * config.rollouts_per_prompt * longest,
-        layout=[*filter(None, (said(here, count) for said in (layout, idle_gpus) if device.is_gpu))],
+        layout=said,
         **_times(config, device, hugging_face, step, longest, prompt_tokens),
     )
     if plan.share <= WARN_SHARE:
@@ -314,11 +318,13 @@ def _largest_batch(config: RunConfig, prompt_tokens: int, longest: int) -> Train
     return TrainBatch.from_examples(([number // group_size % 2] * prompt_tokens, response) for number in range(enough))
 
 
+def _server_share(config: RunConfig, device: Device, turns: Mapping[str, Mapping[str, int]]) -> float:
+    trainer = {name: size for name, size in turns["training"].items() if name.startswith("trainer: ")}
+    return round(device_turns.server_share(config, device, trainer), 3)
+
+
 def _with_server_share(config: RunConfig, plan: Plan) -> RunConfig:
-    training = plan.turns["training"].items()
-    trainer = {name: size for name, size in training if name.startswith("trainer: ")}
-    share = round(device_turns.server_share(config, plan.device, trainer), 3)
-    arguments = {**config.engine.arguments, "memory_share": share}
+    arguments = {**config.engine.arguments, "memory_share": _server_share(config, plan.device, plan.turns)}
     return config.model_copy(update={"engine": config.engine.model_copy(update={"arguments": arguments})})
 
 

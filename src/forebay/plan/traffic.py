@@ -14,7 +14,7 @@ from forebay.plan.hardware import HOST_BYTES_PER_S, Device
 from forebay.plan.memory import StepMemory
 from forebay.plan.turns import engine_itemsize, heads, on_machine
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import SERVERS, num_engines, shared_gpu, shares_ray_gpu, tries_beside
+from forebay.runs.placement import SERVERS, num_engines, num_sharing, shared_gpu, tries_beside
 from forebay.train import TrainConfig
 
 LINK_SHARE = 0.75
@@ -58,7 +58,8 @@ def find_places(config: RunConfig, device: Device) -> Places:
     others = device.machines - machines
     left = machines * each - ranks * max(1, by_rank)
     room = others * (each // max(1, by_engine)) + left // max(1, by_engine)
-    if at_once < 1 or others < 0 or room + shares_ray_gpu(config) < engines:
+    sharing = num_sharing(config)
+    if at_once < 1 or others < 0 or room + sharing < engines:
         fix = "lower one of them, or name more with --gpus"
         if cluster is None and device.machines > 1:
             fix = f"torchrun and srun start as many on each machine, such as train.ranks={device.count}"
@@ -66,7 +67,10 @@ def find_places(config: RunConfig, device: Device) -> Places:
             f"train.ranks = {ranks} with {by_rank:g} GPUs each and {engines} engines with {by_engine:g} each "
             f"do not go on {device.machines} x {each} GPUs: {fix}"
         )
-    return Places(machines, min(ranks, at_once), min(engines - apart, others + (machines > 1 and left >= by_engine)))
+    # Those that share GPUs with ranks are where these are.
+    far = max(0, -(-sharing * int(by_engine) // at_once) - 1)
+    alone = min(engines - apart - sharing, others + (machines > 1 and left >= by_engine))
+    return Places(machines, min(ranks, at_once), far + alone)
 
 
 class Traffic(NamedTuple):

@@ -106,7 +106,8 @@ def turn_cost(config: RunConfig, device: Device, step: StepMemory) -> dict[str, 
 def engines_by_place(config: RunConfig, device: Device) -> tuple[int, int]:
     """How many engines lie in the trainer's memory, and how many on the fullest GPU without a trainer."""
     if config.cluster is not None:
-        return (1, 0) if placement.shares_ray_gpu(config) else (0, 1)
+        sharing = placement.num_sharing(config) * placement.engines_each(config)
+        return int(sharing > 0), int(placement.num_engines(config) > sharing)
     if config.engine.name == "transformers":
         return 1 + placement.tries_beside(config), 0
     # One more process, for evaluations beside one that produces, is where that is.

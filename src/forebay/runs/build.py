@@ -249,7 +249,7 @@ def build_run(
         metrics=metrics,
         cluster=cluster,
     )
-    if isinstance(trainer, TrainController) and takes_turns(config):
+    if takes_turns(config):
         offload = config.engine.arguments.get("offload", "moments")
         run.turns = DeviceTurns(run.controller, trainer, run.compute_thread, offload=offload)
     if config.verify_weights:

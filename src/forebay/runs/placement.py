@@ -122,6 +122,12 @@ class Trainer(Protocol):
     def resume(self, path: Path | str) -> int:
         """Go on from such a folder."""
 
+    def offload(self, *, weights: bool) -> None:
+        """Move the moments, and on one rank the models if asked, to the host's memory."""
+
+    def onload(self) -> None:
+        """Move back what `offload` moved."""
+
     def close(self) -> None:
         """End what belongs to the trainer alone, its ranks for example."""
 
@@ -182,7 +188,7 @@ def engine_seat(config: RunConfig, number: int, num_gpus: int | None = None) -> 
     """The GPUs of the server, or engine process, with this number: as the run file says, else without a rank.
 
     More of them than GPUs share these, and those of the ranks; on a GPU that ``device`` names are all. On a
-    cluster numbers are those of the GPUs that it gave to the engine which starts the servers.
+    cluster servers are counted over all engines, and GPUs by the numbers that they have where the engine is.
 
     Raises:
         ConfigError: the run file names none for this one, or one that is not there.
@@ -193,7 +199,8 @@ def engine_seat(config: RunConfig, number: int, num_gpus: int | None = None) -> 
         return Seat()
     given = arguments.get("gpus")
     if config.cluster is not None:
-        return Seat(tuple(given[number % len(given)]) if given else ())
+        shares = number // engines_each(config) < num_sharing(config)
+        return Seat(tuple(given[number % len(given)]) if given else (), shares)
     if given is not None:
         if number >= len(given):
             raise ConfigError(f"engine.arguments.gpus names GPUs for {len(given)} servers, and none for another")
@@ -248,14 +255,16 @@ def _count(config: RunConfig) -> int:
     return torch.cuda.device_count() if find_device(config.device).type == "cuda" else 0
 
 
-def shares_ray_gpu(config: RunConfig) -> bool:
-    """Whether on Ray the first engine is on the trainer's GPU, with its weights alone while that trains.
+def num_sharing(config: RunConfig) -> int:
+    """How many engines, the first ones, are on GPUs of ranks on Ray: in a colocated run whose parts have whole GPUs.
 
-    Servers have one of their own.
+    Each has those of as many ranks as it asks for. Where too few ranks are left it has GPUs of its own.
     """
     asked = config.cluster.arguments if config.cluster else {}
-    is_alone = config.train.ranks == asked.get("gpus_per_trainer") == asked.get("gpus_per_engine") == 1
-    return is_alone and config.produce.mode == "colocated" and config.engine.name not in SERVERS
+    each = asked.get("gpus_per_engine", 0)
+    if config.produce.mode != "colocated" or asked.get("gpus_per_trainer") != 1 or "urls" in config.engine.arguments:
+        return 0
+    return min(int(asked.get("num_engines", 1)), int(config.train.ranks // each) if each >= 1 else 0)
 
 
 def tries_beside(config: RunConfig) -> bool:
@@ -292,11 +301,16 @@ def yields_memory(config: RunConfig) -> bool:
 
 def num_engines(config: RunConfig, *, of_production: bool = False) -> int:
     """Engines, or servers, that the run begins with; or those `of_production`, of which none is for evaluations."""
-    own, elsewhere = config.engine.arguments, config.cluster.arguments if config.cluster else {}
-    named = own.get("engines") or own.get("servers") or len(own.get("urls", ())) or 1
+    elsewhere, named = config.cluster.arguments if config.cluster else {}, engines_each(config)
     apart, places = of_production and tries_beside(config), elsewhere.get("num_engines", 1)
     # The last of several, else one more; on Ray with all servers of its own.
     return int(named * max(1, places - apart) if config.cluster else max(1, named - apart))
+
+
+def engines_each(config: RunConfig) -> int:
+    """Engines, or servers, of this process; on a cluster of each process that has some."""
+    own = config.engine.arguments
+    return int(own.get("engines") or own.get("servers") or len(own.get("urls", ())) or 1)
 
 
 def base_precision(config: RunConfig, engine_dtype: Precision) -> Precision | None:

@@ -239,23 +239,24 @@ def with_precisions(config: RunConfig, *, auto: Precision | None = None) -> RunC
 
 
 def build_run_engines(
-    config: RunConfig, model_folder: Path, tokenizer: Any, *, scratch: Path | None = None, lora_rank: int = 0
+    config: RunConfig, folder: Path, tokenizer: Any, *, scratch: Path | None = None, lora_rank: int = 0, first: int = 0
 ) -> list[Engine]:
-    """The engines of ``[engine]``, for the model in `model_folder`; `scratch` is for their own files.
+    """The engines of ``[engine]``, for the model in `folder`; `scratch` is for their own files.
 
-    `lora_rank` is that of the adapters that they will be given; 0: they will be given all weights.
+    `lora_rank` is that of the adapters that they will be given; 0: they will be given all weights. `first` is the
+    number of the first one, which on a cluster are counted over all processes.
 
     Raises:
         ConfigError: the model or an argument does not fit.
     """
     model = config.model
     surroundings = EngineSurroundings(
-        model_folder=model_folder,
+        model_folder=folder,
         model=model,
         dtype=engine_precision(config),
         attention=config.engine.attention,
         device=config.device,
-        seat=partial(engine_seat, config),
+        seat=lambda number: engine_seat(config, first + number),
         shared_gpu=shared_gpu(config),
         tokenizer=tokenizer,
         scratch=scratch or config.folder / "engines",

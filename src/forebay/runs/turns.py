@@ -18,7 +18,7 @@ A server with no GPU of a rank never sleeps: in a separate run it goes on genera
 requests of those that sleep; in a colocated run it rests then. Without it they wait. Which ones share:
 `forebay.runs.placement.engine_seat`. While it is TRAINING none that shares is started, one that was lost neither;
 the first SYNCING starts them. A part that ends ends the wait of the others: a lost server is brought up in the next
-SYNCING, a lost rank is the end of the run.
+SYNCING, a lost rank is the end of the run, or on Ray of its way since the last checkpoint.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from functools import partial
 from typing import Literal
 
 from forebay.engines.pool import EnginePool
-from forebay.train import TrainController
+from forebay.runs.placement import Trainer
 
 
 @dataclass
@@ -47,7 +47,7 @@ class DeviceTurns:
     """
 
     controller: EnginePool
-    trainer: TrainController
+    trainer: Trainer
     thread: Executor
     """Where the trainer is told to move its memory."""
     offload: Literal["none", "moments", "all"]

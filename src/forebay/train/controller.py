@@ -396,7 +396,7 @@ class TrainController:
         config = self._learner.adapter_config
         return config, [] if config is None else list(self._learner.adapters())
 
-    def offload(self, *, weights: bool) -> None:
+    def offload(self, weights: bool) -> None:
         """Move the moments, and on one rank the models if asked, to the host's memory."""
         with self._turn:
             self._learner.offload(weights=weights)

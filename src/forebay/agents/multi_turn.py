@@ -231,7 +231,8 @@ class MultiTurnAgentLoop(AgentLoop):
             raise TypeError(f"{self._name}: step must return a Reply, got {reply!r}")
         record.memory = memory
         if reply.reward is not None:
-            record.rewards.append([len(state.response_ids), float(reply.reward)])
+            record.rewards.append(float(reply.reward))
+            record.rewarded_at.append(len(state.response_ids))
         messages, images = take_images({}, [] if reply.done else reply.messages, self._name)
         state.extra_fields[CONVERSATION_KEY].extend(messages)
         record.awaits_reply = False
@@ -278,8 +279,9 @@ class MultiTurnAgentLoop(AgentLoop):
         stops = by in ("environment", "placeholder") and not record.is_cut
         state.finish_reason = "stop" if stops else "length"
         if self.judge is None and self.environment.gives_rewards:
-            state.reward = {"score": float(sum(reward for _, reward in record.rewards))}
-            state.extra_fields[TURN_REWARDS_KEY] = record.rewards
+            state.reward = {"score": float(sum(record.rewards))}
+            pairs = zip(record.rewarded_at, record.rewards, strict=False)
+            state.extra_fields[TURN_REWARDS_KEY] = [list(pair) for pair in pairs]
 
     async def _call(
         self, method: Callable[..., Awaitable[Result]], state: RolloutState, *arguments: Any, num_replies: int = 1
@@ -325,8 +327,10 @@ class EpisodeRecord:
     """Whether that turn ended by a limit, not by the model."""
     awaits_reply: bool = False
     """The turn is finished and the environment has not replied to it."""
-    rewards: list[list[float]] = field(default_factory=list)
-    """The environment's rewards so far, each behind the number of response tokens that there were."""
+    rewards: list[float] = field(default_factory=list)
+    """The environment's rewards so far."""
+    rewarded_at: list[int] = field(default_factory=list)
+    """How many response tokens there were at each of them."""
     ended_by: str | None = None
     """``environment``, ``max_turns``, ``max_tokens``, ``context``; ``placeholder``: the model wrote one of an
     image; None: not ended."""
@@ -338,4 +342,4 @@ class Interrupted(Exception):
 
 def episode_reward(state: RolloutState) -> float:
     """The sum of the rewards that the environment gave; a judge (``forebay.agents:episode_reward``)."""
-    return float(sum(reward for _, reward in state.extra_fields[EPISODE_KEY]["rewards"]))
+    return float(sum(state.extra_fields[EPISODE_KEY]["rewards"]))

@@ -22,7 +22,7 @@ from rich.console import Console
 from forebay.agents.build import check_agent
 from forebay.config import ConfigError
 from forebay.evaluate import Evaluator
-from forebay.io.safe_files import DamagedError, DiskError, check, is_disk_error
+from forebay.io.safe_files import DamagedError, check, is_disk_error
 from forebay.judges import build_judge
 from forebay.produce import ProductionError, Prompt, Sampler, TaskRunner
 from forebay.produce.prompts.dataset import last_user_text
@@ -62,7 +62,7 @@ async def launch(
     silence_progress_bars()
     store.check_partial_saves(config)
     folder = config.folder
-    with run_folder.disk_errors_of_run(folder), run_folder.occupied(folder):
+    with run_folder.disk_errors_of_run(folder), store.file_errors_named(config), run_folder.occupied(folder):
         checkpoint, step, changes = None, 0, []
         if resume is not None:
             if not (checkpoints := run_folder.list_checkpoints(folder)):
@@ -212,11 +212,8 @@ def _lost_part(run: Run, error: Exception) -> str:
         ) from error
     if isinstance(error, PartLost) or (isinstance(error, RankError) and error.is_lost):
         return str(error)
-    if (kind := store.store_of(run.config)) != "memory" and (lost := store.lost_database(error)):
-        if kind == "postgresql":
-            return f"the database of the replay buffer is lost: {lost}"
-        file = run.config.replay.path or run.folder / store.STORE_FILE
-        raise DiskError(f"the replay buffer {str(file)!r} cannot be written or read: {lost}") from error
+    if store.store_of(run.config) == "postgresql" and (lost := store.lost_database(error)):
+        return f"the database of the replay buffer is lost: {lost}"
     if isinstance(error, ProductionError) and is_disk_error(error.__cause__):
         # Groups could not be entered in the books: it is the disk that a person has to look at.
         raise error.__cause__

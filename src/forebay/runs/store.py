@@ -14,14 +14,15 @@ import os
 import re
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forebay import replay
 from forebay.config import ConfigError
 from forebay.extras import needed_by
-from forebay.io.safe_files import write_text
+from forebay.io.safe_files import DiskError, write_text
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import ID_FILE
 
@@ -199,13 +200,26 @@ def wait_for_database(config: RunConfig) -> None:
             time.sleep(REACH_EVERY_S)
 
 
+@contextmanager
+def file_errors_named(config: RunConfig) -> Iterator[None]:
+    """What SQLite says of the run's file, which is full, locked or damaged, becomes a `DiskError` that names it."""
+    try:
+        yield
+    except Exception as error:
+        # A ConfigError names it already.
+        if isinstance(error, ConfigError) or store_of(config) != "sqlite" or not (lost := lost_database(error)):
+            raise
+        file = config.replay.path or config.folder / STORE_FILE
+        raise DiskError(f"the replay buffer {str(file)!r} cannot be written or read: {lost}") from error
+
+
 def lost_database(error: BaseException | None) -> str | None:
     """Why the database of a run is lost, if that is what `error` comes from; None if it is not."""
     from sqlalchemy.exc import DatabaseError, InterfaceError, OperationalError
 
     while error is not None:
         # The base of all is what SQLite raises of a damaged file.
-        if isinstance(error, InterfaceError | OperationalError) or type(error) is DatabaseError:
+        if isinstance(error, InterfaceError | OperationalError | replay.StoreBusy) or type(error) is DatabaseError:
             return plain_reason(error)
         error = error.__cause__ or error.__context__
     return None

@@ -257,14 +257,14 @@ def _train(run_file: Path | None, overrides: list[str], dry_run: bool, resume: P
     """Begin or go on; `how` are ``overwrite`` and ``without_groups``, as of `launch`."""
     if resume is not None and how.get("overwrite"):
         raise ConfigError("--resume goes on with a run, and --overwrite replaces one: leave one of the two out")
-    if resume is None and how.get("without_groups"):
-        raise ConfigError("--without-groups is for --resume: leave it out")
     if resume is not None:
         config = _load(resume / RUN_FILE, overrides, resume)
     elif run_file is not None:
         config = _load(run_file, overrides)
     else:
         raise ConfigError("name a run file, for example recipes/demo_tiny.toml, or --resume RUN_FOLDER")
+    if how.get("without_groups") and (resume is None or not isinstance(config, RunConfig)):
+        raise ConfigError("--without-groups is for --resume of a run that trains a language model: leave it out")
     if dry_run:
         typer.echo(to_toml(config), nl=False)
         if isinstance(config, RunConfig):

@@ -492,6 +492,27 @@ def test_the_database_of_a_run_is_inspected_with_its_books(tmp_path, request, mo
             assert "needs the environment variable FOREBAY_REPLAY_URL" in output(*arguments, exit_code=2)
 
 
+def test_a_run_that_replaces_another_does_not_name_its_store(tmp_path, capsys):
+    colocated = "produce.mode=colocated", "steps=1", "checkpoint_every=0"
+    asyncio.run(launch(config(tmp_path, *colocated, "produce.mode=separate")))
+    assert "groups sqlite" in " ".join(capsys.readouterr().out.split())
+    run = config(tmp_path, *colocated)
+    assert (run.folder / "buffer.db").exists()
+    asyncio.run(launch(run, overwrite=True))
+    assert not (run.folder / "buffer.db").exists()
+    assert "groups memory" in " ".join(capsys.readouterr().out.split())
+
+
+def test_unfinished_rollouts_are_not_saved_in_the_store_of_the_run_that_is_replaced(tmp_path):
+    saves = "produce.save_partial_every_s=1", "produce.enable_partial_rollout=true", "produce.mode=colocated"
+    run = config(tmp_path, *saves)
+    run.folder.mkdir(parents=True)
+    (run.folder / "buffer.db").touch()
+    for refused in (launch(run, overwrite=True), try_all(run, print)):
+        with pytest.raises(ConfigError, match=r"save_partial_every_s needs replay\.store = 'sqlite'"):
+            asyncio.run(refused)
+
+
 def test_a_trial_leaves_the_database_alone(tmp_path, database):
     storage = SQLStorage(database)
     storage.holder = "another run"
@@ -505,10 +526,10 @@ def test_a_run_names_the_tasks_whose_rollouts_begin_again_after_a_kill(tmp_path)
     saves = "replay.store=sqlite", "produce.save_partial_every_s=1"
     own = "tasks.0.agent={name='test_run_store:Loop'}"
     for changes, is_told in [((), False), ((own,), True), ((program,), True)]:
-        told = list(_costs_of_a_kill(config(tmp_path, *saves, *changes)))
+        told = list(_costs_of_a_kill(config(tmp_path, *saves, *changes), is_new=True))
         line = "task sorting: its agent cannot go on half-way; its rollouts begin again after a kill"
         assert told == ([line] if is_told else [])
-    assert not list(_costs_of_a_kill(config(tmp_path, own)))
+    assert not list(_costs_of_a_kill(config(tmp_path, own), is_new=True))
 
 
 class Loop(SingleTurnAgentLoop):

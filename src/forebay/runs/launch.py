@@ -60,8 +60,8 @@ async def launch(
         PartLost: a part of the cluster was lost again and again.
     """
     silence_progress_bars()
-    store.check_partial_saves(config)
-    folder = config.folder
+    is_new, folder = resume is None, config.folder
+    store.check_partial_saves(config, is_new=is_new)
     with run_folder.disk_errors_of_run(folder), store.file_errors_named(config), run_folder.occupied(folder):
         checkpoint, step, changes = None, 0, []
         if resume is not None:
@@ -80,11 +80,11 @@ async def launch(
                 "batch": f"{config.batch_size} prompts x {config.rollouts_per_prompt} rollouts",
                 "training": f"{config.train.advantage}, {config.train.loss}, lr {config.train.lr:g}"
                 + "".join(f", {name} frozen" for name in config.train.frozen),
-                "groups": store.store_of(config),
+                "groups": store.store_of(config, is_new=is_new),
                 "folder": folder,
             }
             display.start(config.name, facts, step=step, total=config.steps)
-            for line in filter(None, (idle_gpus(config), *_costs_of_a_kill(config))):
+            for line in filter(None, (idle_gpus(config), *_costs_of_a_kill(config, is_new=is_new))):
                 display.warning(line)
             for line in changes:
                 display.message(line)
@@ -105,9 +105,9 @@ async def launch(
     return accuracy_line(run), run.stop.is_set()
 
 
-def _costs_of_a_kill(config: RunConfig) -> Iterator[str]:
+def _costs_of_a_kill(config: RunConfig, *, is_new: bool) -> Iterator[str]:
     """Warnings of what is lost with the run's process and would be kept with other settings."""
-    if config.replay.kind is None and store.would_outlive(config) and (mount := store.network_mount(config.folder)):
+    if store.would_outlive(config, is_new=is_new) and (mount := store.network_mount(config.folder)):
         yield (
             f"groups are in memory, as the folder is on {mount}: set replay.store = 'postgresql' or "
             f"'sqlite:///LOCAL' to keep them through a kill"
@@ -355,7 +355,7 @@ async def try_all(config: RunConfig, say: Callable[[str], None]) -> None:
     Raises:
         ConfigError: something does not fit, or all rollouts of a group failed.
     """
-    store.check_partial_saves(config)
+    store.check_partial_saves(config, is_new=True)
     run_folder.try_folder(config.folder, say)
     data = load_data(config)
     config = with_alphabet(config, data)

@@ -542,7 +542,7 @@ async def test_a_model_step_that_is_none_is_refused_before_anything_starts(step)
     assert not loop.started
 
 
-@pytest.mark.parametrize("size", [None, 0, 1.5, "2"])
+@pytest.mark.parametrize("size", [None, 0, -1])
 async def test_a_batch_size_that_is_none_is_refused_before_anything_starts(size):
     manager = make_manager({"t": (loop := ScriptedLoop())})
     with pytest.raises(ValueError, match=f"batch_size must be at least 1 group, got {size!r}"):

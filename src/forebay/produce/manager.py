@@ -140,8 +140,8 @@ class AgentLoopManager:
 
     def _split(self, batch_size: int, train_step: int) -> dict[str, int]:
         """The checked answer of `get_task_batch_sizes`, before anything is produced or taken by it."""
-        if not isinstance(batch_size, Integral) or batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1 group, got {batch_size!r}")
+        if (batch_size or 0) < 1:
+            raise ValueError(f"batch_size must be at least 1 group, got {batch_size}")
         return check_split(self.get_task_batch_sizes(batch_size, train_step), self.task_names, batch_size)
 
     def pending_task_count(self) -> dict[str, int]:

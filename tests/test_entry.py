@@ -71,6 +71,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     for arguments, given, message in (
         ((None,), {}, "give either config or resume"),
         ((None,), {"resume": tmp_path, "overwrite": True}, "leave one of the two out"),
+        ((config(tmp_path),), {"without_groups": True}, "without_groups is for resume"),
         ((config(tmp_path),), {"data": ROWS, "judge": {"numbers": judge}}, "judge is for task 'numbers'"),
         ((config(tmp_path),), {"data": ROWS}, "has no judge"),
         ((config(tmp_path, cluster="ray"),), {"data": ROWS, "judge": judge}, "leave cluster out"),

@@ -56,6 +56,7 @@ async def run_async(
     eval_data: Rows | Mapping[str, Rows] | None = None,
     resume: Path | str | None = None,
     overwrite: bool = False,
+    without_groups: bool = False,
 ) -> RunResult:
     """Train a model, or go on with the run in the folder `resume`; the result is there when it is done.
 
@@ -81,6 +82,7 @@ async def run_async(
         eval_data: held-out rows, given as `data` is.
         resume: folder of an earlier run; what was given to it as objects is given again.
         overwrite: replace an earlier run in the run's folder.
+        without_groups: resume after the loss of the database alone; its live groups are generated again.
 
     Raises:
         ConfigError: something does not fit.
@@ -88,6 +90,8 @@ async def run_async(
     """
     if resume is not None and overwrite:
         raise ConfigError("resume goes on with a run, and overwrite replaces one: leave one of the two out")
+    if resume is None and without_groups:
+        raise ConfigError("without_groups is for resume: leave it out")
     # The folder may have been moved.
     folder = None if resume is None else await asyncio.to_thread(Path(resume).resolve)
     tables, beside = _tables(config, folder)
@@ -113,7 +117,7 @@ async def run_async(
         read, warning = await asyncio.to_thread(fit_memory, read)
         if warning is not None:
             logger.warning("%s", warning)
-        summary, interrupted = await launch(read, resume=folder, overwrite=overwrite)
+        summary, interrupted = await launch(read, resume=folder, overwrite=overwrite, without_groups=without_groups)
     model = read.folder / "model"
     return RunResult(
         folder=read.folder,

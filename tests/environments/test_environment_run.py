@@ -235,6 +235,12 @@ def test_the_command_trains_resumes_and_evaluates(tmp_path):
     assert forebay("train", "--resume", tmp_path / "small", "steps=2").exit_code == 0
     assert json.loads((tmp_path / "small/checkpoints/step_000002/run.json").read_text())["num_resumes"] == 1
     assert "step 2" in forebay("eval", tmp_path / "small").stdout
+    lost = forebay("train", "--resume", tmp_path / "small", "--without-groups")
+    assert lost.exit_code == 2
+    assert "--without-groups is for --resume of a run that trains a language model" in lost.stderr
+    unrecorded = forebay("replay", tmp_path / "small")
+    assert unrecorded.exit_code == 2
+    assert "has no record: a language model's run begun with record = true has one" in unrecorded.stderr
     both = forebay("train", "--resume", tmp_path / "small", "--overwrite")
     assert both.exit_code == 2
     assert "--resume goes on with a run, and --overwrite replaces one" in both.stderr

@@ -194,6 +194,22 @@ async def test_the_next_epoch_is_planned_once_beside_the_event_loop() -> None:
     assert sampler.order.num_plans == 3
 
 
+@pytest.mark.parametrize("raised", [StopIteration("spent"), SystemExit("bye")])
+async def test_what_an_order_raises_in_a_later_epoch_ends_the_call_that_waits_for_the_plan(raised) -> None:
+    class Ends(Planned):
+        def plan(self, shuffled: Any, prompts: Any, latest: Any) -> Any:
+            if not len(self.indices):
+                raise raised
+            indices, self.indices = self.indices, self.indices[:0]
+            return indices
+
+    sampler = Sampler(make_prompts(3), Shelf(), task_name="math", prompt_repeat_k=2, order=Ends([0]))
+    await sampler.sample("math")
+    with pytest.raises(RuntimeError, match=f"raised {type(raised).__name__}: {raised}"):
+        async with asyncio.timeout(20):
+            await sampler.sample("math")
+
+
 async def test_a_caller_that_leaves_while_an_epoch_is_planned_costs_no_prompt() -> None:
     sampler = Sampler(make_prompts(3), Shelf(), task_name="math", prompt_repeat_k=2, order=Slow([1]))
     await sampler.sample("math")

@@ -542,6 +542,16 @@ async def test_a_model_step_that_is_none_is_refused_before_anything_starts(step)
     assert not loop.started
 
 
+@pytest.mark.parametrize("size", [None, 0, -1])
+async def test_a_batch_size_that_is_none_is_refused_before_anything_starts(size):
+    manager = make_manager({"t": (loop := ScriptedLoop())})
+    with pytest.raises(ValueError, match=f"batch_size must be at least 1 group, got {size!r}"):
+        await manager.produce_batch(size, 1, 0)
+    with pytest.raises(ValueError, match=f"batch_size must be at least 1 group, got {size!r}"):
+        await manager.get_batch(size, 1)
+    assert not loop.started
+
+
 async def test_a_model_step_of_numpy_is_saved_as_a_number(tmp_path):
     manager = make_manager({"t": ScriptedLoop()})
     await manager.continue_produce(np.int64(3))

@@ -554,7 +554,7 @@ async def test_steps_and_thresholds_are_whole_numbers(buffer, name, value):
     assert len(buffer) == 0
 
 
-@pytest.mark.parametrize("size", [1.0, float("nan"), True, "1", [1]], ids=repr)
+@pytest.mark.parametrize("size", [1.0, float("nan"), True, "1", [1], None], ids=repr)
 async def test_a_batch_size_that_is_no_whole_number_is_the_same_error_everywhere(buffer, size):
     await put_named(buffer, "ab")
     for take in (lambda: buffer.get(size, "math", COMPLETED), lambda: buffer.take_batch({"math": size})):

@@ -420,6 +420,15 @@ def test_an_unfinished_run_is_evaluated_by_its_newest_checkpoint(tmp_path):
         asyncio.run(launch_evaluation(saved_config(folder)))
 
 
+def test_a_run_goes_on_in_another_mode_if_its_groups_stay_in_their_order(tmp_path):
+    changes = "steps=2", "produce.mode=separate"
+    folder = train(tmp_path, steps=1) and tmp_path / "run"
+    with pytest.raises(ConfigError, match=r"taken with FIFO.* uses Staleness.*: for a run, replay\.policy=fifo$"):
+        asyncio.run(launch(saved_config(folder, changes), resume=folder))
+    asyncio.run(launch(saved_config(folder, [*changes, "replay.policy=fifo"]), resume=folder))
+    assert set(losses(folder)) == {1, 2}
+
+
 def test_step_time_is_that_of_generation_training_and_sync(tmp_path):
     train(tmp_path, steps=2, evaluate={"every": 1}, checkpoint_every=1)
     row = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from forebay.cli import app
 from forebay.config import ConfigError
+from forebay.runs import launch as launching
 from forebay.runs.folder import list_checkpoints, saved_config, step_of
 from forebay.runs.launch import launch, launch_evaluation
 
@@ -154,6 +155,24 @@ def test_what_an_evaluation_reads_is_checked_too(damaged):
     flip(damaged / "checkpoints" / NEWEST / "trainer" / "model" / "config.json", None)
     with pytest.raises(ConfigError, match=r"config\.json' is damaged.*step_000001 is whole"):
         asyncio.run(launch_evaluation(saved_config(damaged)))
+
+
+@pytest.mark.parametrize("moment", ["check", "build_rollouts"])
+def test_a_checkpoint_that_its_run_deletes_while_it_is_evaluated_is_named(damaged, monkeypatch, moment):
+    shutil.rmtree(damaged / "model")
+    work = getattr(launching, moment)
+
+    def late(*args, **keywords):
+        # As the run does that has written others since.
+        shutil.move(damaged / "checkpoints" / NEWEST, damaged / "checkpoints" / f"{NEWEST}.tmp")
+        return work(*args, **keywords)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(launching, moment, late)
+        result = CliRunner().invoke(app, ["eval", str(damaged)])
+    said = f"error: {damaged / 'checkpoints' / NEWEST} was deleted meanwhile, by the run at work: try again\n"
+    assert (result.exit_code, result.stderr) == (2, said)
+    assert CliRunner().invoke(app, ["eval", str(damaged)]).exit_code == 0
 
 
 def test_a_damaged_warm_up_is_named(damaged):

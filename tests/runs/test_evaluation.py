@@ -23,6 +23,7 @@ from forebay.runs.evaluation import is_due
 from forebay.runs.folder import list_checkpoints, saved_config
 from forebay.runs.launch import launch
 from forebay.runs.record.history import list_parts
+from forebay.train import weight_sync
 from forebay.types import RolloutState, made_by
 from forebay.watching.stalls import StallError
 
@@ -350,19 +351,26 @@ TWO_ENGINES = {
 def test_a_run_goes_on_without_evaluations_when_their_engine_is_lost_for_good(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("forebay.engines.pool._TRY_AGAIN_S", 0.01)
     answers, killed, calls = evaluation._answers, set(), []
+    sync, given = weight_sync.sync_weights, []
+
+    async def noted(source, receiver, step, **how):
+        given.append((receiver, step))
+        return await sync(source, receiver, step, **how)
 
     async def lost_in_the_second(controller, *arguments):
         answering = asyncio.create_task(answers(controller, *arguments))
-        calls.append(answering)
+        calls.append(controller)
         while len(calls) == 2 and not answering.done():
             kill_each(controller.engines[0], killed)
             await asyncio.sleep(0.001)
         return await answering
 
     monkeypatch.setattr(evaluation, "_answers", lost_in_the_second)
+    monkeypatch.setattr(weight_sync, "sync_weights", noted)
     folder = train(tmp_path, **TWO_ENGINES)
     # The engine's process and its three successors.
     assert len(killed) == 4
+    assert [step for receiver, step in given if receiver is calls[0]] == [0, 2]
     assert trained(folder) == STEPS
     assert [row["train_step"] for row in _rows(folder) if any(name.startswith("eval/") for name in row)] == [0, 4, 6]
     assert [row["train_step"] for row in _rows(folder) if row.get("eval/left_out")] == [4, 6]

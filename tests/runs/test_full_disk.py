@@ -1,6 +1,7 @@
 """A disk that takes no more ends a run with one sentence, and nothing that was saved is lost."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import sqlite3
@@ -17,7 +18,8 @@ from forebay.cli import app
 from forebay.config import ConfigError
 from forebay.io.safe_files import DiskError
 from forebay.ledger.journal import Journal
-from forebay.replay import SQLStorage
+from forebay.replay import SQLStorage, StoreBusy
+from forebay.replay.stores.sql import connections
 from forebay.runs.config import to_toml
 from forebay.runs.folder import list_checkpoints, saved_config
 from forebay.runs.launch import launch
@@ -101,6 +103,31 @@ def test_an_error_of_the_runs_sqlite_file_names_it(tmp_path, monkeypatch, kind, 
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=f"{file}.*' cannot be opened: .*{name}"):
             asyncio.run(launch(saved_config(config.folder), resume=config.folder))
+
+
+BUSY = StoreBusy("another process has kept 'buffer.db-turn' locked")
+NO_ROOM = sqlalchemy.exc.OperationalError("INSERT", {}, sqlite3.OperationalError("database or disk is full"))
+
+
+@pytest.mark.parametrize(("said", "error"), [("is full", NO_ROOM), ("locked", BUSY), ("database is locked", None)])
+def test_an_sqlite_file_that_is_full_or_locked_at_a_resume_is_named(tmp_path, monkeypatch, said, error):
+    config = small_run(tmp_path)
+    config = config.model_copy(update={"steps": 1, "replay": config.replay.model_copy(update={"store": "sqlite"})})
+    asyncio.run(launch(config))
+    file = config.folder / "buffer.db"
+    with monkeypatch.context() as patched, contextlib.closing(sqlite3.connect(file)) as rival:
+        if error is None:
+            patched.setattr(connections, "BUSY_S", 0.1)
+            rival.execute("BEGIN IMMEDIATE")
+        else:
+            # After the store was opened: where the groups of the checkpoint are put in order.
+            patched.setattr(SQLStorage, "delete", Filling(SQLStorage.delete, 0, error))
+        result = CliRunner().invoke(app, ["train", "--resume", str(config.folder), "steps=2"])
+    assert result.exit_code == 2
+    line = result.output.splitlines()[-1]
+    assert line.startswith(f"error: the replay buffer {str(file)!r} cannot be written or read: ")
+    assert line.endswith(f"{said}; step_000001 is saved, go on from it with --resume {config.folder}")
+    asyncio.run(launch(saved_config(config.folder, ["steps=2"]), resume=config.folder))
 
 
 @pytest.mark.parametrize("place", ["/etc/passwd", "/proc", "/etc/passwd/deeper", "/dev/null"])

@@ -19,6 +19,7 @@ from test_killed_separate_run import (
 )
 from typer.testing import CliRunner
 
+import forebay
 from forebay.agents.single_turn import SingleTurnAgentLoop
 from forebay.board.export import write_report
 from forebay.board.server import ANSWERS, Board
@@ -423,8 +424,12 @@ def test_a_run_whose_database_is_lost_goes_on_if_it_is_told_to(tmp_path, monkeyp
         ):
             asyncio.run(launch(again, resume=run.folder))
         capsys.readouterr()
-        command = ["train", "--resume", str(run.folder), "--without-groups"]
-        assert CliRunner().invoke(app, command, catch_exceptions=False).exit_code == 0
+        if kind == "sqlite":
+            result = asyncio.run(forebay.run_async(resume=run.folder, without_groups=True))
+            assert not result.interrupted
+        else:
+            command = ["train", "--resume", str(run.folder), "--without-groups"]
+            assert CliRunner().invoke(app, command, catch_exceptions=False).exit_code == 0
         told = f"the database held no run: {live} groups that were live are generated again"
         assert told in (run.folder / "notes.jsonl").read_text()
         check_real_books(run.folder, url)
@@ -487,6 +492,27 @@ def test_the_database_of_a_run_is_inspected_with_its_books(tmp_path, request, mo
             assert "needs the environment variable FOREBAY_REPLAY_URL" in output(*arguments, exit_code=2)
 
 
+def test_a_run_that_replaces_another_does_not_name_its_store(tmp_path, capsys):
+    colocated = "produce.mode=colocated", "steps=1", "checkpoint_every=0"
+    asyncio.run(launch(config(tmp_path, *colocated, "produce.mode=separate")))
+    assert "groups sqlite" in " ".join(capsys.readouterr().out.split())
+    run = config(tmp_path, *colocated)
+    assert (run.folder / "buffer.db").exists()
+    asyncio.run(launch(run, overwrite=True))
+    assert not (run.folder / "buffer.db").exists()
+    assert "groups memory" in " ".join(capsys.readouterr().out.split())
+
+
+def test_unfinished_rollouts_are_not_saved_in_the_store_of_the_run_that_is_replaced(tmp_path):
+    saves = "produce.save_partial_every_s=1", "produce.enable_partial_rollout=true", "produce.mode=colocated"
+    run = config(tmp_path, *saves)
+    run.folder.mkdir(parents=True)
+    (run.folder / "buffer.db").touch()
+    for refused in (launch(run, overwrite=True), try_all(run, print)):
+        with pytest.raises(ConfigError, match=r"save_partial_every_s needs replay\.store = 'sqlite'"):
+            asyncio.run(refused)
+
+
 def test_a_trial_leaves_the_database_alone(tmp_path, database):
     storage = SQLStorage(database)
     storage.holder = "another run"
@@ -500,10 +526,10 @@ def test_a_run_names_the_tasks_whose_rollouts_begin_again_after_a_kill(tmp_path)
     saves = "replay.store=sqlite", "produce.save_partial_every_s=1"
     own = "tasks.0.agent={name='test_run_store:Loop'}"
     for changes, is_told in [((), False), ((own,), True), ((program,), True)]:
-        told = list(_costs_of_a_kill(config(tmp_path, *saves, *changes)))
+        told = list(_costs_of_a_kill(config(tmp_path, *saves, *changes), is_new=True))
         line = "task sorting: its agent cannot go on half-way; its rollouts begin again after a kill"
         assert told == ([line] if is_told else [])
-    assert not list(_costs_of_a_kill(config(tmp_path, own)))
+    assert not list(_costs_of_a_kill(config(tmp_path, own), is_new=True))
 
 
 class Loop(SingleTurnAgentLoop):

@@ -1,6 +1,7 @@
 """The guard on made-up metrics: when it speaks, what it says, and what it remembers."""
 
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -81,6 +82,15 @@ def test_off_says_nothing():
 def test_what_is_not_in_the_bands_is_not_watched():
     row = {f"train/{name}": value for name, value in SICK.items()}
     assert set(actions(OffPolicyGuard("stop", {"ess_sequence": 0.1}), [row] * 9)) == {"none"}
+
+
+@pytest.mark.parametrize(("name", "bound"), [("ess", 0.5), ("clip_share", 0.0), ("clip_share", math.nan)])
+def test_a_band_that_is_none_is_one_sentence(name, bound):
+    said = (
+        f"a band is a number above 0 for ess_token, ess_sequence, mismatch_kl, clip_share, not {{{name!r}: {bound}}}"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        OffPolicyGuard("warn", {"mismatch_kl": 0.1, name: bound})
 
 
 def test_a_restored_guard_goes_on_where_it_was():

@@ -43,7 +43,7 @@ from forebay.cli import simulate as simulate_cli
 from forebay.cli.errors import MARKUP, Overrides, one_message, say
 from forebay.config import ConfigError, load_config, read_toml
 from forebay.runs.config import RunConfig, load_ranks, to_toml
-from forebay.runs.folder import RUN_FILE, saved_as
+from forebay.runs.folder import RUN_FILE, list_checkpoints, saved_as
 from forebay.tracebacks import INTERRUPTED
 from forebay.train import presets
 from forebay.train.parallel.place import find_place
@@ -126,17 +126,23 @@ def evaluate(
     """Try a trained model on the held-out prompts of its run, and print the metrics."""
     with one_message():
         config = saved_as(_kind_of(folder / RUN_FILE), folder, overrides or [])
-        if isinstance(config, RunConfig):
-            from forebay.runs.launch import launch_evaluation
+        newest = list_checkpoints(folder)[-1:]
+        try:
+            if isinstance(config, RunConfig):
+                from forebay.runs.launch import launch_evaluation
 
-            asyncio.run(launch_evaluation(config, model))
-            return
-        from forebay.environments.run import evaluate as play
+                asyncio.run(launch_evaluation(config, model))
+                return
+            from forebay.environments.run import evaluate as play
 
-        if model is not None:
-            raise ConfigError("--model is for runs that train language models; leave it out")
-        for name, value in asyncio.run(play(config)).items():
-            typer.echo(f"{name} {value:g}")
+            if model is not None:
+                raise ConfigError("--model is for runs that train language models; leave it out")
+            for name, value in asyncio.run(play(config)).items():
+                typer.echo(f"{name} {value:g}")
+        except Exception as error:
+            if all(path.exists() for path in newest):
+                raise
+            raise ConfigError(f"{newest[0]} was deleted meanwhile, by the run at work: try again") from error
 
 
 @app.command()
@@ -251,14 +257,14 @@ def _train(run_file: Path | None, overrides: list[str], dry_run: bool, resume: P
     """Begin or go on; `how` are ``overwrite`` and ``without_groups``, as of `launch`."""
     if resume is not None and how.get("overwrite"):
         raise ConfigError("--resume goes on with a run, and --overwrite replaces one: leave one of the two out")
-    if resume is None and how.get("without_groups"):
-        raise ConfigError("--without-groups is for --resume: leave it out")
     if resume is not None:
         config = _load(resume / RUN_FILE, overrides, resume)
     elif run_file is not None:
         config = _load(run_file, overrides)
     else:
         raise ConfigError("name a run file, for example recipes/demo_tiny.toml, or --resume RUN_FOLDER")
+    if how.get("without_groups") and (resume is None or not isinstance(config, RunConfig)):
+        raise ConfigError("--without-groups is for --resume of a run that trains a language model: leave it out")
     if dry_run:
         typer.echo(to_toml(config), nl=False)
         if isinstance(config, RunConfig):

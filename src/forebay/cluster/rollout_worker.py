@@ -142,7 +142,7 @@ class RolloutWorker:
 
     async def cancel(self, number: int) -> None:
         """End a job, whose group is not waited for any more."""
-        if (job := self._jobs.get(number)) is not None:
+        if (job := self._jobs.get(number)) is not None and job.task is not None:
             job.task.cancel()
 
     async def pause(self) -> None:
@@ -189,7 +189,7 @@ Copies = dict[int, Group]
 class Job(NamedTuple):
     """A group in work."""
 
-    task: Any
+    task: asyncio.Task[Any] | None
     loop: AgentLoop
     states: Group
 

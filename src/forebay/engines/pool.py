@@ -322,6 +322,12 @@ class EnginePool:
         while not any(member.is_up for member in self._members):
             await self._change()
 
+    def check_left(self) -> None:
+        """Raise EngineLost if all engines are lost for good: then nothing takes weights either."""
+        if all(member.gone for member in self._members):
+            why = "; ".join(f"{member}: {member.lost_because}" for member in self._members)
+            raise EngineLost(f"no engine is left: {why}")
+
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests with ``"abort"``, queued ones in their turn; at a lost engine they have ended."""
         for call in filter(None, map(self._calls.get, request_ids)):
@@ -457,9 +463,7 @@ class EnginePool:
         """Wait until an engine comes back, is given up, or a pause begins; EngineLost if none is left to wait for."""
         if self._closed:
             raise EngineLost("the engines were closed")
-        if all(member.gone for member in self._members):
-            why = "; ".join(f"{member}: {member.lost_because}" for member in self._members)
-            raise EngineLost(f"no engine is left: {why}")
+        self.check_left()
         await self._changes.wait(self._changes.version)
 
     async def _ask_all(

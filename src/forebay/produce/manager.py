@@ -140,7 +140,7 @@ class AgentLoopManager:
 
     def _split(self, batch_size: int, train_step: int) -> dict[str, int]:
         """The checked answer of `get_task_batch_sizes`, before anything is produced or taken by it."""
-        if batch_size < 1:
+        if (batch_size or 0) < 1:
             raise ValueError(f"batch_size must be at least 1 group, got {batch_size}")
         return check_split(self.get_task_batch_sizes(batch_size, train_step), self.task_names, batch_size)
 

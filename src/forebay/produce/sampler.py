@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forebay.aio.time_limits import contained
 from forebay.config import ConfigError, errors_about
 from forebay.io.safe_files import write_text
 from forebay.produce.prompts.dataset import Prompt
@@ -124,7 +125,7 @@ class Sampler:
             async with self._asking:
                 if self.position == len(self._plan):
                     epoch = self.epoch + 1
-                    self._start_epoch(epoch, await asyncio.to_thread(self._plan_of, epoch))
+                    self._start_epoch(epoch, await asyncio.to_thread(contained(self._plan_of), epoch))
         return new
 
     async def _take(self, status: Status) -> list[RolloutState] | None:

@@ -212,15 +212,16 @@ def is_storable_text(text: str) -> bool:
     return "\0" not in text and (text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text))
 
 
-def check_whole(name: str, value: Any) -> Any:
-    """`value` as an int, numpy's whole numbers too; None is None.
+def check_whole(name: str, value: Any, *, needed: bool = False) -> Any:
+    """`value` as an int, numpy's whole numbers too; None is None, unless it is `needed`.
 
     Raises:
         ValueError: it is no whole number. A database would keep it, and no later call could read it.
     """
-    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
+    is_left_out = value is None and not needed
+    if not is_left_out and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
         raise ValueError(f"{name} must be a whole number, got {show_value(value)}; give an int")
-    return None if value is None else int(value)
+    return None if is_left_out else int(value)
 
 
 def check_sizes(sizes: Mapping[str, Any]) -> dict[str, int]:
@@ -229,7 +230,7 @@ def check_sizes(sizes: Mapping[str, Any]) -> dict[str, int]:
     Raises:
         ValueError: one is no whole number.
     """
-    whole = {task: check_whole(f"the batch size of task {task!r}", size) for task, size in sizes.items()}
+    whole = {task: check_whole(f"the batch size of task {task!r}", size, needed=True) for task, size in sizes.items()}
     return {task: max(0, min(size, 2**63 - 1)) for task, size in whole.items()}
 
 

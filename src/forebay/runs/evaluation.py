@@ -117,6 +117,8 @@ async def evaluate(run: Run, eval_sets: Sequence[EvalSet] | None = None) -> None
             return
         await evaluation_ended(run)
         try:
+            # The trainer would gather all weights for no engine.
+            run.eval_controller.check_left()
             with phase(run, "sync", SYNC):
                 run.synced_bytes += await run.trainer.sync_weights(run.eval_controller)
         except EngineLost as error:

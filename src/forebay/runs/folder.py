@@ -132,10 +132,9 @@ def step_of(checkpoint: Path) -> int:
 def prune_checkpoints(folder: Path, keep: int, spared: Sequence[int | None] = ()) -> None:
     """Delete complete checkpoints but the last `keep` and those of the `spared` steps, and what is half done."""
     for old in list_checkpoints(folder)[:-keep]:
-        if step_of(old) in spared:
-            continue
-        # Under another name first: whenever this ends, what has the name of a checkpoint is a whole one.
-        old.rename(old.with_name(f"{old.name}.tmp"))
+        if step_of(old) not in spared:
+            # Under another name first: whenever this ends, what has the name of a checkpoint is a whole one.
+            old.rename(old.with_name(f"{old.name}.tmp"))
     for left_over in (folder / "checkpoints").glob("step_*.tmp"):
         shutil.rmtree(left_over)
 

@@ -22,7 +22,7 @@ from rich.console import Console
 from forebay.agents.build import check_agent
 from forebay.config import ConfigError
 from forebay.evaluate import Evaluator
-from forebay.io.safe_files import DamagedError, DiskError, check, is_disk_error
+from forebay.io.safe_files import DamagedError, check, is_disk_error
 from forebay.judges import build_judge
 from forebay.produce import ProductionError, Prompt, Sampler, TaskRunner
 from forebay.produce.prompts.dataset import last_user_text
@@ -60,9 +60,9 @@ async def launch(
         PartLost: a part of the cluster was lost again and again.
     """
     silence_progress_bars()
-    store.check_partial_saves(config)
-    folder = config.folder
-    with run_folder.disk_errors_of_run(folder), run_folder.occupied(folder):
+    is_new, folder = resume is None, config.folder
+    store.check_partial_saves(config, is_new=is_new)
+    with run_folder.disk_errors_of_run(folder), store.file_errors_named(config), run_folder.occupied(folder):
         checkpoint, step, changes = None, 0, []
         if resume is not None:
             if not (checkpoints := run_folder.list_checkpoints(folder)):
@@ -80,11 +80,11 @@ async def launch(
                 "batch": f"{config.batch_size} prompts x {config.rollouts_per_prompt} rollouts",
                 "training": f"{config.train.advantage}, {config.train.loss}, lr {config.train.lr:g}"
                 + "".join(f", {name} frozen" for name in config.train.frozen),
-                "groups": store.store_of(config),
+                "groups": store.store_of(config, is_new=is_new),
                 "folder": folder,
             }
             display.start(config.name, facts, step=step, total=config.steps)
-            for line in filter(None, (idle_gpus(config), *_costs_of_a_kill(config))):
+            for line in filter(None, (idle_gpus(config), *_costs_of_a_kill(config, is_new=is_new))):
                 display.warning(line)
             for line in changes:
                 display.message(line)
@@ -105,9 +105,9 @@ async def launch(
     return accuracy_line(run), run.stop.is_set()
 
 
-def _costs_of_a_kill(config: RunConfig) -> Iterator[str]:
+def _costs_of_a_kill(config: RunConfig, *, is_new: bool) -> Iterator[str]:
     """Warnings of what is lost with the run's process and would be kept with other settings."""
-    if config.replay.kind is None and store.would_outlive(config) and (mount := store.network_mount(config.folder)):
+    if store.would_outlive(config, is_new=is_new) and (mount := store.network_mount(config.folder)):
         yield (
             f"groups are in memory, as the folder is on {mount}: set replay.store = 'postgresql' or "
             f"'sqlite:///LOCAL' to keep them through a kill"
@@ -212,11 +212,8 @@ def _lost_part(run: Run, error: Exception) -> str:
         ) from error
     if isinstance(error, PartLost) or (isinstance(error, RankError) and error.is_lost):
         return str(error)
-    if (kind := store.store_of(run.config)) != "memory" and (lost := store.lost_database(error)):
-        if kind == "postgresql":
-            return f"the database of the replay buffer is lost: {lost}"
-        file = run.config.replay.path or run.folder / store.STORE_FILE
-        raise DiskError(f"the replay buffer {str(file)!r} cannot be written or read: {lost}") from error
+    if store.store_of(run.config) == "postgresql" and (lost := store.lost_database(error)):
+        return f"the database of the replay buffer is lost: {lost}"
     if isinstance(error, ProductionError) and is_disk_error(error.__cause__):
         # Groups could not be entered in the books: it is the disk that a person has to look at.
         raise error.__cause__
@@ -355,7 +352,7 @@ async def try_all(config: RunConfig, say: Callable[[str], None]) -> None:
     Raises:
         ConfigError: something does not fit, or all rollouts of a group failed.
     """
-    store.check_partial_saves(config)
+    store.check_partial_saves(config, is_new=True)
     run_folder.try_folder(config.folder, say)
     data = load_data(config)
     config = with_alphabet(config, data)

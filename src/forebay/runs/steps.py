@@ -223,9 +223,8 @@ async def close_rollouts(rollouts: Rollouts | Run) -> None:
         # A loop of the user's own may be anything that generates groups.
         if isinstance(loop, AgentLoop):
             await loop.close()
-    await rollouts.controller.close()
-    if rollouts.eval_controller is not None:
-        await rollouts.eval_controller.close()
+    for controller in filter(None, (rollouts.controller, rollouts.eval_controller)):
+        await controller.close()
 
 
 async def end_saving(run: Run, saving: asyncio.Task[None]) -> None:

@@ -14,14 +14,15 @@ import os
 import re
 import time
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forebay import replay
 from forebay.config import ConfigError
 from forebay.extras import needed_by
-from forebay.io.safe_files import write_text
+from forebay.io.safe_files import DiskError, write_text
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import ID_FILE
 
@@ -41,28 +42,32 @@ A plain ``fuse`` does not say which it is, and may be a local disk: it passes.
 """
 
 
-def store_of(config: RunConfig) -> str:
-    """The kind of store that a run has: ``memory``, ``sqlite`` or ``postgresql``."""
+def store_of(config: RunConfig, *, is_new: bool = False) -> str:
+    """The kind of store that a run has: ``memory``, ``sqlite`` or ``postgresql``.
+
+    Of one that `is_new`, and about to begin, an earlier run may still be in the folder.
+    """
     if config.replay.kind is not None:
         return config.replay.kind
-    return "sqlite" if would_outlive(config) and network_mount(config.folder) is None else "memory"
+    return "sqlite" if would_outlive(config, is_new=is_new) and network_mount(config.folder) is None else "memory"
 
 
-def would_outlive(config: RunConfig) -> bool:
-    """Whether the groups of a run that names no store are in an SQLite file, where its folder is on a local disk."""
+def would_outlive(config: RunConfig, *, is_new: bool) -> bool:
+    """Whether the run names no store, and its groups are in an SQLite file where its folder is on a local disk."""
     # A run that goes on in another mode has the store that it had.
-    had_one = (config.folder / STORE_FILE).exists()
+    had_one = not is_new and (config.folder / STORE_FILE).exists()
     # A record can be repeated with groups in memory only.
-    return not config.record and (had_one or config.cluster is not None or config.produce.mode == "separate")
+    has_one = had_one or config.cluster is not None or config.produce.mode == "separate"
+    return config.replay.kind is None and not config.record and has_one
 
 
-def check_partial_saves(config: RunConfig) -> None:
+def check_partial_saves(config: RunConfig, *, is_new: bool) -> None:
     """Refuse to save unfinished rollouts where the run's folder and mode give it no durable store.
 
     Raises:
         ConfigError: that is so.
     """
-    if config.produce.save_partial_every_s is not None and store_of(config) == "memory":
+    if config.produce.save_partial_every_s is not None and store_of(config, is_new=is_new) == "memory":
         raise ConfigError("produce.save_partial_every_s needs replay.store = 'sqlite' or 'postgresql'")
 
 
@@ -199,13 +204,26 @@ def wait_for_database(config: RunConfig) -> None:
             time.sleep(REACH_EVERY_S)
 
 
+@contextmanager
+def file_errors_named(config: RunConfig) -> Iterator[None]:
+    """What SQLite says of the run's file, which is full, locked or damaged, becomes a `DiskError` that names it."""
+    try:
+        yield
+    except Exception as error:
+        # A ConfigError names it already.
+        if isinstance(error, ConfigError) or store_of(config) != "sqlite" or not (lost := lost_database(error)):
+            raise
+        file = config.replay.path or config.folder / STORE_FILE
+        raise DiskError(f"the replay buffer {str(file)!r} cannot be written or read: {lost}") from error
+
+
 def lost_database(error: BaseException | None) -> str | None:
     """Why the database of a run is lost, if that is what `error` comes from; None if it is not."""
     from sqlalchemy.exc import DatabaseError, InterfaceError, OperationalError
 
     while error is not None:
         # The base of all is what SQLite raises of a damaged file.
-        if isinstance(error, InterfaceError | OperationalError) or type(error) is DatabaseError:
+        if isinstance(error, InterfaceError | OperationalError | replay.StoreBusy) or type(error) is DatabaseError:
             return plain_reason(error)
         error = error.__cause__ or error.__context__
     return None

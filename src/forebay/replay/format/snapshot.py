@@ -183,8 +183,8 @@ def read_snapshot(path: Path, *, policy: str | None = None) -> Snapshot:
         manifest = opened.manifest
         if policy is not None and manifest.policy != policy:
             raise ValueError(
-                f"the snapshot at {str(path)!r} was taken with {manifest.policy}, this buffer uses "
-                f"{policy}; build the buffer with the same policy"
+                f"the snapshot at {str(path)!r} was taken with {manifest.policy}, this buffer uses {policy}; build it "
+                f"with that one: for a run, replay.policy={manifest.policy.lower().removesuffix('replaypolicy')}"
             )
         payloads: dict[int, StoredGroup] = {}
         for index in range(opened.rollouts.num_record_batches):

@@ -245,9 +245,7 @@ def read_history(run_folder: Path) -> list[Segment]:
     """
     folders = sorted((run_folder / FOLDER).glob("segment_*"))
     if not folders:
-        raise ValueError(
-            f"{str(run_folder)!r} has no record: set record = true in the run file, before the run starts"
-        )
+        raise ValueError(f"{str(run_folder)!r} has no record: a language model's run begun with record = true has one")
     history: list[Segment] = []
     until: int | None = None
     for folder in reversed(folders):

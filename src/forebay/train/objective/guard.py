@@ -14,9 +14,9 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 GuardAction = Literal["off", "warn", "lower_lag", "stop"]
 Measure = Literal["ess_token", "ess_sequence", "mismatch_kl", "clip_share"]
@@ -50,7 +50,9 @@ class OffPolicyGuard:
     def __init__(self, action: GuardAction = "warn", bands: Bands = DEFAULT_BANDS) -> None:
         """ValueError: a measure is unknown, or a bound is no positive number."""
         self._action = action
-        self._bands = TypeAdapter(Bands).validate_python(bands)
+        known, self._bands = get_args(Measure), {name: float(bound) for name, bound in bands.items()}
+        if wrong := {name: bound for name, bound in self._bands.items() if name not in known or not bound > 0}:
+            raise ValueError(f"a band is a number above 0 for {', '.join(known)}, not {wrong}")
         self._windows: dict[Measure, deque[float]] = {name: deque(maxlen=WINDOW_STEPS) for name in bands}
 
     def check(self, train_step: int, metrics: Mapping[str, float]) -> "GuardDecision":
@@ -59,12 +61,11 @@ class OffPolicyGuard:
         Raises:
             OffPolicyError: a measure left its band and the action is ``stop``.
         """
+        outside = []
         for name, window in self._windows.items():
             value = metrics.get(f"train/{name}", math.nan)
             if not math.isnan(value):
                 window.append(value)
-        outside = []
-        for name, window in self._windows.items():
             if len(window) >= MIN_STEPS:
                 middle, bound = statistics.median(window), self._bands[name]
                 if middle < bound if name in LOWER_BOUNDS else middle > bound:

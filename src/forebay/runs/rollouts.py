@@ -248,10 +248,9 @@ def build_run_engines(
     Raises:
         ConfigError: the model or an argument does not fit.
     """
-    model = config.model
     surroundings = EngineSurroundings(
         model_folder=model_folder,
-        model=model,
+        model=config.model,
         dtype=engine_precision(config),
         attention=config.engine.attention,
         device=config.device,
@@ -261,7 +260,7 @@ def build_run_engines(
         scratch=scratch or config.folder / "engines",
         lora_rank=lora_rank,
     )
-    with errors_about(f"{model.source!r} cannot be run with model.max_context = {model.max_context}"):
+    with errors_about(f"engine {config.engine.name!r}, with model.max_context = {config.model.max_context}"):
         return build_engines(config.engine, surroundings)
 
 

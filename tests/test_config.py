@@ -106,6 +106,8 @@ def test_a_config_does_not_change() -> None:
             {"steps": 1, "tasks": [{"name": "a", "sample": {"max_token": 2}}]},
             "unknown key 'tasks.0.sample.max_token'; did you mean 'max_tokens'?",
         ),
+        ({"steps": 1, "lr": 2}, "unknown key 'lr'; did you mean 'optimizer.lr' or 'warmup.lr'?"),
+        ({"steps": 1, "weight": 2}, "unknown key 'weight'; did you mean 'tasks.0.weight'"),
         ({"steps": 1, "zzz": 2}, "unknown key 'zzz'; known keys: by_name, optimizer, steps, tasks, warmup"),
         ({}, "'steps' is missing"),
         ({"steps": 1, "tasks": [{}]}, "'tasks.0.name' is missing"),

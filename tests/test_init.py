@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from forebay.cli import app
@@ -20,9 +22,18 @@ ROOT = Path(__file__).parent.parent
 
 def test_everything_to_start_from_is_listed_with_a_sentence() -> None:
     lines = CliRunner().invoke(app, ["init"]).stdout.splitlines()
-    names = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines[:-2]}
+    names = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines[:-2] if line[0] != " "}
     assert set(names) == set(find_starts()) >= {"own_task", "demo_tiny", "cartpole_fragments", "low_level_loop"}
     assert all(len(sentence) > 20 for sentence in names.values())
+
+
+def test_the_list_breaks_its_sentences_within_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = partial(Console, width=80)
+    monkeypatch.setattr("forebay.cli.init.console", narrow)
+    lines = CliRunner().invoke(app, ["init"]).stdout.splitlines()
+    column = lines[0].index("SmolLM2")
+    assert all(len(line) <= 80 and (line[0] != " " or line[:column].isspace()) for line in lines[:-2])
+    assert any(line[0] == " " for line in lines[:-2])
 
 
 @pytest.mark.usefixtures("warm")
@@ -42,7 +53,9 @@ def test_a_task_of_ones_own_trains_from_any_folder(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "own_task" / "model").is_dir()
     # What is there is not overwritten.
-    assert runner.invoke(app, ["init", "own_task", str(tmp_path / "mine")]).exit_code == 2
+    again = runner.invoke(app, ["init", "own_task", str(tmp_path / "mine")])
+    assert again.exit_code == 2
+    assert "error: there already: " in again.stderr
 
 
 def test_a_run_file_alone_becomes_run_toml(tmp_path: Path) -> None:

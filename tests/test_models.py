@@ -17,7 +17,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 from forebay.config import ConfigError, parse_config
 from forebay.engines.local.transformers import TransformersEngine, end_token_ids
 from forebay.models import ModelConfig, TinyConfig, load_model, load_tokenizer, resolve_model
-from forebay.models.loading import default_cache_dir, save_tokenizer
+from forebay.models.loading import default_cache_dir, model_config, save_tokenizer
 from forebay.models.tiny import character_tokenizer
 from forebay.train import TrainController
 from forebay.train.config import TrainConfig
@@ -225,6 +225,16 @@ def test_a_source_that_is_nowhere_says_so(tmp_path):
         ConfigError, match=r"no model at 'some-one/some.model'.*the hub did not give it.*name a folder"
     ):
         resolve_model("some-one/some.model")
+
+
+def test_the_config_of_a_model_that_is_nowhere_is_one_message_at_once(monkeypatch, capfd):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    # Its client would ask again and again, with seconds in between, and say so each time.
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"sleeps {seconds} s"))
+    with pytest.raises(ConfigError, match=r"no model at 'some-one/some.model'.*hf download some-one/some.model"):
+        model_config(ModelConfig(source="some-one/some.model"))
+    assert capfd.readouterr().err == ""
 
 
 def test_loading_says_what_a_folder_lacks(tiny, tmp_path):

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -253,8 +253,14 @@ def _explain(model: type[BaseModel], problem: dict[str, Any]) -> str:
             # A position in a list is no field: the models stay the same there.
             current = [leaf for annotation in found for leaf in _leaves(annotation)] or current
         known = sorted({name for item in current for name in _fields_of(item)})
-        hint = did_you_mean(location[-1], known).strip() or f"known keys: {', '.join(known)}"
-        return f"unknown key {where!r}; {hint}"
+        # A key of a table that was given without it: `lr` is `train.lr`.
+        inside = [
+            f"{table}.0.{where}" if get_origin(annotation) is list else f"{table}.{where}"
+            for table, annotation in _fields_of(model).items()
+            if any(where in _fields_of(leaf) for leaf in _leaves(annotation))
+        ]
+        near = f"did you mean {' or '.join(map(repr, inside))}?" if inside else did_you_mean(location[-1], known)
+        return f"unknown key {where!r}; {near.strip() or 'known keys: ' + ', '.join(known)}"
     if problem["type"] == "missing":
         return f"{where!r} is missing"
     # A rule over several keys of a table names them itself; the table's whole content would hide it.

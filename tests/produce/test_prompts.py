@@ -74,9 +74,9 @@ def test_slices_of_one_shuffle_are_disjoint_and_complete(source) -> None:
 
 
 def test_a_missing_column_names_the_place_and_the_nearest_column(source) -> None:
-    with pytest.raises(ConfigError, match=r"no column 'promt'; did you mean 'prompt'\?.*Set columns\.prompt"):
+    with pytest.raises(ConfigError, match=r"no column 'promt'; did you mean 'prompt'\?.*set columns\.prompt to"):
         load_prompts(DataConfig(source=source, columns={"prompt": "promt"}))
-    with pytest.raises(ConfigError, match=r"no column 'level5'; did you mean 'level'\?.*Set columns\.answer"):
+    with pytest.raises(ConfigError, match=r"no column 'level5'; did you mean 'level'\?.*set columns\.answer to"):
         load_prompts(DataConfig(source=source, columns={"answer": "level5"}))
 
 

@@ -4,19 +4,22 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 import sqlite3
 from functools import partial
 from pathlib import Path
 
 import pytest
 import sqlalchemy
+import torch
+from safetensors.torch import save_file
 from test_colocated_run import config as run_config
 from test_colocated_run import losses
 from typer.testing import CliRunner
 
 from forebay.cli import app
 from forebay.config import ConfigError
-from forebay.io.safe_files import DiskError
+from forebay.io.safe_files import DiskError, disk_errors_named
 from forebay.ledger.journal import Journal
 from forebay.replay import SQLStorage, StoreBusy
 from forebay.replay.stores.sql import connections
@@ -51,6 +54,22 @@ class Filling:
         if self.calls < 0:
             raise self.error
         return self.function(*args, **kwargs)
+
+
+def test_what_safetensors_says_of_a_disk_is_one_sentence_too(tmp_path):
+    # The kernel refuses the file: a real error, in the library's own words.
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with (
+            pytest.raises(DiskError, match=r"^the run cannot be written or read: File too large; allow larger files$"),
+            disk_errors_named("the run"),
+        ):
+            save_file({"weight": torch.zeros(10_000)}, tmp_path / "model.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with pytest.raises(ValueError, match="another"), disk_errors_named("the run"):
+        raise ValueError("another (os error 9999)")
 
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

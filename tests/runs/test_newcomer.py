@@ -31,6 +31,10 @@ def words(state):
     return "good"
 
 
+def broken(state):
+    return state.nosuch
+
+
 def config(folder, rows=None, **changes):
     if rows is None:
         rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(8)]
@@ -214,6 +218,8 @@ def test_check_tells_of_failures_among_the_rollouts(tmp_path):
     assert any("warning 1 of 2 rollouts failed" in line and "the service is down" in line for line in said)
     with pytest.raises(ConfigError, match="it returned None"):
         asyncio.run(try_all(config(tmp_path, judge=f"{__name__}:nothing"), said.append))
+    with pytest.raises(ConfigError, match=r"no attribute 'nosuch' \(.*test_newcomer.py, line \d+\)$"):
+        asyncio.run(try_all(config(tmp_path, judge=f"{__name__}:broken"), said.append))
 
 
 def test_arguments_of_the_default_engine_need_no_name(tmp_path):

@@ -1,6 +1,7 @@
 """Adapters train alone, switch off for the reference, and merge without a trace."""
 
 import asyncio
+import logging
 
 import numpy as np
 import pytest
@@ -151,6 +152,12 @@ def test_rank_alpha_and_targets_are_the_configs(make_model):
     layer = adapted.get_base_model().model.layers[0].self_attn.q_proj
     assert layer.lora_A["default"].weight.shape == (3, 16)
     assert layer.scaling["default"] == 4.0
+
+
+def test_what_peft_loads_warns_of_no_kernel_that_is_not_used():
+    # It does so once a process, on CPUs with AVX-512 BF16 where bitsandbytes is installed.
+    assert not logging.getLogger("bitsandbytes.backends.cpu.ops").isEnabledFor(logging.WARNING)
+    assert logging.getLogger("bitsandbytes").isEnabledFor(logging.WARNING)
 
 
 def test_targets_that_are_not_in_the_model_are_an_error(make_model):

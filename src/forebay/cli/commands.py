@@ -173,10 +173,11 @@ def plan(
 ) -> None:
     """Say what memory a run takes, by part, whether it fits, and how long a step will take."""
     with one_message():
+        # Before torch is loaded, which takes seconds.
+        config = load_config(RunConfig, run_file, overrides or [])
         from forebay.plan import make_plan, parse_devices, this_machine
         from forebay.plan.report import show_plan
 
-        config = load_config(RunConfig, run_file, overrides or [])
         device = this_machine(config.device) if gpus is None else parse_devices(gpus, network=network)
         found = make_plan(config, device, prompt_tokens=prompt_tokens)
         show_plan(found, Console(width=None if sys.stdout.isatty() else 100))
@@ -312,9 +313,8 @@ def _check(run_file: Path | None, overrides: list[str]) -> None:
         raise ConfigError("--check is for a run file: forebay train RUN.toml --check")
     config = _load(run_file, overrides)
     if isinstance(config, RunConfig):
-        from forebay.runs.launch import silence_progress_bars, try_all
+        from forebay.runs.launch import try_all
 
-        silence_progress_bars()
         asyncio.run(try_all(config, typer.echo))
     else:
         from forebay.environments.run import try_parts

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
-from forebay.cli.errors import one_message
+from forebay.cli.errors import console, one_message
 from forebay.config import ConfigError, did_you_mean
 
 RUN_FILE = "run.toml"
@@ -47,7 +48,7 @@ def write_start(name: str, folder: Path) -> list[Path]:
     files = sorted(file for file in start.iterdir() if file.is_file()) if start.is_dir() else [start]
     targets = [folder / (RUN_FILE if start.suffix == ".toml" else file.name) for file in files]
     if there := [str(target) for target in targets if target.exists()]:
-        raise ConfigError(f"{', '.join(there)} is there already; name another folder")
+        raise ConfigError(f"there already: {', '.join(there)}; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     for file, target in zip(files, targets, strict=True):
         shutil.copyfile(file, target)
@@ -63,8 +64,10 @@ def init(
     """Write a run file with its data and reward function, or a program, to start from."""
     with one_message():
         if name is None:
+            table = Table.grid(padding=(0, 1))
             for start, path in find_starts().items():
-                typer.echo(f"{start:<22} {describe(path)}")
+                table.add_row(start, describe(path))
+            console().print(table)
             typer.echo("\nforebay init NAME [FOLDER] writes one; own_task has data and a reward to replace")
             return
         written = write_start(name, folder or Path(name))

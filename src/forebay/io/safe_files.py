@@ -17,6 +17,7 @@ against deceit.
 import errno
 import json
 import os
+import re
 import shutil
 import tempfile
 import zlib
@@ -230,9 +231,12 @@ def disk_errors_named(use: str) -> Iterator[None]:
     # Named already, by a block inside this one.
     except DiskError:
         raise
-    except OSError as error:
-        if not is_disk_error(error):
+    except Exception as error:
+        # safetensors has an error of its own, whose text ends with the system's: "... (os error 28)".
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        said = error if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
+        if not is_disk_error(said):
             raise
-        place = "" if error.filename is None else f": {str(error.filename)!r}"
-        helps = _DISK_ERRORS[error.errno or 0]
-        raise DiskError(f"{use} cannot be written or read{place}: {error.strerror}; {helps}") from error
+        place = "" if said.filename is None else f": {str(said.filename)!r}"
+        helps = _DISK_ERRORS[said.errno or 0]
+        raise DiskError(f"{use} cannot be written or read{place}: {said.strerror}; {helps}") from error

@@ -160,9 +160,8 @@ def resolve_model(
     if _HUB_ID.fullmatch(source):
         from huggingface_hub import snapshot_download
 
-        asked = (
-            f"no model at {source!r}: there is no such folder, and the hub did not give it (offline, name a folder)"
-        )
+        where_it_can = f"name a folder, or where it can run: hf download {source}"
+        asked = f"no model at {source!r}: there is no such folder, and the hub did not give it ({where_it_can})"
         # The client raises its own errors, those of its HTTP library and OSError; all mean the same here.
         with errors_about(asked, Exception):
             left_out = None if weights else "*.safetensors"
@@ -173,7 +172,7 @@ def resolve_model(
 
 
 def model_config(config: ModelConfig, *, seed: int = 0) -> Any:
-    """transformers' config of a model, which says its sizes; of a hub model nothing else is downloaded.
+    """transformers' config of a model, which says its sizes; of a hub model no weights are downloaded.
 
     Raises:
         ConfigError: there is no such model, or its config cannot be read.
@@ -183,11 +182,10 @@ def model_config(config: ModelConfig, *, seed: int = 0) -> Any:
     source = config.source
     if source == TINY:
         return tiny_config(config.tiny, max_context=config.max_context or DEFAULT_CONTEXT)
-    of_hub = not Path(source).expanduser().is_dir() and _HUB_ID.fullmatch(source)
-    name = source if of_hub else resolve_model(config, seed=seed)
-    offline = "(offline, name a folder with its config.json)"
-    with errors_about(f"cannot read the config of model {source!r} {offline}", OSError, ValueError):
-        return AutoConfig.from_pretrained(name)
+    # By the folder: asked for a file of a model that is not here, the hub's client tries for a minute and says so.
+    folder = resolve_model(config, seed=seed, weights=False)
+    with errors_about(f"cannot read the config of model {source!r}", OSError, ValueError):
+        return AutoConfig.from_pretrained(folder)
 
 
 def _cached(target: Path, write: Callable[[Path], None]) -> Path:

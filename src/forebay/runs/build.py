@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 
 from forebay.agents.build import prompt_tools
 from forebay.config import ConfigError, errors_about
@@ -189,6 +190,8 @@ def find_start(
     Raises:
         ConfigError: the model or the data does not fit.
     """
+    # They would tear the display.
+    transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     if data is None:

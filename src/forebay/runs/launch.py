@@ -59,14 +59,13 @@ async def launch(
         ProductionError, StallError, FloatingPointError: as `run_colocated` and `run_separate`.
         PartLost: a part of the cluster was lost again and again.
     """
-    silence_progress_bars()
     is_new, folder = resume is None, config.folder
     store.check_partial_saves(config, is_new=is_new)
     with run_folder.disk_errors_of_run(folder), store.file_errors_named(config), run_folder.occupied(folder):
         checkpoint, step, changes = None, 0, []
         if resume is not None:
             if not (checkpoints := run_folder.list_checkpoints(folder)):
-                raise ConfigError(f"nothing to resume in {str(folder)!r}: it has no complete checkpoint")
+                raise ConfigError(f"nothing to resume in {str(folder)!r}: no checkpoint; begin anew with --overwrite")
             checkpoint = checkpoints[-1]
             step = run_folder.step_of(checkpoint)
             changes = changed(run_folder.saved_config(folder), config)
@@ -258,7 +257,7 @@ async def launch_evaluation(config: RunConfig, model_folder: Path | None = None)
     Raises:
         ConfigError: the run holds out no prompts, or the model does not load.
     """
-    silence_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(config.threads)
     if model_folder is None:
         model_folder = await asyncio.to_thread(_newest_model, config.folder)
@@ -279,11 +278,6 @@ async def launch_evaluation(config: RunConfig, model_folder: Path | None = None)
         finally:
             await steps.close_rollouts(rollouts)
     return metrics
-
-
-def silence_progress_bars() -> None:
-    """Those of transformers, for loading and writing, would tear the display; a run has its own."""
-    transformers.utils.logging.disable_progress_bar()
 
 
 def _newest_model(folder: Path) -> Path:
@@ -321,14 +315,18 @@ async def try_judges(config: RunConfig, data: Sequence[TaskData]) -> None:
         async with contextlib.aclosing(build_judge(task.judge)) as judge:
             await judge.judge([state])
         if state.status is Status.FAILED:
-            reason = (state.error_msg or "").removeprefix(f"rollout {state.rollout_id}: ")
-            if raised := state.extra_fields.get(FAILED_AT_KEY):
-                reason += f" ({raised})"
             place = part.training[0].place or "the first row"
             raise ConfigError(
-                f"task {task.name!r}: {reason} (tried before the start on {place}, with the response "
+                f"task {task.name!r}: {_reason(state)} (tried before the start on {place}, with the response "
                 f"{state.response!r}); mend the judge, or name another with judge.name"
             )
+
+
+def _reason(state: RolloutState) -> str:
+    """Why it failed, and where in code of the user's own."""
+    reason = (state.error_msg or "").removeprefix(f"rollout {state.rollout_id}: ")
+    raised = state.extra_fields.get(FAILED_AT_KEY)
+    return f"{reason} ({raised})" if raised else reason
 
 
 async def _answered(task_name: str, prompt: Prompt) -> RolloutState:
@@ -388,9 +386,9 @@ async def _try_task(runner: TaskRunner, engine: str, say: Callable[[str], None])
     made = await runner.agent_loop.generate_group(await runner.sampler.sample(runner.task_name))
     failed = [state for state in made if state.status is Status.FAILED]
     if len(failed) == len(made):
-        raise ConfigError(f"task {runner.task_name!r}: {failed[0].error_msg}")
+        raise ConfigError(f"task {runner.task_name!r}: {_reason(failed[0])}")
     if failed:
-        say(f"warning {len(failed)} of {len(made)} rollouts failed: {failed[0].error_msg}")
+        say(f"warning {len(failed)} of {len(made)} rollouts failed: {_reason(failed[0])}")
     state = next(state for state in made if state.status is not Status.FAILED)
     prompt, response = last_user_text(state.message), state.response
     say(f"engine  {engine}: {clean(prompt, 60)!r} -> {clean(response, 60)!r}")

@@ -249,10 +249,9 @@ def build_run_engines(
     Raises:
         ConfigError: the model or an argument does not fit.
     """
-    model = config.model
     surroundings = EngineSurroundings(
         model_folder=folder,
-        model=model,
+        model=config.model,
         dtype=engine_precision(config),
         attention=config.engine.attention,
         device=config.device,
@@ -262,7 +261,7 @@ def build_run_engines(
         scratch=scratch or config.folder / "engines",
         lora_rank=lora_rank,
     )
-    with errors_about(f"{model.source!r} cannot be run with model.max_context = {model.max_context}"):
+    with errors_about(f"engine {config.engine.name!r}, with model.max_context = {config.model.max_context}"):
         return build_engines(config.engine, surroundings)
 
 

@@ -328,8 +328,8 @@ def _find_column(row: Mapping[str, Any], column: str, name: str, place: str) -> 
     if column in row:
         return row[column]
     raise ConfigError(
-        f"{place} has no column {column!r}; {did_you_mean(column, row)}Its columns: "
-        f"{', '.join(map(str, row))}. Set columns.{name}."
+        f"{place} has no column {column!r}; {did_you_mean(column, row)}"
+        f"set columns.{name} to one of: {', '.join(map(str, row))}"
     )
 
 

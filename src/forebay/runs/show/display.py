@@ -76,7 +76,7 @@ class RunDisplay:
     saved: ClassVar[Mapping[str, str]] = {
         "model": "the trained model and its tokenizer",
         "metrics.jsonl": "every number of every step",
-        "history": "every rollout, in Parquet; forebay board shows them",
+        "history": "every rollout, in Parquet, for forebay board",
         "checkpoints": "to go on from",
     }
     """The content of a run folder at the end, by pattern."""

@@ -7,6 +7,7 @@ errors behind.
 """
 
 import json
+import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -25,6 +26,9 @@ Part = tuple[str, nn.Parameter, Any]
 
 ADAPTER = "default"
 """peft's name of the one adapter of a model."""
+
+# peft and 8-bit moments load bitsandbytes, which warns on many CPUs of a kernel for 4-bit weights; none are here.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def add_lora(

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import forebay
 from forebay.cli import app
 from forebay.config import ConfigError
+from forebay.produce import Prompt
 
 ROWS = [{"prompt": f"{letter}=", "level": number} for number, letter in enumerate("abcdefgh")]
 
@@ -74,6 +75,11 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         ((config(tmp_path),), {"without_groups": True}, "without_groups is for resume"),
         ((config(tmp_path),), {"data": ROWS, "judge": {"numbers": judge}}, "judge is for task 'numbers'"),
         ((config(tmp_path),), {"data": ROWS}, "has no judge"),
+        ((config(tmp_path),), {"data": 5, "judge": judge}, "data must be rows, as a list of mappings, got int"),
+        ((config(tmp_path),), {"data": [None], "judge": judge}, "row 0: a row must be a mapping or a Prompt"),
+        # Of the judge: the row was taken.
+        ((config(tmp_path),), {"data": [Prompt(message=[])], "judge": judge}, "KeyError: 'level'"),
+        ((config(tmp_path),), {"data": [*ROWS, {**ROWS[0], "answer": "b"}], "judge": judge}, "row 0 has no column 'ans"),
         ((config(tmp_path, cluster="ray"),), {"data": ROWS, "judge": judge}, "leave cluster out"),
         ((config(tmp_path), "stepps=3"), {"data": ROWS, "judge": judge}, "did you mean 'steps'"),
         (

@@ -13,7 +13,7 @@ are the same.
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -198,9 +198,11 @@ def _put(kind: str, value: Any, tables: dict[str, Any], objects: dict[str, Any])
             objects[word] = item
             tasks[number][kind] = {**kept, "name": f"{given.__name__}:{word}"}
         else:
+            if not isinstance(item, Iterable):
+                raise ConfigError(f"{kind} must be rows, as a list of mappings, got {type(item).__name__}")
             rows = list(item)
             objects[word] = functools.partial(list, rows)
-            if rows and "answer" not in rows[0]:
+            if not any(isinstance(row, Mapping) and "answer" in row for row in rows):
                 # A judge of one's own may need none.
                 kept["columns"] = {"answer": "", **kept.get("columns", {})}
             tasks[number][kind] = {**kept, "source": f"{given.__name__}:{word}"}

@@ -80,6 +80,19 @@ async def test_time_outs_are_for_the_group() -> None:
     assert all("no verdict within 0.01 s" in state.error_msg for state in group)
 
 
+async def test_what_a_judge_says_of_its_own_cancellation_is_no_verdict() -> None:
+    async def zero(state: RolloutState) -> float:
+        try:
+            await asyncio.Event().wait()
+        except BaseException:  # as a bare except
+            return 0.0
+        return 1.0
+
+    state = await FunctionJudge(zero, timeout_s=0.01).judge(completed("a"))
+    assert (state.status, state.reward) == (Status.FAILED, None)
+    assert "no verdict within 0.01 s" in state.error_msg
+
+
 async def test_a_group_function_of_a_run_file_gets_its_arguments() -> None:
     judge = build_judge(JudgeConfig(name=f"{__name__}:share"))
     group = await judge.judge([completed("a"), completed("b")])

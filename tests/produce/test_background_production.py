@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 
 import numpy as np
 import pytest
@@ -93,6 +94,21 @@ def test_production_runs_ahead_as_far_as_the_weights_allow_and_then_waits_for_ne
         result = await world.manager.get_batch(4, 4)
         assert {step for g in result.rollout_states for s in g for step in s.response_model_steps} == {3}
         await stop(world, producing)
+
+    virtual_time.run(main())
+
+
+def test_tasks_do_not_evict_each_other_for_ever_for_steps_that_the_buffer_has_no_room_for():
+    def accept(samples):
+        return random.Random(samples[0].group_id).random() > 0.5
+
+    async def main():
+        rule = AsyncProduceStrategyConfig(is_valid_sample_fn=accept, max_staleness=1, over_sample_threshold=0.5)
+        world = World(strategy=rule, weights={"a": 1.0, "b": 2.0}, limit=6, num_prompts=50).build()
+        async with asyncio.timeout(400):
+            batches = await train(world, 6, 8, train_s=0.5)
+        assert [len(groups) for groups in batches.values()] == [6] * 8
+        await world.check_balance()
 
     virtual_time.run(main())
 

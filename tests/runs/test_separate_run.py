@@ -358,3 +358,9 @@ def test_a_limit_below_a_batch_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"replay.limit = 3 groups hold no whole batch of batch_size = 4"):
         config(tmp_path, replay={"limit": BATCH_SIZE - 1})
     assert config(tmp_path, replay={"limit": BATCH_SIZE}).replay.limit == BATCH_SIZE
+    (task,) = run_table(tmp_path)["tasks"]
+    produce = {**run_table(tmp_path)["produce"], "over_sample_threshold": 0.5}
+    several = {"tasks": [task, {**task, "name": "other"}], "produce": produce}
+    with pytest.raises(ConfigError, match=r"batch_size = 4 beside 2 in flight \(produce.over_sample_threshold\), and"):
+        config(tmp_path, **several, replay={"limit": BATCH_SIZE + 1})
+    assert config(tmp_path, **several, replay={"limit": BATCH_SIZE + 2}).replay.limit == BATCH_SIZE + 2

@@ -118,8 +118,11 @@ class Judge(ABC):
         late = JudgeError(f"no verdict within {self.timeout_s} s")
         try:
             # Around all tries: a judge that asks for another one until its time is over is late.
-            async with timeout(self.timeout_s, lambda: late) if self.waits else contextlib.nullcontext():
+            async with timeout(self.timeout_s, lambda: late) if self.waits else contextlib.nullcontext() as limit:
                 verdicts = await self._with_retries(states)
+            # A judge may catch its cancellation and say 0, which would be a reward for the time it took.
+            if limit is not None and limit.expired():
+                raise late
             if len(verdicts) != len(states):
                 raise JudgeError(f"{len(verdicts)} verdicts for the {len(states)} rollouts of the group")
         # Judges are user code: whatever one raises, sys.exit() included, fails what it judged, and only that.

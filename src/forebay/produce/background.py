@@ -77,6 +77,8 @@ class BackgroundProducer:
     """Takes a task, its share and the train step."""
     controller: Generation | None
     """Told to pause and to go on."""
+    limit: int | None = None
+    """Live groups that the buffer holds; None: any number."""
 
     def __post_init__(self) -> None:
         self._switching = asyncio.Lock()
@@ -178,9 +180,13 @@ class BackgroundProducer:
     async def _next_step(self, batch_size: int) -> int | None:
         """The train step to produce for; None while there is nothing that these weights may do."""
         progress = self.progress
+        step = progress.producer_future_step
+        num_ahead = max(0, step - progress.next_consumer_step)
+        # Of more batches than a buffer holds, one task would evict another's share, whose round is over, for ever.
+        has_room = self.limit is None or num_ahead == 0 or (num_ahead + 1) * batch_size <= self.limit
         # Ahead first: a step that was covered already is looked at only while the weights allow no new one.
-        if self._can_produce_for(progress.producer_future_step, batch_size):
-            return progress.producer_future_step
+        if has_room and self._can_produce_for(step, batch_size):
+            return step
         covered = progress.target_upto_future_step
         if covered == 0 or not self._can_produce_for(covered, batch_size):
             return None

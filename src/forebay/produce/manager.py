@@ -103,6 +103,8 @@ class AgentLoopManager:
             allocate=self._split,
             make_context=self._context,
             controller=rollout_controller,
+            # A buffer in another process does not tell of its own.
+            limit=getattr(replay_buffer, "limit", None),
         )
         ledger = Ledger() if ledger is None else ledger
         self.batches = Batches(

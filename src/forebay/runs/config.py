@@ -1,5 +1,6 @@
 """The run file: every table of it, composed from the config models that stand beside what they build."""
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -315,10 +316,14 @@ class RunConfig(RunFile):
                 f"record = true repeats what happened to groups in memory, and replay.store is "
                 f"{self.replay.store!r}: leave one of the two out"
             )
-        if self.replay.limit is not None and self.replay.limit < self.batch_size:
+        # One task's groups in flight must not push out the share of another, which would then wait for ever.
+        is_shared = sum(task.weight > 0 for task in self.tasks) > 1
+        num_beyond = math.ceil(self.produce.over_sample_threshold * self.batch_size) if is_shared else 0
+        if self.replay.limit is not None and self.replay.limit < self.batch_size + num_beyond:
+            beside = f" beside {num_beyond} in flight (produce.over_sample_threshold)" if num_beyond else ""
             raise ConfigError(
-                f"replay.limit = {self.replay.limit} groups hold no whole batch of batch_size = {self.batch_size}, "
-                f"and the run would wait for one for ever: raise the limit, or leave it out"
+                f"replay.limit = {self.replay.limit} groups hold no whole batch of batch_size = {self.batch_size}"
+                f"{beside}, and the run would wait for one for ever: raise the limit, or leave it out"
             )
         if self.evaluate.mode == "beside" and self.produce.mode != "separate":
             raise ConfigError(

@@ -49,7 +49,7 @@ from forebay.runs.show.alarms import RunAlarms
 from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.status import RunStatus
 from forebay.runs.show.surroundings import ended_by_ctrl_c
-from forebay.runs.store import open_storage
+from forebay.runs.store import begin_anew, open_storage
 from forebay.runs.turns import DeviceTurns
 from forebay.runs.verify import WeightCheck
 from forebay.train import OffPolicyGuard, TrainBatch, TrainController, supervised_warmup
@@ -230,14 +230,17 @@ def build_run(
     tokenizer = load_tokenizer(model_folder)
     # Parts that open files come last, so that none is left open where one before it does not fit.
     trainer = cluster.trainer() if cluster else build_trainer(config, model_folder, tokenizer, apart=is_apart(config))
+    is_new = storage is None and resume_step is None
     if storage is None:
-        storage = open_storage(config, folder, is_new=resume_step is None)
+        storage = open_storage(config, folder, is_new=is_new)
     try:
         rollouts = rollout_parts.build_rollouts(config, model_folder, data, cluster=cluster, storage=storage)
     except BaseException:
         storage.close()
         raise
     metrics = config.metrics.build(folder, resume_step=resume_step, report=display.warning)
+    if is_new:
+        begin_anew(storage, folder)
     # A resumed run has the line in its file.
     if config.warmup is not None and resume_step is None:
         losses = json.loads((folder / "warmup" / LOSSES).read_text(encoding="utf-8"))

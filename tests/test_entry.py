@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
         ((config(tmp_path),), {"data": [None], "judge": judge}, "row 0: a row must be a mapping or a Prompt"),
         # Of the judge: the row was taken.
         ((config(tmp_path),), {"data": [Prompt(message=[])], "judge": judge}, "KeyError: 'level'"),
-        ((config(tmp_path),), {"data": [*ROWS, {**ROWS[0], "answer": "b"}], "judge": judge}, "row 0 has no column 'ans"),
+        ((config(tmp_path),), {"data": [*ROWS, {**ROWS[0], "answer": "b"}], "judge": judge}, "row 0 has no column"),
         ((config(tmp_path, cluster="ray"),), {"data": ROWS, "judge": judge}, "leave cluster out"),
         ((config(tmp_path), "stepps=3"), {"data": ROWS, "judge": judge}, "did you mean 'steps'"),
         (

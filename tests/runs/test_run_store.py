@@ -27,8 +27,7 @@ from forebay.cli import app
 from forebay.config import ConfigError, load_config
 from forebay.io.address import hide_password
 from forebay.ledger import Ledger
-from forebay.metrics import read_jsonl
-from forebay.metrics import MetricsConfig
+from forebay.metrics import MetricsConfig, read_jsonl
 from forebay.produce.recovery import Cut
 from forebay.replay import AsyncReplayBufferConfig, SQLStorage, StorageItem
 from forebay.replay.stores.sql import connections

@@ -27,6 +27,7 @@ from forebay.config import ConfigError, load_config
 from forebay.io.address import hide_password
 from forebay.ledger import Ledger
 from forebay.metrics import read_jsonl
+from forebay.metrics import MetricsConfig
 from forebay.produce.recovery import Cut
 from forebay.replay import AsyncReplayBufferConfig, SQLStorage, StorageItem
 from forebay.replay.stores.sql import connections
@@ -171,6 +172,7 @@ def test_a_database_is_known_by_the_id_in_the_folder_of_its_run(tmp_path):
 
     with new_folder(run, overwrite=False) as folder:
         storage = store.open_storage(run, folder, is_new=True)
+        store.begin_anew(storage, folder)
         asyncio.run(storage.put_many([StorageItem(["a group"], -1, -1, "t", Status.COMPLETED, 0)]))
         storage.close()
     folder.rename(aside)
@@ -186,7 +188,28 @@ def test_a_database_is_known_by_the_id_in_the_folder_of_its_run(tmp_path):
     assert count_groups(folder, is_new=False) == 1
     (folder / "metrics.jsonl").write_text("{}")
     with new_folder(run, overwrite=True):
-        assert count_groups(folder, is_new=True) == 0
+        assert count_groups(folder, is_new=True) == 1
+        with contextlib.closing(store.open_storage(run, folder, is_new=True)) as storage:
+            store.begin_anew(storage, folder)
+            assert len(storage) == 0
+
+
+def test_a_run_that_is_not_replaced_after_all_keeps_its_groups(tmp_path, monkeypatch):
+    """Its folder is put back; a database outside of it is still its own."""
+    run = config(tmp_path, f"replay.store=sqlite:///{tmp_path / 'groups.db'}")
+    asyncio.run(launch(run))
+    with contextlib.closing(store.open_storage(run, run.folder, is_new=False)) as storage:
+        kept = [row.uid for row in asyncio.run(storage.get({}, rows_only=True))]
+        assert kept
+
+    def refuse(*args, **kwargs):
+        raise ConfigError("the sink has no key")
+
+    monkeypatch.setattr(MetricsConfig, "build", refuse)
+    with pytest.raises(ConfigError, match="has no key"):
+        asyncio.run(launch(run, overwrite=True))
+    with contextlib.closing(store.open_storage(run, run.folder, is_new=False)) as storage:
+        assert [row.uid for row in asyncio.run(storage.get({}, rows_only=True))] == kept
 
 
 async def test_a_checkpoint_that_cannot_be_noted_holds_nothing(tmp_path, monkeypatch):

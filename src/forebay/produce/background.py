@@ -181,11 +181,10 @@ class BackgroundProducer:
         """The train step to produce for; None while there is nothing that these weights may do."""
         progress = self.progress
         step = progress.producer_future_step
-        num_ahead = max(0, step - progress.next_consumer_step)
         # Of more batches than a buffer holds, one task would evict another's share, whose round is over, for ever.
-        has_room = self.limit is None or num_ahead == 0 or (num_ahead + 1) * batch_size <= self.limit
+        room = math.inf if self.limit is None else max(0, self.limit - batch_size)
         # Ahead first: a step that was covered already is looked at only while the weights allow no new one.
-        if has_room and self._can_produce_for(step, batch_size):
+        if (step - progress.next_consumer_step) * batch_size <= room and self._can_produce_for(step, batch_size):
             return step
         covered = progress.target_upto_future_step
         if covered == 0 or not self._can_produce_for(covered, batch_size):

@@ -48,7 +48,7 @@ from forebay.runs.show.alarms import RunAlarms
 from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.status import RunStatus
 from forebay.runs.show.surroundings import ended_by_ctrl_c
-from forebay.runs.store import open_storage
+from forebay.runs.store import begin_anew, open_storage
 from forebay.runs.turns import DeviceTurns
 from forebay.runs.verify import WeightCheck
 from forebay.train import OffPolicyGuard, TrainBatch, TrainController, supervised_warmup
@@ -237,6 +237,8 @@ def build_run(
         storage.close()
         raise
     metrics = config.metrics.build(folder, resume_step=resume_step, report=display.warning)
+    if resume_step is None:
+        begin_anew(storage, folder)
     # A resumed run has the line in its file.
     if config.warmup is not None and resume_step is None:
         losses = json.loads((folder / "warmup" / LOSSES).read_text(encoding="utf-8"))

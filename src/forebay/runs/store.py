@@ -79,7 +79,7 @@ def keeps_consumed(config: RunConfig) -> bool:
 
 
 def open_storage(config: RunConfig, folder: Path, *, is_new: bool) -> replay.StorageBackend:
-    """The store of the run in `folder`, which is empty if the run `is_new`.
+    """The store of the run in `folder`; if the run `is_new`, `begin_anew` empties it.
 
     Raises:
         ConfigError: the file is on a network file system, the database cannot be opened, or it holds the
@@ -131,11 +131,17 @@ def _take_over(storage: "replay.SQLStorage", folder: Path, *, is_new: bool, is_i
             f"replay.store: the database holds {len(storage)} groups of another run, in {path!r}; "
             f"name {another if is_new else 'the database of this run'}"
         )
-    if is_new:
-        # Emptied: what it holds is of an earlier run in this folder, which is replaced.
-        storage.load_state_dict(replay.IndexedStorage().state_dict())
-        storage.holder = name
     storage.claim_now()
+
+
+def begin_anew(storage: replay.StorageBackend, folder: Path) -> None:
+    """Have a durable store be that of the new run in `folder`; groups of an earlier run there, which it replaces, go.
+
+    Until this they stay: a start that fails puts the earlier run back.
+    """
+    if storage.is_durable:
+        storage.load_state_dict(replay.IndexedStorage().state_dict())
+        storage.holder = holder_name(folder)
 
 
 def database_url() -> str:

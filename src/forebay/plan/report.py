@@ -47,8 +47,8 @@ def sentences(plan: Plan) -> Iterator[str]:
         yield (
             f"A step, if all responses are as long as they may be ({plan.longest} tokens with the prompt): "
             f"{times.step_s:.3g} s; generation alone {times.generation_s:.3g} s, training alone "
-            f"{times.training_s:.3g} s, a sync {plan.sync_s:.3g} s ({times.sync_share:.0%} of the time; "
-            f"{plan.sync_bytes / 1e9:,.0f} GB between machines), "
+            f"{times.training_s:.3g} s, a sync {plan.sync_s:.3g} s ({times.sync_share:.0%} of the time"
+            f"{f'; {plan.sync_bytes / 1e9:,.0f} GB between machines' * (plan.sync_bytes > 0)}), "
             f"{plan.tokens_per_step / times.step_s:,.0f} tokens/s"
         )
         if plan.waits_for_launches:

@@ -230,11 +230,7 @@ class EnginePool:
         await self._ask_all("pause", self._follow_pause)
 
     async def continue_generation(self) -> None:
-        """Take requests again; engines that do not answer are as for `pause_generation`.
-
-        Raises:
-            StallError: as for `pause_generation`; the others go on.
-        """
+        """Take requests again; engines that do not answer are as for `pause_generation`, and the others go on."""
         self.is_paused = False
         self._note()
         await self._ask_all("resume", self._follow_pause)

@@ -171,9 +171,9 @@ async def _resume_production(run: Run, path: Path, has_groups: bool, without_gro
     has_snapshot = (path / GROUPS).exists()
     is_lost = not has_groups and not has_snapshot and storage.holder is None
     if is_lost and not (without_groups and storage.is_durable):
+        lost = ", or, if the database is lost, add --without-groups to generate its live groups again"
         raise ValueError(
-            "the store holds no run: leave replay.store and its database as they were, or, if the database is lost, "
-            "add --without-groups to generate its live groups again"
+            f"the store holds no run: leave replay.store and its database as they were{lost * storage.is_durable}"
         )
     if not has_groups and has_snapshot and storage.is_durable:
         # The checkpoint has the groups. Those in this store are older: the run has since used another one.

@@ -289,7 +289,7 @@ async def drive_ray(options, folder: Path) -> dict:
     from forebay.runs.config import RunConfig
     from forebay.runs.placement import make_cluster
     from forebay.runs.rollouts import build_rollouts, load_data
-    from forebay.runs.store import open_storage
+    from forebay.runs.store import begin_anew, open_storage
 
     num_engines, num_workers = int(options.engines), options.workers
     in_flight = GROUPS_A_WORKER * num_workers
@@ -329,6 +329,7 @@ async def drive_ray(options, folder: Path) -> dict:
     await asyncio.to_thread(cluster.start, model)
     started_s = time.monotonic() - begun_s
     storage = open_storage(config, config.folder, is_new=True)
+    begin_anew(storage, config.folder)
     # Prompts are for training, weights come from here: an evaluation's cluster has no trainer.
     parts = build_rollouts(config, model, load_data(config), cluster=cluster, storage=storage)
     manager, controller = parts.manager, parts.controller

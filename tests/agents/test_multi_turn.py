@@ -230,6 +230,23 @@ def test_an_episode_paused_anywhere_any_number_of_times_is_the_same_in_the_end(p
     run(main())
 
 
+@pytest.mark.parametrize("num_turns", range(4))
+def test_a_reply_that_is_paused_twice_is_aborted_as_by_one_pause(num_turns) -> None:
+    async def main() -> None:
+        loop = make_loop(Count())
+        task = asyncio.create_task(loop.generate_group(make_group(), enable_partial_rollout=True))
+        await asyncio.sleep(4.5)
+        pausing = asyncio.create_task(loop.pause())
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await loop.pause()
+        await pausing
+        (state,) = await task
+        assert (text_of(state), state.status) == ("aaa<eos>", Status.ABORTED)
+
+    run(main())
+
+
 def test_a_paused_turn_goes_on_from_its_tokens_and_a_paused_reply_with_the_reply() -> None:
     async def main() -> None:
         for after_s, text in ((2.5, "aa"), (4.5, "aaa<eos>"), (5.5, "aaa<eos>1:aaa;"), (7.5, "aaa<eos>1:aaa;bb")):

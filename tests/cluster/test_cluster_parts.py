@@ -6,6 +6,7 @@ import socket
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -301,7 +302,7 @@ def shared_run(**engine):
 @pytest.mark.parametrize(
     ("engine", "says"),
     [
-        ({}, r"need engine\.arguments\.memory_share: forebay plan says it"),
+        ({}, r"need engine\.arguments\.memory_share, which forebay plan says; gpus_per_trainer = 0\.9"),
         ({"memory_share": 0.4, "offload": "all"}, "takes weights off the device, which is for one rank"),
     ],
 )
@@ -309,6 +310,16 @@ def test_servers_that_cannot_share_gpus_with_ranks_are_refused_before_anything_s
     config, asked = shared_run(**engine)
     with pytest.raises(ConfigError, match=says):
         ray_cluster.RayCluster(config, **asked)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"engine": {"name": "transformers"}}, {"produce": {"mode": "separate", "staleness_rule": "drop"}}]
+)
+def test_a_machine_without_a_gpu_drives_a_run_whose_parts_have_some(changes):
+    config, asked = shared_run()
+    assert not torch.cuda.is_available()
+    table = config.model_dump() | {"device": "cuda"} | changes
+    ray_cluster.RayCluster(parse_config(RunConfig, table, source="test"), **asked)
 
 
 async def test_an_engine_that_shares_gpus_with_ranks_does_not_leave():

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forebay.train import TrainConfig, TrainController
@@ -17,6 +18,7 @@ from forebay.train import learner as learner_module
 from forebay.train import offload as offload_module
 from forebay.train.collate import collate
 from forebay.train.optimization import Optimizer
+from forebay.train.parallel.sharding import own_block, to_fill
 
 
 @pytest.fixture
@@ -98,6 +100,27 @@ def test_of_moments_in_slices_a_rank_moves_its_own(half: DeviceMesh) -> None:
             offload._kept[name] = torch.zeros_like(kept, device="cpu")
     offload.onload()
     assert all(torch.equal(value.to_local(), before[name]) for name, value in moments.items())
+
+
+@pytest.mark.parametrize("rank", range(8))
+def test_a_slice_of_a_tensor_parallel_slice_is_one_block_of_the_whole(rank: int) -> None:
+    """Of a weight that FSDP splits over four ranks, and tensor parallelism before it over two."""
+    distributed.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (4, 2))
+        about = {"run_check": False, "shape": torch.Size([64, 3]), "stride": (3, 1)}
+        local, strided = torch.full((8, 3), float(rank)), _StridedShard(0, split_factor=2)
+        split = DTensor.from_local(local, mesh, [strided, Shard(0)], **about)
+        assert to_fill(split) is split
+        place, block = own_block(split)
+        start = rank % 2 * 32 + rank // 2 * 8
+        assert place == (slice(start, start + 8), slice(0, 3))
+        assert block.data_ptr() == local.data_ptr()
+        # Of two weights in one, of each of which a rank has a slice, there is no such block.
+        fused = DTensor.from_local(local, mesh, [strided, strided], **about)
+        assert to_fill(fused).placements == (Shard(0), Shard(0))
+    finally:
+        distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("yields_memory", [False, True])

@@ -109,8 +109,8 @@ class MultiTurnAgentLoop(AgentLoop):
         """End turns and environment calls; their rollouts end as ABORTED."""
         self._is_paused = True
         for call in self._calls:
-            # False: it has just ended by itself, and keeps its result.
-            self._calls[call] = call.cancel()
+            # False: it has just ended, by itself, and keeps its result, or by a pause before.
+            self._calls[call] |= call.cancel()
         await super().pause()
 
     async def close(self) -> None:

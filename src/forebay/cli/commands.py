@@ -140,7 +140,7 @@ def evaluate(
             for name, value in asyncio.run(play(config)).items():
                 typer.echo(f"{name} {value:g}")
         except Exception as error:
-            if all(path.exists() for path in newest):
+            if model is not None or all(path.exists() for path in newest):
                 raise
             raise ConfigError(f"{newest[0]} was deleted meanwhile, by the run at work: try again") from error
 

@@ -75,7 +75,10 @@ class RayCluster:
         settings.check(config)
         if takes_turns(config) and config.engine.arguments.get("memory_share") is None:
             # Only the cluster knows its GPUs, and a server would take nearly all of one.
-            raise ConfigError("servers on GPUs of ranks need engine.arguments.memory_share: forebay plan says it")
+            raise ConfigError(
+                "servers on GPUs of ranks need engine.arguments.memory_share, which forebay plan says; "
+                "gpus_per_trainer = 0.9 in cluster.arguments gives them GPUs of their own"
+            )
         self.max_restarts = settings.max_restarts
         self._config = config.model_copy(update={"output": config.output.resolve()})
         self._settings = settings
@@ -115,7 +118,9 @@ class RayCluster:
             ConfigError: there is no cluster, or no room for the parts on it.
         """
         if self._engines:
-            # Of a run that goes back: the ranks of the next have the GPUs first.
+            # Of a run that goes back: the ranks of the next have the GPUs first. Before that, because a server may
+            # be waiting for the weights of a trainer that hangs.
+            await asyncio.to_thread(self._end_lost_trainer)
             await self.controller().sleep(keep_weights=True)
         if not self._groups:
             self._plan = plan_parts(
@@ -275,6 +280,14 @@ class RayCluster:
             self._actors.remove(actor)
             import_ray().kill(actor)
 
+    def _end_lost_trainer(self) -> None:
+        if self._trainer is not None:
+            self._lost_trainer_because = self._trainer.lost_because or _silence_of(self._trainer_actors)
+        if self._lost_trainer_because:
+            for actor in self._trainer_actors:
+                self._kill(actor)
+            self._trainer = None
+
     def _start_trainer(self) -> dict[str, Any]:
         """The answer of a new trainer, by its name; none if there is one that is well.
 
@@ -282,15 +295,11 @@ class RayCluster:
         has trained nothing.
         """
         if self._trainer is not None:
-            reason = self._trainer.lost_because or _silence_of(self._trainer_actors)
-            if not reason:
-                # With all that it may have moved away for engines, which sleep.
-                self._trainer.onload()
-                return {}
-            self._lost_trainer_because = reason
+            # With all that it may have moved away for engines, which sleep.
+            self._trainer.onload()
+            return {}
         for actor in self._trainer_actors:
             self._kill(actor)
-        self._trainer = None
         room, rank_rooms = self._plan.trainer, self._plan.ranks
         assert room is not None, "planned without a trainer"
         ranks = [self._actor(RankActor, rank_room) for rank_room in rank_rooms]

@@ -233,7 +233,7 @@ def disk_errors_named(use: str) -> Iterator[None]:
         raise
     except Exception as error:
         # safetensors has an error of its own, whose text ends with the system's: "... (os error 28)".
-        number = re.search(r"\(os error (\d+)\)", str(error))
+        number = re.search(r"\(os error (\d+)\)", str(error)) if type(error).__name__ == "SafetensorError" else None
         said = error if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
         if not is_disk_error(said):
             raise

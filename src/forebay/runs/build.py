@@ -239,8 +239,6 @@ def build_run(
         storage.close()
         raise
     metrics = config.metrics.build(folder, resume_step=resume_step, report=display.warning)
-    if is_new:
-        begin_anew(storage, folder)
     # A resumed run has the line in its file.
     if config.warmup is not None and resume_step is None:
         losses = json.loads((folder / "warmup" / LOSSES).read_text(encoding="utf-8"))
@@ -271,6 +269,8 @@ def build_run(
         _begin_history(run, resume_step)
     run.live_file = LiveFile(folder, run.place, partial(live_values, run.status, run.manager), run.status.count_buffer)
     run.display.on_note = run.live_file.note
+    if is_new:
+        begin_anew(storage, folder)
     return run
 
 

@@ -317,8 +317,10 @@ class RunConfig(RunFile):
                 f"{self.replay.store!r}: leave one of the two out"
             )
         # One task's groups in flight must not push out the share of another, which would then wait for ever.
-        is_shared = sum(task.weight > 0 for task in self.tasks) > 1
-        num_beyond = math.ceil(self.produce.over_sample_threshold * self.batch_size) if is_shared else 0
+        weights = [task.weight for task in self.tasks if task.weight > 0]
+        shares = [math.ceil(self.batch_size * weight / sum(weights)) for weight in weights]
+        over_sample = self.produce.over_sample_threshold
+        num_beyond = sum(math.ceil(over_sample * share) for share in shares) if len(shares) > 1 else 0
         if self.replay.limit is not None and self.replay.limit < self.batch_size + num_beyond:
             beside = f" beside {num_beyond} in flight (produce.over_sample_threshold)" if num_beyond else ""
             raise ConfigError(

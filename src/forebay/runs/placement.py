@@ -193,14 +193,14 @@ def engine_seat(config: RunConfig, number: int, num_gpus: int | None = None) -> 
     Raises:
         ConfigError: the run file names none for this one, or one that is not there.
     """
-    arguments, ranks = config.engine.arguments, rank_gpus(config, num_gpus)
-    is_server, count = config.engine.name in SERVERS, _count(config) if num_gpus is None else num_gpus
+    arguments, is_server = config.engine.arguments, config.engine.name in SERVERS
     if not (arguments.get("servers") if is_server else config.engine.name == "process"):
         return Seat()
     given = arguments.get("gpus")
     if config.cluster is not None:
         shares = number // engines_each(config) < num_sharing(config)
         return Seat(tuple(given[number % len(given)]) if given else (), shares)
+    ranks, count = rank_gpus(config, num_gpus), _count(config) if num_gpus is None else num_gpus
     if given is not None:
         if number >= len(given):
             raise ConfigError(f"engine.arguments.gpus names GPUs for {len(given)} servers, and none for another")
@@ -235,8 +235,10 @@ def takes_turns(config: RunConfig, num_gpus: int | None = None) -> bool:
         ConfigError: one that is for evaluations would have to sleep over them, or the trainer is to let go of
             weights that are on several ranks, or that it is to verify.
     """
+    if config.engine.name not in SERVERS:
+        return False
     shared = [seat.is_shared for seat in engine_seats(config, num_gpus)]
-    if config.engine.name not in SERVERS or not any(shared):
+    if not any(shared):
         return False
     if tries_beside(config) and shared[-1]:
         raise ConfigError(

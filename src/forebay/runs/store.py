@@ -212,7 +212,7 @@ def wait_for_database(config: RunConfig) -> None:
 
 @contextmanager
 def file_errors_named(config: RunConfig) -> Iterator[None]:
-    """What SQLite says of the run's file, which is full, locked or damaged, becomes a `DiskError` that names it."""
+    """An error of the run's SQLite file (full, locked, damaged) becomes a `DiskError` that names it."""
     try:
         yield
     except Exception as error:
@@ -231,7 +231,7 @@ def lost_database(error: BaseException | None) -> str | None:
         # The base of all is what SQLite raises of a damaged file.
         if isinstance(error, InterfaceError | OperationalError | replay.StoreBusy) or type(error) is DatabaseError:
             return plain_reason(error)
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
 
 

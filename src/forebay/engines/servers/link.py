@@ -354,7 +354,9 @@ class Watch:
 
     async def _fault(self) -> str:
         """Why the server must be taken for lost; empty if it need not."""
-        if not await self._link.is_healthy():
+        is_well = await self._link.is_healthy()
+        # Over a load it may be late once.
+        if not (is_well or (not self._not_loading.is_set() and await self._link.is_healthy())):
             return "it does not answer any more"
         if not self._not_loading.is_set():
             # Held requests get no tokens then, and the model's process answers nothing; a load has its limit.

@@ -11,6 +11,7 @@ and many. `whole` and every pass of a sharded model are collective: all ranks ma
 order, or wait for each other until the time limit of the process group.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -62,14 +63,24 @@ def to_fill(tensor: torch.Tensor) -> torch.Tensor:
 def _blocks(tensor: torch.Tensor) -> list[Any] | None:
     """How `tensor` lies on the ranks once each has one block of the whole; None: it does already.
 
-    Where both tensor parallelism and FSDP split the same dimension, a slice is made of several blocks, which
-    ``torch.distributed.checkpoint`` would take for one.
+    Where tensor parallelism and FSDP split the same dimension, FSDP's slice of a slice is one block. Of a fused weight
+    a rank has a slice of each part: several blocks, which ``torch.distributed.checkpoint`` would take for one.
     """
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
+    sliced: Any = tensor
     placements = getattr(tensor, "placements", ())
-    blocks = [Shard(p.dim) if isinstance(p, _StridedShard) else p for p in placements]
+
+    def block(number: int, placement: Any) -> Any:
+        if not isinstance(placement, _StridedShard):
+            return placement
+        # The stride with which FSDP notes that later dimensions of the mesh have split before it.
+        later = zip(placements[number + 1 :], sliced.device_mesh.shape[number + 1 :], strict=True)
+        is_one = placement.split_factor == math.prod(size for p, size in later if p == Shard(placement.dim))
+        return placement if is_one else Shard(placement.dim)
+
+    blocks = [block(number, placement) for number, placement in enumerate(placements)]
     return None if blocks == list(placements) else blocks
 
 

@@ -242,9 +242,7 @@ def make_engine(url: str | os.PathLike[str] | sa.URL, *, create: bool) -> sa.Eng
 
         return postgres_engine(parsed.set(drivername="postgresql+psycopg"))
     if kind != "sqlite" or parsed.database in (None, "", ":memory:"):
-        raise ValueError(
-            f"a SQL store is a file or postgresql://... (in memory: IndexedStorage), got a URL of {kind!r}"
-        )
+        raise ValueError(f"a SQL store is a file or postgresql:// (in memory: IndexedStorage), got a URL of {kind!r}")
     synchronous = str(parsed.query.get("synchronous", "normal")).upper()
     if synchronous not in ("NORMAL", "FULL"):
         raise ValueError(f"synchronous={synchronous} in {url!r}: SQLite is opened with normal or full")

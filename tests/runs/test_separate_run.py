@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 import sys
 import tomllib
 from collections import Counter
@@ -126,6 +127,9 @@ def test_a_separate_run_that_loses_its_trainer_goes_back_and_generates_nothing_a
 
     def kill_once(self, method, arguments):
         if method == "update" and not lost and arguments[0][1] == 4:
+            # It is written beside the steps.
+            while not (tmp_path / "run" / "checkpoints" / "step_000003").exists():
+                time.sleep(0.01)
             os.kill(self.pids[0], signal.SIGKILL)
             lost.append(self.pids[0])
         return call(self, method, arguments)

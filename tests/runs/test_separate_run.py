@@ -4,8 +4,8 @@ import asyncio
 import json
 import os
 import signal
-import time
 import sys
+import time
 import tomllib
 from collections import Counter
 from multiprocessing import active_children

@@ -134,17 +134,8 @@ def test_no_rank_trains_beside_servers_whatever_process_ends_and_all_serve_in_th
         await world.sync()
         for doing in doings:
             process = random.choice(world.engines).actor
-            if doing in ("train", "drop"):
-                if world.is_dropped:
-                    await world.sync()
-                await world.fit(keep_weights=doing == "train")
-            elif doing in ("sync", "generate"):
-                await getattr(world, doing)()
-            elif doing == "pause":
-                await world.pool.pause_generation()
-            elif doing == "continue":
-                await world.pool.continue_generation()
-            elif doing == "kill":
+            await world.do(doing)
+            if doing == "kill":
                 process.kill(no_restart=False)
             elif doing == "kill soon":
                 # Maybe in the middle of what it is asked next, or of what sets it up.

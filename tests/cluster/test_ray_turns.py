@@ -6,10 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 from test_nodes import Nodes, Watched
@@ -24,56 +22,21 @@ from forebay.cluster.trainer import RayTrainer
 from forebay.runs import placement, steps
 from forebay.runs.launch import launch
 from forebay.runs.placement import PartLost
+from sleeping_server import write_server
 from warm_python import interpreter, warm_python, warm_workers
 
-HTTP_TESTS = Path(__file__).parents[1] / "engines/http"
 ASLEEP = ["kv_cache", "weights"]
-SERVER = f"""
-import asyncio, json, os, random, sys
-from pathlib import Path
-sys.path.insert(0, {str(HTTP_TESTS)!r})
-from conftest import FakeVLLM
-
-class Server(FakeVLLM):
-    def _control(self, path, query, body):
-        answer = super()._control(path, query, body)
-        self.note(path)
-        return answer
-
-    async def _generate(self, body, reader, writer):
-        self.note("generate" if not self.asleep else "generate while it sleeps")
-        return await super()._generate(body, reader, writer)
-
-    def note(self, path):
-        state = {{"pid": os.getpid(), "asleep": sorted(self.asleep), "lacks_weights": self.lacks_weights}}
-        target = Path(os.environ["STATES"], os.environ["CUDA_VISIBLE_DEVICES"])
-        target.with_suffix(".new").write_text(json.dumps(state))
-        target.with_suffix(".new").rename(target)
-        if path not in ("/health", "/v1/models"):
-            with target.with_suffix(".calls").open("a") as file:
-                print(path, file=file)
-
-async def main():
-    server = Server()
-    server.token = lambda job: random.randrange(3, 30)
-    server.port, server.context = (int(sys.argv[sys.argv.index(name) + 1]) for name in ("--port", "--max-model-len"))
-    assert "--enable-sleep-mode" in sys.argv
-    await server.start()
-    server.note("started")
-    await asyncio.Event().wait()
-
-asyncio.run(main())
+SET_UP = """
+server.token = lambda job: random.randrange(3, 30)
+server.context = option("--max-model-len")
+assert "--enable-sleep-mode" in sys.argv
 """
 
 
 def config(folder, asked=(), options=(), **changes):
     """Two ranks, and an engine with a server on the GPU of each, or as `asked`."""
-    package = folder / "lib/vllm/entrypoints/openai"
-    package.mkdir(parents=True, exist_ok=True)
-    (package / "api_server.py").write_text(textwrap.dedent(SERVER))
     (folder / "states").mkdir(exist_ok=True)
-    environment = {"PYTHONPATH": f"{folder / 'lib'}:{os.environ.get('PYTHONPATH', '')}"}
-    environment["STATES"] = str(folder / "states")
+    environment = write_server(folder, str(folder / "states/GPUS"), SET_UP)
     arguments = {"servers": 1, "python": interpreter(folder), "environment": environment, "memory_share": 0.5}
     arguments["options"] = list(options)
     asked = {"num_engines": 2, "gpus_per_engine": 1, "gpus_per_trainer": 1, **dict(asked)}

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -17,44 +16,11 @@ from forebay.runs.checkpoints import limit_lag
 from forebay.runs.config import RunConfig
 from forebay.runs.launch import launch
 from forebay.train import TrainController
+from sleeping_server import write_server
 from warm_python import interpreter
 
-HTTP_TESTS = Path(__file__).parents[1] / "engines/http"
-
-SERVER = f"""
-import asyncio, json, os, sys
-from pathlib import Path
-sys.path.insert(0, {str(HTTP_TESTS)!r})
-from conftest import FakeVLLM
-
-class Server(FakeVLLM):
-    def _control(self, path, query, body):
-        answer = super()._control(path, query, body)
-        self.note(path)
-        return answer
-
-    async def _generate(self, body, reader, writer):
-        self.note("generate" if not self.asleep else "generate while it sleeps")
-        return await super()._generate(body, reader, writer)
-
-    def note(self, path):
-        state = {{"pid": os.getpid(), "asleep": sorted(self.asleep), "lacks_weights": self.lacks_weights}}
-        target = Path(os.environ["STATE"])
-        target.with_suffix(".new").write_text(json.dumps(state))
-        target.with_suffix(".new").rename(target)
-        if path not in ("/health", "/v1/models"):
-            with target.with_suffix(".calls").open("a") as file:
-                print(path, file=file)
-
-async def main():
-    server = Server()
-    server.port = int(sys.argv[sys.argv.index("--port") + 1])
-    assert ("--enable-sleep-mode" in sys.argv) is (os.environ["CUDA_VISIBLE_DEVICES"] == "0")
-    await server.start()
-    server.note("started")
-    await asyncio.Event().wait()
-
-asyncio.run(main())
+SET_UP = """
+assert ("--enable-sleep-mode" in sys.argv) is (os.environ["CUDA_VISIBLE_DEVICES"] == "0")
 """
 
 
@@ -66,11 +32,7 @@ def ranks_have_gpus(monkeypatch):
 
 
 def config(tmp_path: Path, gpus=((0,),), **changes) -> RunConfig:
-    package = tmp_path / "lib/vllm/entrypoints/openai"
-    package.mkdir(parents=True)
-    (package / "api_server.py").write_text(textwrap.dedent(SERVER))
-    environment = {"PYTHONPATH": f"{tmp_path / 'lib'}:{os.environ.get('PYTHONPATH', '')}"}
-    environment["STATE"] = str(tmp_path / "state_{server}.json")
+    environment = write_server(tmp_path, str(tmp_path / "state_{server}.json"), SET_UP)
     arguments = {"servers": len(gpus), "python": interpreter(tmp_path), "gpus": gpus, "environment": environment}
     task = {
         "name": "sorting",

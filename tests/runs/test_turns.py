@@ -172,6 +172,20 @@ class World:
             await self.sync()
         await self.turns.generate()
 
+    async def do(self, doing: str) -> None:
+        """What the run does that `doing` names; nothing if that is not for the run to do."""
+        if doing in ("train", "drop"):
+            # What it sleeps without is handed over before it is needed.
+            if self.is_dropped:
+                await self.sync()
+            await self.fit(keep_weights=doing == "train")
+        elif doing in ("sync", "generate"):
+            await getattr(self, doing)()
+        elif doing == "pause":
+            await self.pool.pause_generation()
+        elif doing == "continue":
+            await self.pool.continue_generation()
+
     async def roll_out(self, number: int, length: int = LENGTH, *, tries: int = 1_000) -> RolloutState:
         """As a producer does: what a pause interrupts goes on."""
         params = SampleParams(max_tokens=length)
@@ -229,19 +243,9 @@ def test_no_rank_trains_where_a_server_is_awake_and_every_rollout_ends(layout: A
         rollouts, losses = [], []
         await world.sync()
         for doing in doings:
-            if doing in ("train", "drop"):
-                # What it sleeps without is handed over before it is needed.
-                if world.is_dropped:
-                    await world.sync()
-                await world.fit(keep_weights=doing == "train")
-            elif doing in ("sync", "generate"):
-                await getattr(world, doing)()
-            elif doing == "request":
+            await world.do(doing)
+            if doing == "request":
                 rollouts.append(asyncio.create_task(world.roll_out(len(rollouts))))
-            elif doing == "pause":
-                await world.pool.pause_generation()
-            elif doing == "continue":
-                await world.pool.continue_generation()
             elif doing == "lose":
                 await random.choice(world.servers).lose()
             elif doing == "lose soon":

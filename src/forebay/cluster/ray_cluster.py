@@ -281,12 +281,14 @@ class RayCluster:
             import_ray().kill(actor)
 
     def _end_lost_trainer(self) -> None:
+        """End what is left of a trainer that is lost, or gives no answer, or could not be started again."""
         if self._trainer is not None:
             self._lost_trainer_because = self._trainer.lost_because or _silence_of(self._trainer_actors)
-        if self._lost_trainer_because:
-            for actor in self._trainer_actors:
-                self._kill(actor)
-            self._trainer = None
+            if not self._lost_trainer_because:
+                return
+        self._trainer = None
+        for actor in self._trainer_actors:
+            self._kill(actor)
 
     def _start_trainer(self) -> dict[str, Any]:
         """The answer of a new trainer, by its name; none if there is one that is well.
@@ -298,8 +300,6 @@ class RayCluster:
             # With all that it may have moved away for engines, which sleep.
             self._trainer.onload()
             return {}
-        for actor in self._trainer_actors:
-            self._kill(actor)
         room, rank_rooms = self._plan.trainer, self._plan.ranks
         assert room is not None, "planned without a trainer"
         ranks = [self._actor(RankActor, rank_room) for rank_room in rank_rooms]

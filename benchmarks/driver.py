@@ -14,8 +14,8 @@ quarter of what is in flight, gives the engines new weights and goes on. Each si
 
 With ``--day`` it goes on for a virtual day and reports the memory of each hour.
 With ``--ray`` agents and engines are on a local Ray cluster, the same engines with as many requests as six groups for
-each worker are, the store is an SQLite file, and the time is real: the CPU is that of this process alone, Ray's client
-included, also by thread. Processes of the cluster are forked from one that has imported everything
+each worker are, the store is an SQLite file (or memory), and the time is real: the CPU is that of this process alone,
+Ray's client included, also by thread. Processes of the cluster are forked from one that has imported everything
 (`tests/warm_python.py`). With ``--quick`` workers answer by themselves after half a second or so, with as many tokens:
 they cost so little that the process that is measured sets the pace.
 With ``--write`` the numbers go into benchmarks/results/production.md. Exits with 1 if a target is missed.
@@ -319,6 +319,7 @@ async def drive_ray(options, folder: Path) -> dict:
                 "enable_partial_rollout": True,
                 "max_retries": 3,
             },
+            "replay": {"store": options.store},
             "cluster": {"name": "ray", "arguments": {"num_workers": num_workers, "num_engines": num_engines}},
         },
     )
@@ -465,6 +466,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="with --ray: workers that need no engines")
     parser.add_argument("--token-s", type=float, default=TOKEN_S, help="with --ray: seconds of an engine's token")
     parser.add_argument("--workers", type=int, default=50)
+    parser.add_argument("--store", choices=("sqlite", "memory"), default="sqlite", help="with --ray")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--write", action="store_true", help="into benchmarks/results/production.md")
     options = parser.parse_args()

@@ -89,7 +89,7 @@ async def test_a_group_put_as_expired_is_wiped(buffer):
     group[0].reward = {"score": 1.0}
     await buffer.put(group, "math", current_train_step=6)
     (read,) = await buffer.get(1, "math", EXPIRED)
-    for state in read:
+    for state in [*group, *read]:
         assert (len(state.response_ids), state.response, state.reward, state.status) == (0, "", None, EXPIRED)
         assert state.tokens.tolist() == [1, 2, 3]
     assert max(state.seq_staleness for state in read) == 2

@@ -27,6 +27,17 @@ async def test_nothing_is_prepared_before_the_first_fetch(make):
     assert prepared.lease is None
 
 
+def test_each_call_may_have_an_event_loop_of_its_own(make_plain, store):
+    buffer = make_plain(max_reuse=2)
+    ids = asyncio.run(send(buffer, store, "w", [0, 1]))
+    batches = [asyncio.run(buffer.fetch_fragments(2)) for _ in range(2)]
+    assert [sorted(fids(batch)) for batch in batches] == [[0, 1], [0, 1]]
+    assert all(asyncio.run(buffer.release(batch.lease)) for batch in batches)
+    # A loop may have ended before it could delete them.
+    asyncio.run(buffer.close())
+    assert not set(ids) & set(store.ids())
+
+
 async def test_the_database_config_opens_the_same_store(make, store):
     (fragment_id,) = await send(buffer := make(), store, "w", [3])
     other = FragmentStore(**await buffer.get_database_config())

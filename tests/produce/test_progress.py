@@ -101,6 +101,12 @@ def test_local_progress_targets_one_step():
     assert progress.next_consumer_step == progress.producer_future_step == 7
 
 
+def test_local_progress_knows_no_target_of_a_task_without_a_size():
+    progress = ProduceProgress.build_local(["a", "b"], {"a": 3}, 7)
+    with pytest.raises(KeyError, match="b"):
+        progress.target_samples["b"]
+
+
 @given(
     st.integers(0, 500),
     st.dictionaries(st.sampled_from("abcdef"), st.floats(0, 100), min_size=1).filter(

@@ -152,10 +152,11 @@ async def test_put_validates_completed_groups_only():
     assert await ctx.replay_buffer.count("t", Status.ABORTED) == 1
 
 
-async def test_a_missing_score_is_left_out_with_a_warning(caplog):
+@pytest.mark.parametrize("reward", [None, {"other": 1}, {"score": None}])
+async def test_a_missing_score_is_left_out_with_a_warning(caplog, reward):
     ctx = make_context(ScriptedLoop(), batch_size=1)
     group = await ctx.generate_group(make_group("t", 0))
-    group[0].reward = {"other": 1}
+    group[0].reward = reward
     assert await ctx.put_generated_group(group)
     assert ctx.progress.consume_raw_rewards("t") == (1.0, 1)
     assert "t/0/0" in caplog.text

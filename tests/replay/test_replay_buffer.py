@@ -89,7 +89,7 @@ async def test_a_group_put_as_expired_is_wiped(buffer):
     group[0].reward = {"score": 1.0}
     await buffer.put(group, "math", current_train_step=6)
     (read,) = await buffer.get(1, "math", EXPIRED)
-    for state in read:
+    for state in [*group, *read]:
         assert (len(state.response_ids), state.response, state.reward, state.status) == (0, "", None, EXPIRED)
         assert state.tokens.tolist() == [1, 2, 3]
     assert max(state.seq_staleness for state in read) == 2
@@ -243,11 +243,11 @@ async def test_restored_groups_go_before_later_arrivals(buffer):
 async def test_groups_that_may_be_used_again_are_kept_and_handed_out(make_store):
     buffer = ReplayBuffer(FIFOReplayPolicy(), make_store(), reuse=Reuse(times=2, stale_threshold=3))
     await put_named(buffer, "d")
-    for name in "ab":
+    for name, score in [("c", None), ("a", 0.0), ("b", 0.0)]:
         group = make_group(name, steps=[0])
-        group[0].reward = {"score": 0.0}
+        group[0].reward = {"score": score}
         await buffer.put(group, "math", current_train_step=1)
-    await buffer.take_batch({"math": 3}, train_step=1)
+    await buffer.take_batch({"math": 4}, train_step=1)
     await buffer.commit(1)
     assert await buffer.count_usable(["math"], 2) == {"math": 2}
     used = await buffer.use_again({"math": 1}, 2)

@@ -9,9 +9,9 @@
             --update_model_version--> stale and foreign chunks dropped
 
 One plain class for a program that uses it embedded and for an actor in a process of its own
-(`forebay.cluster`). All methods run on one event loop and take time from its clock; nothing here starts a
-thread but deleting and copying. The next buffer on the folder of a killed one knows all that it knew; every
-lease gets its whole term again.
+(`forebay.cluster`). All methods run on one event loop at a time and take time from its clock; nothing here
+starts a thread but deleting and copying. The next buffer on the folder of a killed one knows all that it knew;
+every lease gets its whole term again, as on the next event loop.
 """
 
 import asyncio
@@ -278,9 +278,9 @@ class ReplayBufferActor:
         """Do what time has brought; called by the timer, and before every change."""
         if self._closed is not None:
             raise BufferClosed(self._closed)
-        if self._loop is None:
-            # The terms of what an earlier buffer left were counted by its clock, and begin anew.
-            self._loop = asyncio.get_running_loop()
+        if self._loop is not (loop := asyncio.get_running_loop()):
+            # The terms of what an earlier buffer or loop left were counted by its clock, and begin anew.
+            self._loop, self._timer = loop, None
             self._reported_s = self._now_s()
             self._state.restart_clock(self._now_s())
         self._state.advance(self._now_s())

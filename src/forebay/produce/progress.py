@@ -62,7 +62,8 @@ class ProduceProgress:
         progress = cls.build(task_names)
         progress.next_consumer_step = progress.producer_future_step = train_step
         progress.target_upto_future_step = train_step
-        progress.target_samples.update(task_batch_sizes)
+        # In place of the zeros: a task that is left out is a KeyError.
+        progress.target_samples = dict(task_batch_sizes)
         return progress
 
     def ensure_target_upto(

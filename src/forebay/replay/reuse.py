@@ -58,7 +58,7 @@ class Reuse:
         """0 without a signal, else more for what is used sooner."""
         if not self.compares:
             return 1.0
-        scores = [float(reward["score"]) for s in group if "score" in (reward := s.reward or {})]
+        scores = [float(score) for s in group if (score := (s.reward or {}).get("score")) is not None]
         low, high = min(scores, default=0.0), max(scores, default=0.0)
         if not high > low:
             return 0.0

@@ -50,15 +50,24 @@ class Collector:
 
         Raises what the store raised.
         """
-        while self._working is not None:
+        self._work()
+        while self._working is not None and not self._working.done():
             # Shielded: a caller may be cancelled, and the work goes on.
             await asyncio.shield(self._working)
 
+    def _is_free(self) -> bool:
+        # It is done, and not None, if its event loop ended before it began.
+        return self._working is None or self._working.done()
+
     def _work(self) -> None:
-        if self._queue and not self._paused and self._working is None:
-            ids, self._queue = self._queue, []
-            deleting = self._run(lambda: self._store.delete_fragments(ids), lambda _: None)
-            self._working = asyncio.create_task(deleting)
+        if self._queue and not self._paused and self._is_free():
+            ids = self._queue.copy()
+
+            def forget(num_deleted: int) -> None:
+                # Not before: the event loop may end before the deletion has begun.
+                del self._queue[: len(ids)]
+
+            self._working = asyncio.create_task(self._run(lambda: self._store.delete_fragments(ids), forget))
 
     async def _run(self, work: Callable[[], T], use: Callable[[T], None]) -> None:
         """Do `work` in a thread, `use` its result here, and then what is queued.
@@ -84,7 +93,7 @@ class Collector:
             self.num_orphans += len(orphans)
             self.discard(orphans)
         is_time = self._swept_s is None or self._swept_s + self._grace_s <= now_s
-        if is_time and self.due_s is None and self._working is None:
+        if is_time and self.due_s is None and self._is_free():
             self._swept_s = now_s
             sweeping = self._run(self._store.ids, lambda ids: self._suspect(ids, now_s))
             self._working = asyncio.create_task(sweeping)

@@ -149,12 +149,12 @@ class ProduceContext:
         is_completed = get_group_status(group) is Status.COMPLETED
         tokens = _count_new_tokens(generated, may_come_again=not is_completed)
         # Read before the validity function and the put, which wipe what they reject.
-        scores = [float(s.reward["score"]) for s in group if s.reward is not None and "score" in s.reward]
+        scores = [float(score) for s in group if (score := (s.reward or {}).get("score")) is not None]
         length = sum(len(state.response_ids) for state in generated)
         latency_s = group[0].extra_fields.get(GROUP_GENERATE_TIME_KEY)
         if is_completed:
             for state in group:
-                if state.reward is None or "score" not in state.reward:
+                if (state.reward or {}).get("score") is None:
                     logger.warning(
                         "task %s: rollout %s is completed but has no score; it is left out of the statistics",
                         self.task_name,

@@ -147,20 +147,18 @@ class Served:
         # Of the two the later one, as for the put itself.
         steps = [await self.buffer.storage.get_train_step(task), how.current_train_step]
         seen = max((step for step in steps if step is not None), default=None)
-        before = [group.status for group in groups]
-        return _put_result([arrived_row(group, task, seen, how) for group in groups], before, ())
+        return _put_result([arrived_row(group, task, seen, how) for group in groups], ())
 
     async def put(self, arguments: messages.PutArguments, groups: list[HeldGroup]) -> Any:
         """Store the groups, which were admitted, unless they were stored under this key before.
 
-        The result is, for each group, whether it has expired and the staleness of its members; and what was
+        The result is, for each group, whether it is EXPIRED and the staleness of its members; and what was
         evicted for them. Not to be cancelled.
         """
         return await self._puts.once(arguments.key, lambda: self._store(arguments, groups), len(groups))
 
     async def _store(self, arguments: messages.PutArguments, groups: list[HeldGroup]) -> Any:
         try:
-            before = [group.status for group in groups]
             task, how = arguments.task_name, arguments.arrival
             async with self.room.within():
                 key = arguments.key if self.buffer.storage.keeps_receipts else None
@@ -170,7 +168,7 @@ class Served:
             self.room.leave(len(groups))
         for item in evicted:
             self._note_eviction(item)
-        return _put_result(rows, before, evicted)
+        return _put_result(rows, evicted)
 
     # Takes
 
@@ -428,9 +426,7 @@ class Outcomes(Generic[Value]):
             await asyncio.wait(running)
 
 
-def _put_result(rows: Sequence[StorageItem], before: Sequence[Status], evicted: Sequence[StorageItem]) -> Any:
-    outcomes = [
-        [status is not Status.EXPIRED and row.status is Status.EXPIRED, list(row.item.staleness)]
-        for row, status in zip(rows, before, strict=True)
-    ]
+def _put_result(rows: Sequence[StorageItem], evicted: Sequence[StorageItem]) -> Any:
+    # Also what came EXPIRED was wiped.
+    outcomes = [[row.status is Status.EXPIRED, list(row.item.staleness)] for row in rows]
     return [outcomes, list(map(messages.EvictedGroup.of, evicted))]

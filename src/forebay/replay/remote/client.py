@@ -152,10 +152,10 @@ class RemoteReplayBuffer:
             return
         arguments = messages.PutArguments(secrets.token_bytes(messages.KEY_BYTES), task_name, how)
         (outcomes, evicted), _ = await self._repeat("put_groups", arguments, listed)
-        for group, (has_expired, staleness) in zip(listed, outcomes, strict=True):
+        for group, (is_expired, staleness) in zip(listed, outcomes, strict=True):
             for state, value in zip(group, staleness, strict=True):
                 state.seq_staleness = value
-            if has_expired:
+            if is_expired:
                 expire_group(group)
         if self.on_evict is not None:
             for row in msgspec.convert(evicted, list[messages.EvictedGroup]):

@@ -106,8 +106,8 @@ class RankActor:
         return os.getpid()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """A method of the `RankWorker`."""
-        return getattr(self._worker, method)(*arguments)
+        """As `RankWorker.call`."""
+        return self._worker.call(method, *arguments)
 
 
 def borrow_gpu(lender: tuple[Any, int] | None) -> None:

@@ -399,7 +399,7 @@ class TrainController:
     def offload(self, weights: bool) -> None:
         """Move the moments, and on one rank the models if asked, to the host's memory."""
         with self._turn:
-            self._learner.offload(weights=weights)
+            self._learner.offload(weights)
 
     def onload(self) -> None:
         """Move back to the device what `offload` moved."""

@@ -135,7 +135,6 @@ class TransformersEngine:
         self._paused = False
         self._closed = False
         self._num_arrivals = 0
-        self._num_failed_passes = 0
         self._driver: asyncio.Task[None] | None = None
         self._news = threading.Event()
         # A trainer of this process queues work for the device far ahead, and in its stream each token would wait
@@ -232,16 +231,11 @@ class TransformersEngine:
 
     async def health(self) -> EngineHealth:
         """Whether it can serve, and how busy it is."""
-        troubles = {
-            "failed forward passes": self._num_failed_passes,
-            "times out of memory": 0 if self._closed else self._batch.budget.num_shortages,
-        }
         return EngineHealth(
             ok=not self._closed,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             model_step=self.model_step,
-            detail=", ".join(f"{count} {what}" for what, count in troubles.items() if count),
         )
 
     async def close(self) -> None:
@@ -383,7 +377,6 @@ class TransformersEngine:
         return ended
 
     def _failed_pass(self, error: Exception) -> str:
-        self._num_failed_passes += 1
         logger.error("a forward pass failed", exc_info=error)
         return f"forward pass failed: {_describe(error)}"
 

@@ -139,7 +139,7 @@ class World:
             actor._serving.set()
             part = PlacedEngine(SimpleNamespace(name=f"engine {number}"))
             part.begin(Handle(actor), 1)
-            part.on_change, part.max_context_tokens = cluster._judge, 1000
+            part.on_work, part.max_context_tokens = cluster._judge, 1000
             cluster._engines.append(part)
         self.workers = []
         for number in range(num_workers):

@@ -23,7 +23,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -263,6 +263,8 @@ class PlacedEngine(Supervised):
     """Whether its servers take weights that the trainer offers."""
     sleeps = False
     """Whether its servers are on GPUs of ranks, and sleep while these train: see `forebay.runs.turns`."""
+    on_work: Callable[[], None] = staticmethod(lambda: None)
+    """Called when it has told how fast it is."""
     is_asleep = _lacks_weights = False
     """Whether they do now; and whether its process, which was started anew, could not be given weights yet."""
 
@@ -339,7 +341,7 @@ class PlacedEngine(Supervised):
         self.judged.ended = add(self.judged.ended, ended)
         if lost_because:
             self.suspect(self.incarnation, EngineLost(lost_because), has_to_end=True)
-        self.on_change()
+        self.on_work()
 
     def forget(self, caller: str) -> None:
         """End the requests of a caller whose process has ended; needs no answer."""

@@ -273,7 +273,7 @@ class HTTPEngine:
         self._enter(State.CLOSED, "the engine is closed")
         for stream in self._streams:
             stream.cut("abort")
-        await self._watch.quiet()
+        await self._watch.quiet.wait()
         await self._weights.sender.close()
         if self._server is not None:
             await self._server.stop()
@@ -407,10 +407,10 @@ class HTTPEngine:
                 stream.cut_leg()
         with contextlib.suppress(TimeoutError):
             async with timeout(_END_LIMIT_S):
-                await self._watch.quiet()
+                await self._watch.quiet.wait()
         for stream in streams:
             stream.cut_leg()
-        await self._watch.quiet()
+        await self._watch.quiet.wait()
 
     # Weights
 

@@ -311,14 +311,15 @@ class Watch:
         """When a token came, or reading began."""
         self._num_reading = 0
         self._watching: asyncio.Task[None] | None = None
-        self._quiet = asyncio.Event()
-        self._quiet.set()
+        self.quiet = asyncio.Event()
+        """Set while no answer is read."""
+        self.quiet.set()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """While open, an answer is read."""
         self._num_reading += 1
-        self._quiet.clear()
+        self.quiet.clear()
         if self._watching is None:
             self.heard()
             self._watching = asyncio.create_task(self._watch())
@@ -327,17 +328,13 @@ class Watch:
         finally:
             self._num_reading -= 1
             if not self._num_reading:
-                self._quiet.set()
+                self.quiet.set()
                 self._watching.cancel()
                 self._watching = None
 
     def heard(self) -> None:
         """Note that something came."""
         self._heard_s = asyncio.get_running_loop().time()
-
-    async def quiet(self) -> None:
-        """Wait until no answer is being read."""
-        await self._quiet.wait()
 
     async def _watch(self) -> None:
         why = ""

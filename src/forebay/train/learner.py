@@ -182,7 +182,9 @@ class Learner:
         if model is None:
             if not lora.is_lora(self.model):
                 raise ValueError("there is no reference model: kl_coef is 0; set it, or give a ref_model")
-            model, adapters = self.model, lora.adapters_off(self.model)
+            policy: Any = self.model
+            # While that is open it computes what it did before it had adapters.
+            model, adapters = policy, policy.disable_adapter()
         # The reference's own experts, also where it is the policy without its adapters.
         self._routing.replay(None)
         chosen = self._routing if name == "old_logprobs" else None

@@ -8,12 +8,14 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from forebay.cluster import feeding
 from forebay.cluster import ranks as ray_ranks
 from forebay.cluster import trainer as ray_trainer
 from forebay.cluster.calls import blocking_actor
@@ -154,6 +156,13 @@ def test_weights_leave_by_the_first_rank_s_gpu_which_ray_hides_from_the_trainer(
             thread.join()
     feeder.loop.close()
     assert (feeder._device, seen) == (device, ["3 of b"])
+    monkeypatch.setattr(feeding, "import_ray", lambda: fake)
+    monkeypatch.setattr(feeding, "Sender", Mock(side_effect=LookupError))
+    for is_far in (False, True, True):
+        # A server that maps the memory is sent nothing.
+        assert not caplog.records or is_far
+        with pytest.raises(LookupError):
+            asyncio.run(feeder.feed(Mock(is_far=is_far), {}, False))
     assert [record.getMessage().rpartition(" ")[2] for record in caplog.records] == ["gloo"] * (not sees_any)
 
 

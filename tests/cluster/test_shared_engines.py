@@ -139,7 +139,7 @@ class World:
             actor._serving.set()
             part = PlacedEngine(SimpleNamespace(name=f"engine {number}"))
             part.begin(Handle(actor), 1)
-            part.on_change, part.max_context_tokens = cluster._judge, 1000
+            part.on_work, part.max_context_tokens = cluster._judge, 1000
             cluster._engines.append(part)
         self.workers = []
         for number in range(num_workers):
@@ -220,7 +220,7 @@ def test_a_straggler_that_workers_share_is_named_once_gets_less_and_is_forgiven(
             for _ in range(16)
         ]
         slow = engines[5]
-        slow._token_latency_s = 4.0
+        slow.token_latency_s = 4.0
         world, loop = World(engines, num_workers), asyncio.get_running_loop()
         await world.start()
 
@@ -244,7 +244,7 @@ def test_a_straggler_that_workers_share_is_named_once_gets_less_and_is_forgiven(
             await asyncio.sleep(3.0)
         # Three of each, were it as fast as the others.
         assert sum(counts) / len(counts) < 1.2
-        slow._token_latency_s = 0.2
+        slow.token_latency_s = 0.2
         await asyncio.gather(*lanes)
         before = len(slow.requests)
         await asyncio.gather(*(keep_busy(lane, loop.time() + 200.0) for lane in range(48)))

@@ -85,7 +85,7 @@ def test_a_choice_is_always_the_first_of_the_least_loaded():
 def test_a_straggler_is_named_gets_less_and_is_forgiven(caplog):
     async def main() -> None:
         engines = [ScriptedEngine(ten_tokens, token_latency_s=0.1) for _ in range(6)]
-        engines[2]._token_latency_s = 1.5
+        engines[2].token_latency_s = 1.5
         controller = RolloutController(engines)
 
         async def keep_busy(lane: int, until_s: float) -> None:
@@ -101,7 +101,7 @@ def test_a_straggler_is_named_gets_less_and_is_forgiven(caplog):
         assert "the median of 6 engines is " in warnings[0]
         assert len(engines[2]._running) <= 1
         # It recovers; what it still gets is enough to see that.
-        engines[2]._token_latency_s = 0.1
+        engines[2].token_latency_s = 0.1
         before = len(engines[2].requests)
         await asyncio.gather(*(keep_busy(lane, 100.0) for lane in range(96)))
         assert "engine 2 (ScriptedEngine) is no straggler any more" in caplog.messages[-1]
@@ -408,7 +408,7 @@ def test_an_abort_ends_what_is_queued_too_and_no_engine_makes_it():
 def test_a_straggler_gets_less_also_where_requests_are_queued():
     async def main() -> None:
         engines = [ScriptedEngine(ten_tokens, token_latency_s=0.1, max_running=16) for _ in range(6)]
-        engines[2]._token_latency_s = 1.5
+        engines[2].token_latency_s = 1.5
         controller = RolloutController(engines)
 
         async def keep_busy(lane: int) -> None:
@@ -436,7 +436,7 @@ def test_a_session_does_not_wait_for_an_engine_that_turns_out_to_be_a_straggler(
             return asyncio.create_task(controller.generate_sample(state))
 
         await ask("first")
-        engines[0]._token_latency_s = 15.0
+        engines[0].token_latency_s = 15.0
         slow = ask("slow")
         await asyncio.sleep(0)
         waiting = [ask("later"), ask("last")]

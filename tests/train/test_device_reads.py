@@ -79,7 +79,7 @@ class OneRank:
         self.worker = RankWorker(0, 1, f"file://{folder}/meet")
 
     def call(self, method, arguments):
-        return [getattr(self.worker, method)(*arguments[0])]
+        return [self.worker.call(method, *arguments[0])]
 
 
 @pytest.mark.parametrize("settings", [{"correction": "token_tis", "layout": "packed"}, CASES[3]], ids=str)

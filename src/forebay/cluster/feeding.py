@@ -125,8 +125,8 @@ class Feeder:
     def __init__(self, device: str) -> None:
         """`device` is the trainer's, or that of its ranks."""
         self._device = "cuda:0" if device != "cpu" and torch.cuda.is_available() else "cpu"
-        if device != "cpu" and self._device == "cpu":
-            logging.getLogger(__name__).warning("the trainer's process sees no GPU of its ranks, so it sends by gloo")
+        self._lacks_gpu = device != "cpu" and self._device == "cpu"
+        """Whether ranks have GPUs that this process does not see, and nothing was said about it yet."""
         self._live: LiveWeights
         self._buckets: dict[str, Buckets] = {}
         self._senders: dict[Any, Sender] = {}
@@ -142,6 +142,9 @@ class Feeder:
         """As `Buckets.send`, with weights that the engine's servers want `written_out`; in this one's `loop`."""
         link.come_to(import_ray().get_runtime_context().get_node_id())
         device = self._device if link.is_far else None
+        if link.is_far and self._lacks_gpu:
+            self._lacks_gpu = False
+            logging.getLogger(__name__).warning("the trainer's process sees no GPU of its ranks, so it sends by gloo")
         sender = self._senders.setdefault((link.name, device), Sender(link, device))
         # A transfer that the engine has given up ends with the next thing that the server is to do.
         async with sender.turn:

@@ -159,14 +159,6 @@ def cause_of(error: BaseException) -> BaseException:
     return error
 
 
-def trace_of(error: BaseException) -> str:
-    """The trace of the process that raised what `error` carries; empty if it carries nothing."""
-    return "" if cause_of(error) is error else _COLOR.sub("", str(error))
-
-
-_COLOR = re.compile(r"\x1b\[\d+m")
-
-
 def why(error: BaseException) -> str:
     """The reason in a few words; most of Ray's own text is advice and addresses."""
     cause = cause_of(error)

@@ -10,6 +10,7 @@
 
 import asyncio
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from forebay.cluster.calls import beside, result_of, signs_of_life
-from forebay.cluster.library import cause_of, find_modules_in, import_ray, trace_of, why
+from forebay.cluster.library import cause_of, find_modules_in, import_ray, why
 from forebay.cluster.supervisor import BEAT_EVERY_S, SILENCE_LIMIT_S, START_LIMIT_S
 from forebay.train.parallel import ranks
 from forebay.train.parallel.worker import RankWorker
@@ -73,7 +74,8 @@ class RayRanks(ranks.Ranks):
             raise ranks.RankError(ranks.silence(number, limit_s, method)) from None
         except exceptions.RayTaskError as error:
             cause = cause_of(error)
-            raise ranks.FailedCall(type(cause).__name__, str(cause), trace_of(error)) from None
+            # The text has the rank's own trace, which Ray colors.
+            raise ranks.FailedCall(type(cause).__name__, str(cause), re.sub(r"\x1b\[\d+m", "", str(error))) from None
         except exceptions.RayError as error:
             raise ranks.RankError(f"rank {number} died in {method}: {why(error)}") from None
 
@@ -106,8 +108,8 @@ class RankActor:
         return os.getpid()
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """A method of the `RankWorker`."""
-        return getattr(self._worker, method)(*arguments)
+        """As `RankWorker.call`."""
+        return self._worker.call(method, *arguments)
 
 
 def borrow_gpu(lender: tuple[Any, int] | None) -> None:

@@ -212,7 +212,7 @@ class RayCluster:
             spec = EngineSpec(**shared, device=room.device, serves_at_once=self._plan.trainer is None)
             part = PlacedEngine(spec, self._restarts.note)
             part.sleeps = room.group == "trainer" and self._config.engine.name in SERVERS
-            part.on_change = self._judge
+            part.on_work = self._judge
         else:
             part = workers.PlacedWorker(WorkerSpec(**shared), self._restarts.note)
             part.on_end = self._forget

@@ -23,7 +23,6 @@ from forebay.cluster.library import PartSpec, find_modules_in
 from forebay.cluster.supervisor import BEAT_EVERY_S
 from forebay.engines import RolloutController
 from forebay.produce.strategies.context import Group
-from forebay.produce.strategies.rules import check_form
 from forebay.produce.unfinished import copy_unfinished
 from forebay.runs.rollouts import build_task_loop
 from forebay.watching.activity import Activities, loop_time
@@ -132,11 +131,10 @@ class RolloutWorker:
         """
         built(self._controller)
         number, loop, states, is_partial = told
-        lengths = [len(state.response_ids) for state in states]
         job = self._jobs[number] = Job(asyncio.current_task(), self._loops[loop], states)
         try:
-            made = await job.loop.generate_group(states, enable_partial_rollout=is_partial)
-            return OnePiece(check_form(made, states, lengths))
+            # The run checks the group's form, as of any agent loop.
+            return OnePiece(await job.loop.generate_group(states, enable_partial_rollout=is_partial))
         finally:
             del self._jobs[number]
 

@@ -68,14 +68,12 @@ class Supervised:
         self.is_paused = False
         self.incarnation = 0
         """Grows each time it is set up again."""
-        self.on_change: Callable[[], None] = lambda: None
-        """Called when it is up again, or is known better."""
         self.on_end: Callable[[str], None] = lambda name: None
         """Told its name when its process has ended, before another is set up."""
         self.in_place: Callable[[], None] = lambda: import_ray().kill(self.actor, no_restart=False)
         """Has it use another process, or another actor, in place of one that could not be set up."""
         self.changes = Changes()
-        """It was set up again, or could not be."""
+        """It was set up again, or could not be; perhaps one of several parts together."""
         self.room: Any = None
         """Its place on the cluster."""
         self._on_restart = on_restart
@@ -196,7 +194,6 @@ class Supervised:
                 num_failed += 1
             self._suspicion.clear()
             self.changes.note()
-            self.on_change()
 
     async def _end_of_process(self) -> str:
         """Return why, once it has ended, or is suspected to have."""

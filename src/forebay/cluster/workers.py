@@ -130,7 +130,7 @@ class Workers:
     async def _least_busy(self) -> "PlacedWorker":
         while True:
             for worker in self.all:
-                worker.on_change, worker.activities = self._changes.note, self.activities
+                worker.changes, worker.activities = self._changes, self.activities
                 # Here, where there is an event loop; a second call does nothing.
                 worker.watch()
             if up := [worker for worker in self.all if worker.is_up]:
@@ -214,7 +214,7 @@ class PlacedWorker(Supervised):
             self.num_in_flight -= 1
             self._groups.pop(number, None)
             self._note_unqueued(self._queued.keys() & {str(state.rollout_id) for state in states})
-            self.on_change()
+            self.changes.note()
 
     def hear(self, said: Report | Copies) -> None:
         """Keep the newest report, and the newest copies in the lists of those that wait for their groups."""

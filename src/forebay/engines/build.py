@@ -126,20 +126,15 @@ def _processes(surroundings: EngineSurroundings, **arguments: Any) -> list[Engin
     return engines
 
 
-ENGINES: dict[str, Callable[..., list[Engine]]] = {
-    "process": _processes,
-    "sglang": partial(http_engines, "sglang"),
-    "transformers": _transformers,
-    "vllm": partial(http_engines, "vllm"),
+ENGINES: dict[str, tuple[Callable[..., list[Engine]], type[StrictModel]]] = {
+    "process": (_processes, ProcessArguments),
+    "sglang": (partial(http_engines, "sglang"), HTTPArguments),
+    "transformers": (_transformers, TransformersArguments),
+    "vllm": (partial(http_engines, "vllm"), HTTPArguments),
 }
-"""Values of ``engine.name``; besides, ``package.module:function`` of the same signature."""
+"""Values of ``engine.name``, what makes such engines, and its arguments; besides, ``package.module:function``."""
 
-ENGINE_ARGUMENTS: dict[str, type[StrictModel]] = {
-    "process": ProcessArguments,
-    "sglang": HTTPArguments,
-    "transformers": TransformersArguments,
-    "vllm": HTTPArguments,
-}
+ENGINE_ARGUMENTS = {name: arguments for name, (_, arguments) in ENGINES.items()}
 
 
 def find_engine(config: Component) -> Callable[..., list[Engine]]:
@@ -148,7 +143,8 @@ def find_engine(config: Component) -> Callable[..., list[Engine]]:
     Raises:
         ConfigError: the name is unknown, or an argument is unknown, missing or of a wrong value.
     """
-    factory: Callable[..., list[Engine]] = look_up("engine", config.name, ENGINES)
+    factories = {name: factory for name, (factory, _) in ENGINES.items()}
+    factory: Callable[..., list[Engine]] = look_up("engine", config.name, factories)
     name, arguments = config.name, config.arguments
     # One that is not named here is called with the surroundings first, by whatever name it has for them.
     model: Any = ENGINE_ARGUMENTS.get(name) or partial(factory, None)

@@ -11,8 +11,8 @@ Time is the loop's, so it runs under a virtual clock; a request costs one timer 
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import numpy as np
 
@@ -45,6 +45,7 @@ class ScriptedRequest:
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
 
+@dataclass(eq=False, repr=False)
 class ScriptedEngine:
     """Answers requests from a script, with latencies, limited places, pauses, weight steps and faults.
 
@@ -60,29 +61,22 @@ class ScriptedEngine:
     [7, 8]
     """
 
-    def __init__(
-        self,
-        script: Script,
-        *,
-        request_latency_s: float | Callable[[GenerateRequest], float] = 0.0,
-        token_latency_s: float = 0.0,
-        max_running: int | None = None,
-        max_context_tokens: int = 1_000_000,
-        eos_token_ids: Iterable[int] = (),
-        model_step: int = 0,
-    ) -> None:
-        """`request_latency_s` passes before a request's first token, `token_latency_s` for each token."""
-        self._script = script
-        self._request_latency_s = request_latency_s
-        self._token_latency_s = token_latency_s
-        self.max_running = max_running
-        """The requests that run at once; None: all."""
-        self.max_context_tokens = max_context_tokens
-        """The most tokens, prompt and response together, one request may reach."""
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self.model_step = model_step
-        """The step of the latest weights."""
-        self._loads = [(-math.inf, model_step)]
+    script: Script
+    _: KW_ONLY
+    request_latency_s: float | Callable[[GenerateRequest], float] = 0.0
+    """Seconds before a request's first token."""
+    token_latency_s: float = 0.0
+    """Seconds for each token."""
+    max_running: int | None = None
+    """The requests that run at once; None: all."""
+    max_context_tokens: int = 1_000_000
+    """The most tokens, prompt and response together, one request may reach."""
+    eos_token_ids: Collection[int] = ()
+    model_step: int = 0
+    """The step of the latest weights."""
+
+    def __post_init__(self) -> None:
+        self._loads = [(-math.inf, self.model_step)]
         """The moments, on the engine's clock, from which each model step was loaded."""
         # Dicts are the ordered sets of Python: first in, first out.
         self._waiting: dict[ScriptedRequest, None] = {}
@@ -170,10 +164,10 @@ class ScriptedEngine:
     def _start(self, entry: ScriptedRequest) -> None:
         self.requests.append(entry.request)
         loop = asyncio.get_running_loop()
-        latency = self._request_latency_s
+        latency = self.request_latency_s
         entry.answer = self._answer(entry.request)
         entry.first_token = loop.time() + (latency(entry.request) if callable(latency) else latency)
-        end_s = entry.first_token + len(entry.answer.response_ids) * self._token_latency_s
+        end_s = entry.first_token + len(entry.answer.response_ids) * self.token_latency_s
         if end_s < math.inf:
             entry.timers.append(loop.call_at(end_s, self._end, entry))
         self._start_time_limit(entry)
@@ -186,7 +180,7 @@ class ScriptedEngine:
 
     def _answer(self, request: GenerateRequest) -> Completion:
         try:
-            answer = self._script(request) if callable(self._script) else _rest(self._script, request)
+            answer = self.script(request) if callable(self.script) else _rest(self.script, request)
         # A script may raise whatever an engine might: it fails this request only.
         except Exception as error:
             answer = error
@@ -195,7 +189,7 @@ class ScriptedEngine:
         if isinstance(answer, Completion):
             return answer
         ids = np.asarray(answer, np.int32).reshape(-1)
-        stops = np.isin(ids, [*self._eos_token_ids, *request.params.stop_token_ids])
+        stops = np.isin(ids, [*self.eos_token_ids, *request.params.stop_token_ids])
         end = int(stops.argmax()) + 1 if stops.any() else len(ids)
         limit = min(request.max_tokens, self.max_context_tokens - len(request.input_ids))
         return Completion(response_ids=ids[: min(end, limit)], finish_reason="stop" if end <= limit else "length")
@@ -222,9 +216,9 @@ class ScriptedEngine:
     def _num_made(self, entry: ScriptedRequest) -> int:
         elapsed = self._clock() - entry.first_token
         # Tokens that take no time all come with the request's end: one that is aborted has none.
-        if elapsed < 0 or not self._token_latency_s:
+        if elapsed < 0 or not self.token_latency_s:
             return 0
-        made = int(elapsed / self._token_latency_s + CLOCK_ROUNDING)
+        made = int(elapsed / self.token_latency_s + CLOCK_ROUNDING)
         return min(made, len(entry.answer.response_ids))
 
     def _completion(self, entry: ScriptedRequest, count: int, aborted: bool) -> Completion:
@@ -243,7 +237,7 @@ class ScriptedEngine:
         # No weights came since it began: all tokens have one label.
         if count == 0 or self._loads[-1][0] <= entry.first_token:
             return np.full(count, self._loads[-1][1], np.int32)
-        made = entry.first_token + np.arange(1, count + 1) * self._token_latency_s
+        made = entry.first_token + np.arange(1, count + 1) * self.token_latency_s
         times, steps = zip(*self._loads, strict=True)
         labels: IntArray = np.asarray(steps, np.int32)[np.searchsorted(times, made, side="right") - 1]
         return labels

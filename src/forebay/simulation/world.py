@@ -177,21 +177,16 @@ def _engine(cluster: ClusterConfig, seed: int, number: int) -> ModeledEngine:
 
 
 class PromptTokenizer:
-    """Renders every chat to `num_tokens` tokens."""
+    """Renders every chat to `num_tokens` tokens; it has what loops of a single turn call, and no more."""
 
     chat_template = "simulated"
-    name_or_path = "simulated"
 
     def __init__(self, num_tokens: int) -> None:
         self._ids = [0] * num_tokens
-        self.all_special_ids: list[int] = []
-        self.all_special_tokens: list[str] = []
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
         """The ids of any chat."""
         return self._ids
-
-    encode = apply_chat_template
 
     def decode(self, token_ids: Any, **kwargs: Any) -> Any:
         """Empty: simulated tokens have no text."""

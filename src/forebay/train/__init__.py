@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from forebay.train.parallel.ranks import Ranks as Ranks
     from forebay.train.parallel.worker import RankWorker as RankWorker
     from forebay.train.supervised import supervised_warmup as supervised_warmup
-    from forebay.train.weight_sync import AdapterReceiver as AdapterReceiver
 
 
 # These load torch.

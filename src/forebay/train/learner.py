@@ -182,7 +182,9 @@ class Learner:
         if model is None:
             if not lora.is_lora(self.model):
                 raise ValueError("there is no reference model: kl_coef is 0; set it, or give a ref_model")
-            model, adapters = self.model, lora.adapters_off(self.model)
+            policy: Any = self.model
+            # While that is open it computes what it did before it had adapters.
+            model, adapters = policy, policy.disable_adapter()
         # The reference's own experts, also where it is the policy without its adapters.
         self._routing.replay(None)
         chosen = self._routing if name == "old_logprobs" else None
@@ -267,7 +269,7 @@ class Learner:
         """The state of the optimizers, as it lies in memory."""
         return (tensor for _, tensor, _ in self._places(weights=False))
 
-    def offload(self, *, weights: bool) -> None:
+    def offload(self, weights: bool) -> None:
         """Move the moments, and the models' weights if asked, to the host's memory, until `onload`."""
         self._away.offload(self._places(weights=weights))
 
@@ -399,9 +401,9 @@ class Learner:
         """The adapters' weights, by their names in peft's files; none without LoRA."""
         return ((name, parameter.detach()) for name, parameter in lora.adapter_weights(self.model))
 
-    def begin_save(self, folder: Path, train_step: int) -> None:
+    def begin_save(self, folder: Path | str, train_step: int) -> None:
         """Copy the trainer's state, and write it into the empty `folder` beside whatever comes next."""
-        self._writing = checkpoint.begin_save(folder, self._parts, train_step=train_step, mesh=self._mesh)
+        self._writing = checkpoint.begin_save(Path(folder), self._parts, train_step=train_step, mesh=self._mesh)
 
     def finish_save(self) -> None:
         """Wait until what `begin_save` copied is written.
@@ -422,9 +424,9 @@ class Learner:
         self.begin_resume(folder)
         return self.finish_resume()
 
-    def begin_resume(self, folder: Path) -> None:
+    def begin_resume(self, folder: Path | str) -> None:
         """Read it; a rank waits for no other."""
-        self._resuming = checkpoint.load_trainer(folder, self._parts)
+        self._resuming = checkpoint.load_trainer(Path(folder), self._parts)
 
     def finish_resume(self) -> int:
         """Use what was read; ranks wait for each other."""

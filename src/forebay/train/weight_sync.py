@@ -4,19 +4,19 @@
 
     TrainController.sync_weights --update_weights(weights, model_step)--> WeightReceiver
                       with LoRA, and a receiver that takes adapters:
-                                 --update_adapters(adapters, model_step, config=...)--> AdapterReceiver
+                                 --update_adapters(adapters, model_step, config=...)--> it
                                        BaseDiffersError: --update_weights(starting weights, 0)-->, and again
                                        AdaptersRefusedError, or BaseDiffersError of one that generates with
                                        trained weights: --update_weights(merged weights, model_step)-->
 
-A rollout controller is a receiver. The receivers are declared here because this package knows no engine.
+A rollout controller is a receiver. Receivers are declared here because this package knows no engine.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -30,34 +30,23 @@ logger = logging.getLogger(__name__)
 
 
 class WeightReceiver(Protocol):
-    """Takes over weights; a rollout controller is one."""
+    """Takes over weights; a rollout controller is one.
+
+    It may say of itself, by attributes that are True, that it ``takes_live_weights`` or ``casts_weights``
+    (`forebay.engines.pool`). One that ``takes_adapters`` can also keep the starting weights and take LoRA adapters
+    on top of them: its ``update_adapters(adapters, model_step, config=...)`` generates with these from then on. Their
+    names are those of peft's ``adapter_model.safetensors``, and the config is its ``adapter_config.json``, so that
+    writing both to a folder gives what engines load, with one key more: the `BASE_FINGERPRINT` of the starting
+    weights (`forebay.models.starting_weights`). It raises `BaseDiffersError` where it holds other weights than the
+    starting ones, which `update_weights` gives it then, and `AdaptersRefusedError` where it cannot use these adapters
+    exactly, and needs merged weights.
+    """
 
     async def update_weights(self, weights: Weights, model_step: int) -> None:
         """Generate with `weights` from now on; they are those after train step `model_step`.
 
         The tensors belong to the trainer and change with its next step: a receiver that keeps them copies
         them before it returns.
-        """
-
-
-@runtime_checkable
-class AdapterReceiver(Protocol):
-    """A `WeightReceiver` that can also keep the starting weights and take LoRA adapters on top of them."""
-
-    @property
-    def takes_adapters(self) -> bool:
-        """Whether all its engines take adapters; if not, it gets merged weights."""
-
-    async def update_adapters(self, adapters: Weights, model_step: int, *, config: Mapping[str, Any]) -> None:
-        """Generate with these adapters on the starting weights; they are those after train step `model_step`.
-
-        Names are those of peft's ``adapter_model.safetensors``, and `config` is its ``adapter_config.json``,
-        so that writing both to a folder gives what engines load, with one key more: the `BASE_FINGERPRINT`
-        of the starting weights (`forebay.models.starting_weights`). The tensors stay the trainer's.
-
-        Raises:
-            BaseDiffersError: it holds other weights than the starting ones; `update_weights` gives it these.
-            AdaptersRefusedError: it cannot use these adapters exactly, and needs merged weights.
         """
 
 
@@ -84,20 +73,21 @@ async def sync_weights(
         return await asyncio.to_thread(lambda: list(cast(weights(), dtype)))
 
     config = source.adapter_config
-    if config is not None and isinstance(receiver, AdapterReceiver) and receiver.takes_adapters:
+    if config is not None and getattr(receiver, "takes_adapters", False):
+        taker: Any = receiver
         adapters = await gather(source.adapters, "float32")
         # Read before the call, which may change it.
         held_step = getattr(receiver, "model_step", 0)
         try:
             try:
-                await receiver.update_adapters(adapters, model_step, config=config)
+                await taker.update_adapters(adapters, model_step, config=config)
             except BaseDiffersError:
                 if held_step > 0:
                     raise
                 # The starting weights are those of step 0, since new adapters change nothing.
                 base = partial(source.weights, merged=False)
                 await receiver.update_weights(await gather(base, dtype), 0)
-                await receiver.update_adapters(adapters, model_step, config=config)
+                await taker.update_adapters(adapters, model_step, config=config)
             return _num_bytes(adapters, "float32")
         # Also a `BaseDiffersError`, which is one of these.
         except AdaptersRefusedError as refusal:

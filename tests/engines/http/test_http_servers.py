@@ -259,7 +259,7 @@ def test_an_option_has_requests_go_where_experts_are_stated(tiny, tmp_path):
     (stating,) = build(tiny, tmp_path, servers=1, options=[RETURN_EXPERTS])
     assert not plain._dialect.by_token
     assert stating._dialect.by_token
-    assert {RETURN_EXPERTS, "--enable-scale-out"} <= set(stating._server._command(1))
+    assert {RETURN_EXPERTS, "--enable-scale-out"} <= set(stating._server.command(1))
 
 
 @pytest.mark.parametrize("visible", [None, "GPU-a,GPU-b,7,6"])
@@ -271,19 +271,19 @@ def test_servers_see_their_own_gpus_and_only_those_that_share_one_are_started_to
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     seats = [Seat((0, 1), is_shared=True), Seat((2, 3)), Seat((3,)), Seat((1,), is_shared=True)]
     engines = build(tiny, tmp_path, servers=2, memory_share=0.4, around={"seat": seats.__getitem__})
-    commands = [engine._server._command(8123) for engine in engines]
+    commands = [engine._server.command(8123) for engine in engines]
     assert ["--enable-sleep-mode" in command for command in commands] == [True, False]
     # What is planned beside the trainer is no limit elsewhere.
     assert ["--gpu-memory-utilization" in command for command in commands] == [True, False]
     assert [engine.sleeps for engine in engines] == [True, False]
-    seen = [engine._server._environment["CUDA_VISIBLE_DEVICES"] for engine in engines]
+    seen = [engine._server.environment["CUDA_VISIBLE_DEVICES"] for engine in engines]
     assert seen == (["GPU-a,GPU-b", "7,6"] if visible else ["0,1", "2,3"])
     joining = engines[0].another("")
-    assert joining._server._environment["CUDA_VISIBLE_DEVICES"] == ("6" if visible else "3")
+    assert joining._server.environment["CUDA_VISIBLE_DEVICES"] == ("6" if visible else "3")
     with pytest.raises(ValueError, match="has no GPU for another"):
         engines[0].another("")
     (alone,) = build(tiny, tmp_path, servers=1, memory_share=0.4)
-    assert "--gpu-memory-utilization" in alone._server._command(8123)
+    assert "--gpu-memory-utilization" in alone._server.command(8123)
 
 
 async def test_the_gpus_of_a_server_that_left_are_those_of_the_next_that_joins(tiny, tmp_path, monkeypatch):
@@ -293,9 +293,9 @@ async def test_the_gpus_of_a_server_that_left_are_those_of_the_next_that_joins(t
     engines = build(tiny, tmp_path, servers=2, options=options, memory_share=0.4, around={"seat": seats.__getitem__})
     await engines[0].close()
     again = engines[0].another("")
-    assert again._server._environment["CUDA_VISIBLE_DEVICES"] == "4"
+    assert again._server.environment["CUDA_VISIBLE_DEVICES"] == "4"
     # All that follows from its number, or from its place beside a rank, is as it was.
-    assert again._server._command(8123) == engines[0]._server._command(8123)
+    assert again._server.command(8123) == engines[0]._server.command(8123)
     assert again.sleeps
     with pytest.raises(IndexError):
         engines[0].another("")

@@ -39,7 +39,6 @@ class CacheBudget:
         self._auto = cache_tokens == "auto"
         self.most_tokens = sys.maxsize if cache_tokens == "auto" else cache_tokens
         """The key's bound, which no request may need more than."""
-        self.num_shortages = 0
         self._measured = self._lowered = sys.maxsize
         self._asked_for = 0
 
@@ -58,7 +57,6 @@ class CacheBudget:
 
     def fell_short(self, asked_for: int) -> None:
         """Memory ran out with a cache of `asked_for` tokens, or while it was made."""
-        self.num_shortages += 1
         self._asked_for, self._lowered = asked_for, asked_for // 2
 
     def recover(self) -> None:

@@ -135,7 +135,6 @@ class TransformersEngine:
         self._paused = False
         self._closed = False
         self._num_arrivals = 0
-        self._num_failed_passes = 0
         self._driver: asyncio.Task[None] | None = None
         self._news = threading.Event()
         # A trainer of this process queues work for the device far ahead, and in its stream each token would wait
@@ -199,17 +198,25 @@ class TransformersEngine:
         """How many tokens a running request has by now, for reports: it may be a step behind; else 0."""
         return 0 if self._closed else self._batch.num_made(request_id)
 
-    async def load_weights(self, weights: Weights, model_step: int) -> None:
+    async def load_weights(self, weights: Weights, model_step: int, *, config: "AdapterConfig | None" = None) -> None:
         """Copy these parameters between two forward passes; running requests keep their caches.
 
         Tied parameters may come under any of their names. Persistent buffers are optional. `LentTensors`
-        are used where they lie if they are of its dtype and device.
+        are used where they lie if they are of its dtype and device. With a `config` they are LoRA adapters, which are
+        merged into the starting weights.
 
         Raises:
             ValueError: a parameter is missing, unknown or of another shape; then nothing has changed.
+            BaseDiffersError, AdaptersRefusedError: see `forebay.engines.base`.
             RuntimeError: the engine is closed.
         """
-        await self._update(weights, model_step)
+        if self._closed:
+            raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
+        if config is not None and self._adapted is None:
+            raise AdaptersRefusedError("the engine was built to take no adapters")
+        await self._in_thread(self._load, weights, model_step, config)
+
+    load_adapters = load_weights
 
     @property
     def cache_tokens(self) -> int:
@@ -221,27 +228,13 @@ class TransformersEngine:
         """Whether `load_adapters` may be called."""
         return self._adapted is not None
 
-    async def load_adapters(self, adapters: Weights, model_step: int, *, config: AdapterConfig) -> None:
-        """Merge these adapters into the starting weights between two forward passes, as `load_weights` does.
-
-        Raises:
-            BaseDiffersError, AdaptersRefusedError, ValueError: see `forebay.engines.base`.
-            RuntimeError: the engine is closed.
-        """
-        await self._update(adapters, model_step, config)
-
     async def health(self) -> EngineHealth:
         """Whether it can serve, and how busy it is."""
-        troubles = {
-            "failed forward passes": self._num_failed_passes,
-            "times out of memory": 0 if self._closed else self._batch.budget.num_shortages,
-        }
         return EngineHealth(
             ok=not self._closed,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             model_step=self.model_step,
-            detail=", ".join(f"{count} {what}" for what, count in troubles.items() if count),
         )
 
     async def close(self) -> None:
@@ -273,14 +266,6 @@ class TransformersEngine:
         self._end(calls)
         if running := [call.ended for call in calls if not call.ended.done()]:
             await asyncio.wait(running)
-
-    async def _update(self, weights: Weights, model_step: int, adapters: "AdapterConfig | None" = None) -> None:
-        """Whole weights, or with their config adapters, between two forward passes."""
-        if self._closed:
-            raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
-        if adapters is not None and self._adapted is None:
-            raise AdaptersRefusedError("the engine was built to take no adapters")
-        await self._in_thread(self._load, weights, model_step, adapters)
 
     async def _in_thread(self, function: Any, *arguments: Any) -> None:
         """Run between two forward passes: the worker returns at the news and takes calls in turn."""
@@ -383,7 +368,6 @@ class TransformersEngine:
         return ended
 
     def _failed_pass(self, error: Exception) -> str:
-        self._num_failed_passes += 1
         logger.error("a forward pass failed", exc_info=error)
         return f"forward pass failed: {_describe(error)}"
 

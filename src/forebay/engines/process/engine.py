@@ -134,19 +134,15 @@ class ProcessEngine:
         """How many tokens a running request had half a second ago at the latest; else 0."""
         return 0 if self._child.link is None else self._child.link.made.get(request_id, 0)
 
-    async def load_weights(self, weights: Weights, model_step: int) -> None:
-        """Take over these parameters; engines that were given the same list share one hand-over."""
-        await self._load(weights, model_step)
+    async def load_weights(self, weights: Weights, model_step: int, *, config: "AdapterConfig | None" = None) -> None:
+        """Take over these parameters; engines that were given the same list share one hand-over.
 
-    async def load_adapters(self, adapters: Weights, model_step: int, *, config: AdapterConfig) -> None:
-        """As `load_weights`, with adapters on the starting weights: see `forebay.engines.base`."""
-        await self._load(adapters, model_step, config)
-
-    async def _load(self, weights: Weights, model_step: int, adapters: "AdapterConfig | None" = None) -> None:
+        With a `config` they are adapters on the starting weights: see `forebay.engines.base`.
+        """
         # The object names the hand-over, so a list must stay itself.
         given = weights if isinstance(weights, list | LiveWeights) else list(weights)
         try:
-            await self._hand_over.load(self._send_weights, given, model_step, adapters=adapters)
+            await self._hand_over.load(self._send_weights, given, model_step, adapters=config)
         except ValueError:
             # Refused, which changes nothing.
             raise
@@ -155,6 +151,8 @@ class ProcessEngine:
             self._is_behind = True
             raise
         self._is_behind = False
+
+    load_adapters = load_weights
 
     async def _send_weights(self, message: dict[str, Any]) -> bool:
         is_in_use: bool = await self._ask("load_weights", message)

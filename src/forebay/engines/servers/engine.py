@@ -231,39 +231,45 @@ class HTTPEngine:
                     await self._server.stop()
                 raise
 
-    async def load_weights(self, weights: Weights, model_step: int) -> None:
+    async def load_weights(self, weights: Weights, model_step: int, *, config: AdapterConfig | None = None) -> None:
         """Let the server load these parameters: from a folder, for all engines that share it, or live ones in buckets.
 
-        Running requests wait meanwhile and go on over the new weights.
+        Running requests wait meanwhile and go on over the new weights. With a `config` they are adapters on the
+        starting weights (`forebay.engines.base`): the server computes with them beside its weights, so log
+        probabilities are those of merged weights but for rounding.
 
         Raises:
+            BaseDiffersError: not known to be for the weights that the server has below adapters.
+            AdaptersRefusedError: the server cannot use such adapters; the server goes on as it was.
             EngineLost: the server is away, went away or refuses them; it loads the folder when it is back.
             ConfigError: they cannot be written; the server keeps what it has.
             RuntimeError: the engine is closed.
         """
-        await self._update(weights, model_step)
+        if config is not None:
+            # It refuses kinds of adapters that servers do not compute; it needs torch, as nothing else here.
+            from forebay.engines.weights.takeover import scale_of
+
+            scale_of(config)
+        if self.is_closed:
+            raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
+        written = await self._files.write(weights, model_step, adapters=config)
+        async with self._controlling(loading=model_step):
+            if self._state in (State.NEW, State.LOST, State.CLOSED):
+                raise EngineLost(f"{self}: {self._lost_because}")
+            self._enter(State.LOADING)
+            try:
+                # The folder of a load that waited long may be gone.
+                await self._load(self._files.current or written)
+            finally:
+                if self._state is State.LOADING:
+                    self._enter(State.UP)
+
+    load_adapters = load_weights
 
     @property
     def takes_adapters(self) -> bool:
         """Whether the server was started for adapters, and has refused none yet."""
         return self._weights.takes_adapters
-
-    async def load_adapters(self, adapters: Weights, model_step: int, *, config: AdapterConfig) -> None:
-        """As `load_weights`, with adapters on the starting weights: see `forebay.engines.base`.
-
-        The server computes with them beside its weights, so log probabilities are those of merged weights but
-        for rounding.
-
-        Raises:
-            BaseDiffersError: not known to be for the weights that the server has below adapters.
-            AdaptersRefusedError: the server cannot use such adapters; the server goes on as it was.
-            EngineLost, ConfigError, RuntimeError: as for `load_weights`.
-        """
-        # It refuses kinds of adapters that servers do not compute; it needs torch, as nothing else here.
-        from forebay.engines.weights.takeover import scale_of
-
-        scale_of(config)
-        await self._update(adapters, model_step, config)
 
     async def close(self) -> None:
         """End everything; stop the server if it was started here, else leave it unpaused."""
@@ -273,7 +279,7 @@ class HTTPEngine:
         self._enter(State.CLOSED, "the engine is closed")
         for stream in self._streams:
             stream.cut("abort")
-        await self._watch.quiet()
+        await self._watch.quiet.wait()
         await self._weights.sender.close()
         if self._server is not None:
             await self._server.stop()
@@ -407,27 +413,12 @@ class HTTPEngine:
                 stream.cut_leg()
         with contextlib.suppress(TimeoutError):
             async with timeout(_END_LIMIT_S):
-                await self._watch.quiet()
+                await self._watch.quiet.wait()
         for stream in streams:
             stream.cut_leg()
-        await self._watch.quiet()
+        await self._watch.quiet.wait()
 
     # Weights
-
-    async def _update(self, weights: Weights, model_step: int, adapters: AdapterConfig | None = None) -> None:
-        if self.is_closed:
-            raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
-        written = await self._files.write(weights, model_step, adapters=adapters)
-        async with self._controlling(loading=model_step):
-            if self._state in (State.NEW, State.LOST, State.CLOSED):
-                raise EngineLost(f"{self}: {self._lost_because}")
-            self._enter(State.LOADING)
-            try:
-                # The folder of a load that waited long may be gone.
-                await self._load(self._files.current or written)
-            finally:
-                if self._state is State.LOADING:
-                    self._enter(State.UP)
 
     async def _load(self, written: WrittenWeights) -> None:
         """Let the server take over weights; requests are interrupted, or held, and go on afterwards."""

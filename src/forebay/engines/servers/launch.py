@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from forebay.aio.tasks import beside
@@ -35,6 +36,7 @@ _TAIL_BYTES = 8192
 _STOP_LIMIT_S = server_guard.GRACE_S + 5
 
 
+@dataclass(eq=False, repr=False)
 class LocalServer:
     """A server process on this machine.
 
@@ -49,24 +51,17 @@ class LocalServer:
         server.url  # 'http://127.0.0.1:41723'
     """
 
-    def __init__(
-        self,
-        command: Callable[[int], Sequence[str]],
-        *,
-        log: Path,
-        environment: Mapping[str, str | None] | None = None,
-        start_limit_s: float = START_LIMIT_S,
-    ) -> None:
-        """`command` makes the command line for a port; `environment` is added to this process's own, less
-        what is None there.
-        """
-        self._command = command
-        self.log = log
-        """Its output; appended to by every start."""
-        self._environment = dict(environment or {})
-        self._start_limit_s = start_limit_s
-        self._process: asyncio.subprocess.Process | None = None
-        self._port = 0
+    command: Callable[[int], Sequence[str]]
+    """Makes the command line for a port."""
+    _: KW_ONLY
+    log: Path
+    """Its output; appended to by every start."""
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    """Variables that are added to this process's own, less what is None here."""
+    start_limit_s: float = START_LIMIT_S
+    """Seconds that it gets to be ready."""
+    _process: asyncio.subprocess.Process | None = field(default=None, init=False)
+    _port: int = field(default=0, init=False)
 
     @property
     def url(self) -> str:
@@ -88,10 +83,10 @@ class LocalServer:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        environment = {**os.environ, **self._environment}
+        environment = {**os.environ, **self.environment}
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, server_guard.__file__, *self._command(self._port)),
+                *(sys.executable, server_guard.__file__, *self.command(self._port)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -107,8 +102,8 @@ class LocalServer:
                     elapsed_s = loop.time() - began_s
                     if ended.done():
                         why = f"ended with exit code {ended.result()} after {elapsed_s:.0f} s"
-                    elif elapsed_s > self._start_limit_s:
-                        why = f"was not ready after {self._start_limit_s:.0f} s"
+                    elif elapsed_s > self.start_limit_s:
+                        why = f"was not ready after {self.start_limit_s:.0f} s"
                     else:
                         await asyncio.wait([ended], timeout=_ASK_EVERY_S)
                         continue

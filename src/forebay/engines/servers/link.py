@@ -92,18 +92,17 @@ class ServerLink:
         status = await self._status(self.dialect.alive, CONTROL_LIMIT_S)
         return status is not None and status < 500
 
-    async def reach(self, limit_s: float, on_start: Callable[[], None]) -> bool:
-        """Return once the server answers; whether it was started for that, which `on_start` is told before.
+    async def reach(self, limit_s: float, on_start: Callable[[], None]) -> None:
+        """Return once the server answers; `on_start` is called before one of this machine is started for that.
 
         Raises:
             EngineLost: it does not answer; one that others start has `limit_s` for that.
         """
         if not isinstance(self._server, str):
-            if self._server.is_running and await self._answers():
-                return False
-            on_start()
-            await self._server.start(self.is_ready)
-            return True
+            if not (self._server.is_running and await self._answers()):
+                on_start()
+                await self._server.start(self.is_ready)
+            return
         loop = asyncio.get_running_loop()
         until_s = loop.time() + limit_s
         while not await self._answers():
@@ -111,7 +110,6 @@ class ServerLink:
                 raise EngineLost(f"{self}: no server there that answers, for {limit_s:.0f} s")
             # A server that others run has no event for being back.
             await asyncio.sleep(_ASK_EVERY_S)
-        return False
 
     async def _answers(self) -> bool:
         return await self.is_healthy() and await self.is_alive()
@@ -311,14 +309,15 @@ class Watch:
         """When a token came, or reading began."""
         self._num_reading = 0
         self._watching: asyncio.Task[None] | None = None
-        self._quiet = asyncio.Event()
-        self._quiet.set()
+        self.quiet = asyncio.Event()
+        """Set while no answer is read."""
+        self.quiet.set()
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """While open, an answer is read."""
         self._num_reading += 1
-        self._quiet.clear()
+        self.quiet.clear()
         if self._watching is None:
             self.heard()
             self._watching = asyncio.create_task(self._watch())
@@ -327,17 +326,13 @@ class Watch:
         finally:
             self._num_reading -= 1
             if not self._num_reading:
-                self._quiet.set()
+                self.quiet.set()
                 self._watching.cancel()
                 self._watching = None
 
     def heard(self) -> None:
         """Note that something came."""
         self._heard_s = asyncio.get_running_loop().time()
-
-    async def quiet(self) -> None:
-        """Wait until no answer is being read."""
-        await self._quiet.wait()
 
     async def _watch(self) -> None:
         why = ""

@@ -29,7 +29,7 @@ import socket
 import uuid
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,7 @@ NUM_KEPT = 2
 """The current weights, and those that a slow server may still be reading; as many of adapters."""
 
 
+@dataclass(eq=False)
 class WeightFiles:
     """The weights that all servers of a run should have, as a model folder.
 
@@ -67,35 +68,27 @@ class WeightFiles:
         # PosixPath('/dev/shm/run/run-5f0c21aa/step_000007-1')
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        model_folder: Path,
-        *,
-        written_out: Mapping[str, str] | None = None,
-        starting_dtype: Precision | None = None,
-        bucket_device: str | None = None,
-    ) -> None:
-        """Write into `folder`, which is made with the first weights; config and tokenizer of `model_folder`
-        are put beside them, for servers that want a whole model.
+    folder: Path
+    """Made with the first weights."""
+    model_folder: Path
+    """Its config and tokenizer are put beside the weights, for servers that want a whole model."""
+    _: KW_ONLY
+    written_out: Mapping[str, str] = field(default_factory=dict)
+    """Weights that are another's under a second name, and are to be written all the same: see `shared_weights`."""
+    starting_dtype: Precision | None = None
+    """All servers begin with the weights in `model_folder`, held as this (``float32``, say); None: what they begin
+    with is not known."""
+    bucket_device: str | None = None
+    """Where all servers find live weights (``cpu``: shared memory); None: these are written, too."""
 
-        `written_out` names weights that are another's under a second name, and are to be written all the
-        same: see `shared_weights`. `starting_dtype` says that all servers begin
-        with the weights in `model_folder`, held as this (``float32``, say); None: what they begin with is not
-        known. `bucket_device` is where all servers find live weights (``cpu``: shared memory); None: these
-        are written, too.
-        """
-        self._written_out = dict(written_out or {})
-        self._folder = folder
-        self._model_folder = model_folder
+    def __post_init__(self) -> None:
         # So that a server with weights of the same step of another run does not pass for up to date.
         self._name = uuid.uuid4().hex[:8]
         self._part: _Part | None = None
         self._num_written = 0
         self.num_users = 0
         """Engines that use it; the last one that is closed deletes everything."""
-        self._start = WrittenWeights(0, model_folder, f"{self._name}-start", is_start=True)
-        self._starting_dtype, self.bucket_device = starting_dtype, bucket_device
+        self._start = WrittenWeights(0, self.model_folder, f"{self._name}-start", is_start=True)
         self._whole: list[WrittenWeights] = []
         self._adapters: list[WrittenWeights] = []
         self.current: WrittenWeights | None = None
@@ -132,8 +125,8 @@ class WeightFiles:
                 version = f"{self._name}-step_{model_step:06d}-{self._num_written}"
                 # A trainer in another process has its own.
                 make: Any = getattr(weights, "buckets", Buckets)
-                live = make(weights, self.bucket_device, written_out=self._written_out)
-                now = self.current = WrittenWeights(model_step, self._folder, version, live=live)
+                live = make(weights, self.bucket_device, written_out=self.written_out)
+                now = self.current = WrittenWeights(model_step, self.folder, version, live=live)
             self.changes.note()
             return now
         if self._writing is None or self._given[0] is not weights or self._given[1] != model_step:
@@ -178,7 +171,7 @@ class WeightFiles:
         # safetensors reports a full disk as an error of its own.
         except (OSError, SafetensorError) as error:
             raise ConfigError(
-                f"the weights of step {model_step} cannot be written to {str(self._folder)!r}: {error}; make "
+                f"the weights of step {model_step} cannot be written to {str(self.folder)!r}: {error}; make "
                 f"room there, or set the engine's weights_folder to another folder"
             ) from error
         version = f"{self._name}-{name}" if base is None else f"{base.version}+{name}"
@@ -192,7 +185,7 @@ class WeightFiles:
     def _base(self, config: AdapterConfig) -> WrittenWeights:
         """The whole weights that these adapters are for."""
         base = self._whole[-1] if self._whole else self._start
-        if base.is_start and self._starting_dtype is None:
+        if base.is_start and self.starting_dtype is None:
             raise BaseDiffersError(
                 "the weights that the servers began with are unknown; give them the starting weights first"
             )
@@ -200,8 +193,8 @@ class WeightFiles:
         if wanted is None:
             return base
         if (found := self._fingerprints.get(base.version)) is None:
-            dtype = self._starting_dtype if base.is_start else None
-            found = fingerprint(_stored(base.folder, dtype, leave_out=self._written_out))
+            dtype = self.starting_dtype if base.is_start else None
+            found = fingerprint(_stored(base.folder, dtype, leave_out=self.written_out))
             self._fingerprints[base.version] = found
         if wanted != found:
             raise BaseDiffersError(
@@ -214,7 +207,7 @@ class WeightFiles:
         from safetensors.torch import save_file
 
         if self._part is None:
-            self._part = _Part(self._folder, self._name)
+            self._part = _Part(self.folder, self._name)
         with made_whole(self._part.folder / name) as unfinished:
             if adapters is not None:
                 # Servers have no use for our own key, and their peft would warn of it.
@@ -222,7 +215,7 @@ class WeightFiles:
                 text = json.dumps(config, indent=2)
                 (unfinished / "adapter_config.json").write_text(text, encoding="utf-8")
             else:
-                for found in itertools.chain.from_iterable(map(self._model_folder.glob, _SMALL_FILES)):
+                for found in itertools.chain.from_iterable(map(self.model_folder.glob, _SMALL_FILES)):
                     if not found.match(_WEIGHT_INDEX):
                         shutil.copyfile(found, unfinished / found.name)
             for file, part in self._parts(weights, is_whole=adapters is None):
@@ -234,7 +227,7 @@ class WeightFiles:
         from forebay.engines.weights.buckets import Buckets, split
 
         if isinstance(weights, LiveWeights):
-            buckets, memory = Buckets(weights, "cpu", written_out=self._written_out), None
+            buckets, memory = Buckets(weights, "cpu", written_out=self.written_out), None
             for number in range(len(buckets)):
                 bucket = buckets.fill(number, memory)
                 memory = bucket.memory
@@ -246,7 +239,7 @@ class WeightFiles:
         if not is_whole:
             yield "adapter_model.safetensors", kept
             return
-        kept |= {name: kept[source].clone() for name, source in self._written_out.items()}
+        kept |= {name: kept[source].clone() for name, source in self.written_out.items()}
         for number, layout in enumerate(split(kept.items())):
             file = f"model-{number:05}.safetensors" if number else "model.safetensors"
             yield file, {name: kept[name] for name, *_ in layout}

@@ -10,7 +10,6 @@ import json
 import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -71,12 +70,6 @@ def add_lora(
 def is_lora(model: nn.Module) -> bool:
     """Whether `model` came from `add_lora`."""
     return hasattr(model, "peft_config")
-
-
-def adapters_off(model: Any) -> AbstractContextManager[None]:
-    """While open, `model` computes what it computed before `add_lora`."""
-    context: AbstractContextManager[None] = model.disable_adapter()
-    return context
 
 
 def without_adapters(model: Any) -> nn.Module:

@@ -126,10 +126,10 @@ class RankedLearner:
         """Every adapter weight by name: a copy on the CPU."""
         return iter(self._call("adapters")[0].items())
 
-    def offload(self, *, weights: bool) -> None:
+    def offload(self, weights: bool) -> None:
         """Move every rank's moments to the host's memory."""
         assert not weights, "they are slices that FSDP holds; a run file that asks for it is refused"
-        self._call("offload")
+        self._call("offload", weights)
 
     def onload(self) -> None:
         """Move back to the devices what `offload` moved."""

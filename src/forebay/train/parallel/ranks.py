@@ -396,7 +396,7 @@ def serve(channels: Sequence[BlockingChannel]) -> None:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 method, arguments = receive(channel)
-                call = start if method == START else getattr(worker, method)
+                call = start if method == START else partial(worker.call, method)
                 reply = _attempt(partial(call, *arguments))
                 records, logged.buffer = logged.buffer, []
                 send(channel, reply | {"warnings": [record.getMessage() for record in records]})

@@ -11,8 +11,7 @@ anything else that can construct it and call its methods (an actor) can host it 
       .build(settings)             -> a Learner of these
       .token_values, .update       -> results for the rank's own sequences, of the whole batch
       .copy_weights                -> the rank's blocks of the weights, in memory that engines map; or all of them
-      .offload, .onload            moments to the host's memory, and back
-      .begin_save, .finish_save, .begin_resume, .finish_resume
+      .call                        one of these by its name, or one of the learner's: offload, begin_save, ...
 
 Every method but the constructor is called on all ranks, with the same name and in the same order, because
 they meet in collective operations; but not in those that read, `load` and `begin_resume`: a slow disk makes
@@ -22,7 +21,6 @@ no operation of others run out of time. All return; what differs by rank is said
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,6 +69,11 @@ class RankWorker:
         self._ranks = self.device.type, world_size
         self.learner: Learner
         """The rank's slice of the trainer, from `build` on."""
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """A method of this class, or one that only its learner has."""
+        owner = self if hasattr(type(self), method) else self.learner
+        return getattr(owner, method)(*arguments)
 
     def meet(self, config: Mapping[str, Any]) -> None:
         """Let go of an earlier trainer, whose memory is needed, and make the groups of the ranks."""
@@ -140,14 +143,6 @@ class RankWorker:
         """`Learner.update`; an `Update` as a dict, with the columns of the rank's own sequences."""
         return self.learner.update(TrainBatch.from_plain(batch, images), train_step)._asdict()
 
-    def offload(self) -> None:
-        """Move this rank's moments to the host's memory."""
-        self.learner.offload(weights=False)
-
-    def onload(self) -> None:
-        """Move them back to its device."""
-        self.learner.onload()
-
     def copy_weights(
         self, layout: Layout, merged: bool, again: bool, are_apart: bool, path: str, inode: int, num_bytes: int
     ) -> None:
@@ -166,22 +161,6 @@ class RankWorker:
         """Copies of the adapters' weights, whole, on the CPU; rank 0 alone has them."""
         gathered_weights = {name: value.to("cpu", copy=True) for name, value in self.learner.adapters()}
         return gathered_weights if self.rank == 0 else None
-
-    def begin_save(self, folder: str, train_step: int) -> None:
-        """`Learner.begin_save`: every rank copies what it will write."""
-        self.learner.begin_save(Path(folder), train_step)
-
-    def finish_save(self) -> None:
-        """`Learner.finish_save`: wait until this rank's files are written; for a thread of its own."""
-        self.learner.finish_save()
-
-    def begin_resume(self, folder: str) -> None:
-        """Read what `save` wrote, with any number of ranks; this one waits for no other."""
-        self.learner.begin_resume(Path(folder))
-
-    def finish_resume(self) -> int:
-        """Use it; the number of completed train steps."""
-        return self.learner.finish_resume()
 
     def missing(self, sizes: Mapping[str, int]) -> str | None:
         """The first of these files that this rank's machine does not see with that size."""

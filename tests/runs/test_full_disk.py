@@ -17,7 +17,7 @@ from test_colocated_run import config as run_config
 from test_colocated_run import losses
 from typer.testing import CliRunner
 
-from forebay.cli import app
+from forebay.cli.commands import app
 from forebay.config import ConfigError
 from forebay.io.safe_files import DiskError, disk_errors_named
 from forebay.ledger.journal import Journal

@@ -14,7 +14,6 @@ know; see `forebay.fragments.store.collector`.
 import itertools
 import os
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +60,6 @@ class FragmentStore:
         self._ids = (f"{prefix}{number:016x}" for number in itertools.count())
         self._schemas: dict[bytes, Schema] = {}
         """The schemas that are known to be in the table."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(FragmentStore, max_bytes=self._max_bytes), (self.path,)
 
     def add_fragment(self, fragment: SampleFragment) -> str:
         """Keep `fragment`; its id."""

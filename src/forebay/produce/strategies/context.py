@@ -78,14 +78,9 @@ class ProduceContext:
         """Groups of this task that should be available, counted since the start.
 
         Raises:
-            KeyError: the progress does not know the task; so for `consumed`.
+            KeyError: the progress does not know the task.
         """
         return self.progress.target_samples[self.task_name]
-
-    @property
-    def consumed(self) -> int:
-        """Groups of this task that the consumer has taken."""
-        return self.progress.consumed_samples[self.task_name]
 
     def should_abort(self) -> bool:
         """Whether a pause was requested."""
@@ -99,7 +94,7 @@ class ProduceContext:
         """Groups consumed so far plus COMPLETED ones in the buffer."""
         completed = await self.replay_buffer.count(self.task_name, Status.COMPLETED)
         # Read after the count: a batch that is taken meanwhile moves from one number to the other.
-        return self.consumed + completed
+        return self.progress.consumed_samples[self.task_name] + completed
 
     async def sample_group(self, *, from_expired_pool: bool) -> Group:
         """The next group to generate: an interrupted one first, else the next prompt of the dataset.

@@ -73,8 +73,7 @@ class StallWatch:
     """The register that a report takes the hanging activities from."""
     _: KW_ONLY
     warn_after_s: float = 60.0
-    fail_after_s: float | None = 600.0
-    """None only warns."""
+    fail_after_s: float = 600.0
     describe: Callable[[Activity], str] | None = None
     """More about an activity for the report ("412 tokens")."""
     progress: Callable[[], int] | None = None
@@ -84,8 +83,7 @@ class StallWatch:
     """For the report: the names of what should do the work and is lost, or starts; empty without any."""
 
     def __post_init__(self) -> None:
-        self._limit_s = math.inf if self.fail_after_s is None else self.fail_after_s
-        if not 0 < self.warn_after_s < self._limit_s:
+        if not 0 < self.warn_after_s < self.fail_after_s:
             raise ValueError(
                 f"warn_after_s must be positive and fail_after_s longer, got {self.warn_after_s}, {self.fail_after_s}"
             )
@@ -157,11 +155,11 @@ class StallWatch:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        at_s = self._since_s + (self._limit_s if self.has_warned else self.warn_after_s)
+        at_s = self._since_s + (self.fail_after_s if self.has_warned else self.warn_after_s)
         if self.has_warned and self.progress is not None:
             # Between the warning and the failure, too: what goes on again is told before it is late.
             at_s = min(at_s, loop_time() + self.warn_after_s)
-        if self._waiting and at_s < math.inf:
+        if self._waiting:
             self._timer = asyncio.get_running_loop().call_at(at_s, self._look)
 
     def _has_grown(self) -> bool:
@@ -179,7 +177,7 @@ class StallWatch:
         self._timer = None
         if self._has_grown():
             self.progressed()
-        elif reached_s >= self._since_s + self._limit_s:
+        elif reached_s >= self._since_s + self.fail_after_s:
             self._failure = self.report()
             logger.error("%s", self._failure)
             # A task that begins to wait from now on starts a count of its own.

@@ -74,9 +74,9 @@ class StallWatch:
     _: KW_ONLY
     warn_after_s: float = 60.0
     fail_after_s: float = 600.0
-    describe: Callable[[Activity], str] | None = None
+    describe: Callable[[Activity], str] = lambda activity: ""
     """More about an activity for the report ("412 tokens")."""
-    progress: Callable[[], int] | None = None
+    progress: Callable[[], int] = int
     """A number that grows with the work done and never falls (tokens made so far): asked when the first
     begins to wait and every `warn_after_s` from then on, not more often."""
     away: Callable[[], str] = str
@@ -147,7 +147,7 @@ class StallWatch:
     def _words(self, activity: Activity) -> str:
         known_stage = STAGES.get(activity.stage)
         template = known_stage.report if known_stage else f"{{name}} in stage {activity.stage}"
-        known = (self.describe(activity) if self.describe is not None else "") or activity.note
+        known = self.describe(activity) or activity.note
         words = template.format(name=activity.name)
         return f"{words} for {self.activities.age_s(activity):.0f} s" + (f" ({known})" if known else "")
 
@@ -156,7 +156,7 @@ class StallWatch:
             self._timer.cancel()
             self._timer = None
         at_s = self._since_s + (self.fail_after_s if self.has_warned else self.warn_after_s)
-        if self.has_warned and self.progress is not None:
+        if self.has_warned:
             # Between the warning and the failure, too: what goes on again is told before it is late.
             at_s = min(at_s, loop_time() + self.warn_after_s)
         if self._waiting:
@@ -164,8 +164,6 @@ class StallWatch:
 
     def _has_grown(self) -> bool:
         """Whether there is more progress than when this was asked last."""
-        if self.progress is None:
-            return False
         before, self._seen_progress = self._seen_progress, self.progress()
         return self._seen_progress > before
 

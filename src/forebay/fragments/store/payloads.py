@@ -105,7 +105,7 @@ class FragmentStore:
                 transaction.put(schema_id, schema.text, db=self._schema_table)
             cursor = transaction.cursor(self._payloads)
             # One after the other: the bytes of each are let go before those of the next are joined.
-            pairs = ((fragment_id.encode(), one.payload) for fragment_id, one in zip(ids, packed, strict=True))
+            pairs = ((fragment_id.encode(), b"".join(one.parts)) for fragment_id, one in zip(ids, packed, strict=True))
             _, added = cursor.putmulti(pairs, overwrite=False)
             assert added == len(ids), "an id was used twice"
         # Only now: a transaction that failed has stored no schema.

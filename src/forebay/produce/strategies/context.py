@@ -63,7 +63,7 @@ class ProduceContext:
     is_valid_sample_fn: IsValidSampleFn = default_is_valid_sample_fn
     stale_threshold: int | None = None
     ledger: Ledger = field(default_factory=Ledger)
-    on_group: GroupCallback | None = None
+    on_group: GroupCallback = lambda *_: None
     activities: Activities = field(default_factory=Activities)
     rules: GroupRules | None = None
     """The demands of a run on its groups; None: they are stored as they are."""
@@ -176,8 +176,7 @@ class ProduceContext:
                 tags=book_tags(group, **entry),
             )
         self.progress.add_produced(self.task_name, samples=len(generated), tokens=tokens)
-        if self.on_group is not None:
-            self.on_group(self.task_name, group)
+        self.on_group(self.task_name, group)
         # A put that finds it too stale expires every member.
         return is_completed and group[0].status is Status.COMPLETED
 

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from forebay.cli import app
 from forebay.cli.buffer import still_there
+from forebay.cli.commands import app
 from forebay.cli.source import open_database
 from forebay.cli.views import group_view, histogram, plain, version_spans
 from forebay.io.address import hide_password

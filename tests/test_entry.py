@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import forebay
-from forebay.cli import app
+from forebay.cli.commands import app
 from forebay.config import ConfigError
 from forebay.produce import Prompt
 

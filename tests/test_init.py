@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from forebay.cli import app
+from forebay.cli.commands import app
 from forebay.cli.init import find_starts, write_start
 from forebay.config import ConfigError
 

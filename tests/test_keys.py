@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from forebay.cli import app
+from forebay.cli.commands import app
 from forebay.cli.keys import find_keys
 from forebay.config import ConfigError
 from key_reference import reference

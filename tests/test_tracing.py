@@ -6,11 +6,13 @@ import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.watching import trace
 from forebay.watching.activity import Span
 from forebay.watching.trace import write_trace
 
@@ -82,7 +84,8 @@ def test_lanes_never_overlap_and_are_as_many_as_are_needed(tmp_path_factory, see
         for i in range(rng.randrange(1, 40))
     ]
     path = tmp_path_factory.mktemp("trace") / "trace.json"
-    write_trace(path, sorted(spans), max_lanes=4)
+    with patch.object(trace, "MAX_LANES", 4):
+        write_trace(path, sorted(spans))
     found = bars(path)
     most_at_once = max(
         sum(other.stage == one.stage and other.start_s <= one.start_s < other.end_s for other in spans)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from forebay.cli import app
+from forebay.cli.commands import app
 from forebay.ledger import Ledger
 from forebay.replay import ReplayBuffer, StalenessReplayPolicy
 from forebay.types import Status

@@ -1,8 +1,11 @@
 """How failures are told: where a user's own code raised, and the exit status after Ctrl-C."""
 
 import os
+import signal
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 INTERRUPTED = 130
@@ -29,3 +32,18 @@ def raised_at(error: BaseException) -> str | None:
         if not frame.filename.startswith(_NOT_THE_USERS):
             return f"{frame.filename}, line {frame.lineno}"
     return None
+
+
+@contextmanager
+def left_by_ctrl_c() -> Iterator[None]:
+    """Ctrl-C ends the process at once, with one line: for loading libraries, some of which swallow an interrupt."""
+
+    def leave(*_: object) -> None:
+        os.write(2, b"stopped\n")
+        os._exit(INTERRUPTED)
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

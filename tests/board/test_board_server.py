@@ -594,7 +594,7 @@ def test_a_folder_without_a_run_is_one_sentence(tmp_path):
 def test_a_port_that_is_none_is_refused_in_a_sentence(tmp_path):
     from typer.testing import CliRunner
 
-    from forebay.cli import app
+    from forebay.cli.commands import app
 
     made = CliRunner().invoke(app, ["board", str(tmp_path), "--port", "65536"])
     assert made.exit_code == 2

@@ -15,7 +15,7 @@ import pytest
 from environment_factory import pid_of, small_run
 from typer.testing import CliRunner
 
-from forebay.cli import app
+from forebay.cli.commands import app
 from forebay.config import ConfigError
 from forebay.environments import run as run_module
 from forebay.environments.config import FragmentRunConfig

@@ -16,7 +16,7 @@ async def test_a_fragment_is_served_with_its_index_and_its_payload(make, store):
     assert batch == [(FragmentIndex("w", 0), fragment_id)]
     assert isinstance(batch.lease, Lease)
     assert batch.staleness == [0]
-    assert store.get_fragment(fragment_id).index == FragmentIndex("w", 0)
+    assert store.get_fragment(fragment_id).fid_in_worker == 0
     assert await buffer.prepared_fragments() == batch
     assert (await buffer.prepared_fragments()).lease == batch.lease
 

@@ -39,7 +39,7 @@ def same(left, right):
 
 def round_trip(fragment):
     packed = pack(fragment)
-    return unpack(np.frombuffer(packed.payload, np.uint8), packed.schema)
+    return unpack(np.frombuffer(b"".join(packed.parts), np.uint8), packed.schema)
 
 
 @given(TREES)
@@ -51,7 +51,7 @@ def test_a_fragment_comes_back_as_it_was(tree):
 
 def test_arrays_look_into_the_payload():
     packed = pack(make_fragment())
-    memory = np.frombuffer(packed.payload, np.uint8)
+    memory = np.frombuffer(b"".join(packed.parts), np.uint8)
     obs = unpack(memory, packed.schema).obs
     assert np.shares_memory(obs, memory)
     assert obs.ctypes.data % 16 == 0
@@ -74,7 +74,7 @@ def test_tensors_come_back_as_arrays():
 def test_a_stack_has_a_leading_axis(count, array):
     fragments = [make_fragment(fid=i, obs={"a": array}, action=np.full((2, 3), i)) for i in range(count)]
     packed = [pack(fragment) for fragment in fragments]
-    batch = stack([np.frombuffer(one.payload, np.uint8) for one in packed], packed[0].schema)
+    batch = stack([np.frombuffer(b"".join(one.parts), np.uint8) for one in packed], packed[0].schema)
     expected = np.empty((count, *array.shape), array.dtype)
     expected[:] = array
     assert same(batch.obs["a"], expected)

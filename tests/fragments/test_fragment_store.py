@@ -1,6 +1,5 @@
 """The store: whole or not at all, shared by processes, bounded."""
 
-import pickle
 import subprocess
 import sys
 import threading
@@ -41,7 +40,7 @@ def test_what_is_added_is_there_until_it_is_deleted(make_store):
 
 def test_stores_on_one_folder_are_one_store(make_store):
     (fragment_id,) = make_store().add_fragments([make_fragment(fid=3)])
-    assert pickle.loads(pickle.dumps(make_store())).get_fragment(fragment_id).fid_in_worker == 3
+    assert make_store().get_fragment(fragment_id).fid_in_worker == 3
 
 
 def test_another_process_reads_and_writes_the_same_fragments(make_store):

@@ -93,7 +93,7 @@ async def test_a_judge_that_exits_fails_its_rollout_and_not_the_run(function) ->
     assert "SystemExit" in group[0].error_msg
 
 
-@pytest.mark.parametrize("verdict", [float("nan"), "much", {"scores": 1}, None])
+@pytest.mark.parametrize("verdict", [float("nan"), "much", "0.5", b"1", {"score": "1"}, {"scores": 1}, None])
 async def test_a_verdict_that_is_no_finite_score_fails_the_rollout(verdict) -> None:
     state = completed()
     await FunctionJudge(lambda state: verdict).judge(state)

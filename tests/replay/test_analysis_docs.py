@@ -10,7 +10,7 @@ import pytest
 from replay_factory import make_group
 from typer.testing import CliRunner
 
-from forebay.cli import app
+from forebay.cli.commands import app
 from forebay.replay import SyncReplayBufferConfig
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from replay_factory import make_group, make_row, refusal, statements, uids
 from typer.testing import CliRunner
 
-from forebay.cli import app
 from forebay.cli.buffer import parse_json_query
+from forebay.cli.commands import app
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, NaiveStorage, ReplayBuffer, SQLStorage, parse_query
 from forebay.replay.query import QUERY_FIELDS
 from forebay.types import Status

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from replay_factory import make_group
 from typer.testing import CliRunner
 
-from forebay.cli import app
+from forebay.cli.commands import app
 from forebay.io.address import hide_password
 from forebay.replay import FIFOReplayPolicy, ReplayBuffer, SQLStorage
 

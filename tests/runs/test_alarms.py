@@ -223,7 +223,7 @@ def never(state):
 def test_a_run_that_cannot_learn_says_so_in_the_terminal_the_metrics_and_its_replay(tmp_path, capsys, monkeypatch):
     from typer.testing import CliRunner
 
-    from forebay.cli import app
+    from forebay.cli.commands import app
 
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     task = {**table()["tasks"][0], "judge": {"name": "test_alarms:never"}, "sample": {"max_tokens": 1}}

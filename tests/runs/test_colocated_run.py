@@ -543,7 +543,7 @@ def load_back(text):
 def test_the_command_line(tmp_path):
     from typer.testing import CliRunner
 
-    from forebay.cli import app
+    from forebay.cli.commands import app
 
     run_file = tmp_path / "run.toml"
     run_file.write_text(to_toml(config(tmp_path / "out")))
@@ -571,7 +571,7 @@ def test_the_command_line(tmp_path):
 def test_functions_beside_the_user_are_found_and_a_bad_judge_fails_the_dry_run(tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
-    from forebay.cli import app
+    from forebay.cli.commands import app
 
     (tmp_path / "my_judges.py").write_text("def half(state):\n    return 0.5\n")
     run_file = tmp_path / "run.toml"

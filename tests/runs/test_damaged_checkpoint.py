@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_colocated_run import config as run_config
 from typer.testing import CliRunner
 
-from forebay.cli import app
+from forebay.cli.commands import app
 from forebay.config import ConfigError
 from forebay.runs import launch as launching
 from forebay.runs.folder import list_checkpoints, saved_config, step_of

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.agents import SingleTurnAgentLoop
-from forebay.cli import app
+from forebay.cli.commands import app
 from forebay.config import parse_config
 from forebay.ledger import Ledger
 from forebay.metrics import read_jsonl

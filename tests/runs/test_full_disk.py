@@ -17,12 +17,13 @@ from test_colocated_run import config as run_config
 from test_colocated_run import losses
 from typer.testing import CliRunner
 
-from forebay.cli import app
+from forebay.cli.commands import app
 from forebay.config import ConfigError
 from forebay.io.safe_files import DiskError, disk_errors_named
 from forebay.ledger.journal import Journal
 from forebay.replay import SQLStorage, StoreBusy
 from forebay.replay.stores.sql import connections
+from forebay.runs import steps
 from forebay.runs.config import to_toml
 from forebay.runs.folder import list_checkpoints, saved_config
 from forebay.runs.launch import launch
@@ -122,6 +123,34 @@ def test_an_error_of_the_runs_sqlite_file_names_it(tmp_path, monkeypatch, kind, 
         file.write_bytes(content)
         with pytest.raises(ConfigError, match=f"{file}.*' cannot be opened: .*{name}"):
             asyncio.run(launch(saved_config(config.folder), resume=config.folder))
+
+
+@pytest.mark.parametrize("becomes", ["nothing", "a folder", "other text"])
+def test_a_ledger_that_is_moved_under_the_run_is_named_and_the_run_goes_on_later(tmp_path, monkeypatch, becomes):
+    config, report = small_run(tmp_path), steps.report
+    file = config.folder / "ledger.jsonl"
+
+    def disturb(run, train_step, *rest):
+        report(run, train_step, *rest)
+        if train_step == 2:
+            file.rename(tmp_path / "moved")
+            if becomes == "a folder":
+                file.mkdir()
+            elif becomes == "other text":
+                file.write_text("hello\n" * 500)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(steps, "report", disturb)
+        with pytest.raises(DiskError) as caught:
+            asyncio.run(launch(config))
+    assert "\n" not in str(caught.value)
+    assert f"the ledger {str(file)!r} was moved or changed during the run: " in str(caught.value)
+    assert f"go on from it with --resume {config.folder}" in str(caught.value)
+    if becomes == "a folder":
+        file.rmdir()
+    (tmp_path / "moved").rename(file)
+    asyncio.run(launch(saved_config(config.folder), resume=config.folder))
+    assert max(losses(config.folder)) == 3
 
 
 BUSY = StoreBusy("another process has kept 'buffer.db-turn' locked")

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from forebay.cli import app
+from forebay.cli.commands import app
 from forebay.config import parse_config
 from forebay.engines.base import request_seed
 from forebay.metrics import read_jsonl

@@ -23,7 +23,7 @@ import forebay
 from forebay.agents.single_turn import SingleTurnAgentLoop
 from forebay.board.export import write_report
 from forebay.board.server import ANSWERS, Board
-from forebay.cli import app
+from forebay.cli.commands import app
 from forebay.config import ConfigError, load_config
 from forebay.io.address import hide_password
 from forebay.ledger import Ledger

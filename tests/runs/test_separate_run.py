@@ -13,7 +13,7 @@ from multiprocessing import active_children
 import pytest
 from typer.testing import CliRunner
 
-from forebay.cli import app
+from forebay.cli.commands import app
 from forebay.config import ConfigError, parse_config
 from forebay.engines import EngineLost
 from forebay.ledger import Ledger

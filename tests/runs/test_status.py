@@ -41,7 +41,7 @@ def build_status(activities=None, *, tasks=("math",), **options):
     manager = AgentLoopManager(
         task_runners=runners,
         replay_buffer=AsyncReplayBufferConfig().build(),
-        stall_watch=StallWatch(activities, warn_after_s=WARN_AFTER_S, fail_after_s=None),
+        stall_watch=StallWatch(activities, warn_after_s=WARN_AFTER_S, fail_after_s=9e9),
         activities=activities,
     )
     status = RunStatus(

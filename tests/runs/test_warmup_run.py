@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from test_colocated_run import losses, run_table
 from typer.testing import CliRunner
 
-from forebay.cli import app
+from forebay.cli.commands import app
 from forebay.metrics import read_jsonl
 
 

@@ -4,7 +4,7 @@ import pytest
 from simulated_runs import cluster, run_table
 from typer.testing import CliRunner
 
-from forebay.cli import app
+from forebay.cli.commands import app
 from forebay.config import ConfigError
 from forebay.simulation.sweep import combine, parse_axis, rank, run_cases
 

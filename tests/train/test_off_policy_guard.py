@@ -84,13 +84,16 @@ def test_what_is_not_in_the_bands_is_not_watched():
     assert set(actions(OffPolicyGuard("stop", {"ess_sequence": 0.1}), [row] * 9)) == {"none"}
 
 
-@pytest.mark.parametrize(("name", "bound"), [("ess", 0.5), ("clip_share", 0.0), ("clip_share", math.nan)])
-def test_a_band_that_is_none_is_one_sentence(name, bound):
-    said = (
-        f"a band is a number above 0 for ess_token, ess_sequence, mismatch_kl, clip_share, not {{{name!r}: {bound}}}"
-    )
+WRONG = [("ess", 0.5), ("clip_share", 0.0), ("clip_share", math.nan), ("clip_share", None), ("clip_share", "0.1")]
+
+
+@pytest.mark.parametrize(
+    ("bands", "wrong"), [(None, None), *(({"mismatch_kl": 0.1, name: bound}, {name: bound}) for name, bound in WRONG)]
+)
+def test_a_band_that_is_none_is_one_sentence(bands, wrong):
+    said = f"a band is a number above 0 for ess_token, ess_sequence, mismatch_kl, clip_share, not {wrong}"
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
-        OffPolicyGuard("warn", {"mismatch_kl": 0.1, name: bound})
+        OffPolicyGuard("warn", bands)
 
 
 def test_a_restored_guard_goes_on_where_it_was():

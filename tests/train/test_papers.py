@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from forebay.cli import app
+from forebay.cli.commands import app
 from forebay.train import TrainConfig, TrainController
 from forebay.train.presets import PAPERS, differences
 

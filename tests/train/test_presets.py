@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from forebay.cli import app
+from forebay.cli.commands import app
 from forebay.config import parse_config
 from forebay.runs.config import RunConfig
 from forebay.train import TrainConfig

@@ -1,5 +1,3 @@
 """The ``forebay`` command: `commands` has those that are small or start a run; others have files of their own."""
 
-from forebay.cli.commands import app, main
-
-__all__ = ["app", "main"]
+from forebay.cli.start import main as main

@@ -24,9 +24,7 @@ Errors a person can mend are one message and exit status 2; an interrupted run e
 
 import asyncio
 import contextlib
-import gc
 import shlex
-import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -44,7 +42,7 @@ from forebay.cli.errors import MARKUP, Overrides, one_message, say
 from forebay.config import ConfigError, load_config, read_toml
 from forebay.runs.config import RunConfig, load_ranks, to_toml
 from forebay.runs.folder import RUN_FILE, list_checkpoints, saved_as
-from forebay.tracebacks import INTERRUPTED
+from forebay.tracebacks import INTERRUPTED, left_by_ctrl_c
 from forebay.train import presets
 from forebay.train.parallel.place import find_place
 
@@ -241,19 +239,6 @@ app.command(name="keys")(keys.show_keys)
 app.command(name="init")(init_cli.init)
 
 
-def main() -> None:
-    """The entry point of the ``forebay`` command."""
-    # With Python's own, 700, it visits the objects of torch and transformers again and again as they are loaded.
-    gc.set_threshold(50_000, 20, 20)
-    try:
-        app()
-    except SystemExit as end:
-        if end.code == INTERRUPTED:
-            # A second Ctrl-C would only print what the libraries think of it while they close.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-        raise
-
-
 def _train(run_file: Path | None, overrides: list[str], dry_run: bool, resume: Path | None, **how: bool) -> None:
     """Begin or go on; `how` are ``overwrite`` and ``without_groups``, as of `launch`."""
     if resume is not None and how.get("overwrite"):
@@ -277,12 +262,13 @@ def _train(run_file: Path | None, overrides: list[str], dry_run: bool, resume: P
             _show_plan_here(config, Console(stderr=True))
         return
     if isinstance(config, RunConfig):
-        load_ranks(config)
-        # Late: they load torch and transformers, which most commands do without.
-        from forebay.plan.estimate import fit_memory
-        from forebay.runs.launch import launch
+        with left_by_ctrl_c():
+            load_ranks(config)
+            # Late: they load torch and transformers, which most commands do without.
+            from forebay.plan.estimate import fit_memory
+            from forebay.runs.launch import launch
 
-        config, warning = fit_memory(config)
+            config, warning = fit_memory(config)
         if warning is not None:
             say(f"warning: {warning}")
         last_line, interrupted = asyncio.run(launch(config, resume=resume, **how))

@@ -128,15 +128,11 @@ class ReplayBufferActor:
         ids = [fragment_id for fragment_id, _ in fragments]
         self._arriving.update(ids)
         try:
-            if self._rules.rate_limit is None:
+            # With a rate limit each may be the one after which readers come first.
+            for some in [fragments] if self._rules.rate_limit is None else [[each] for each in fragments]:
+                await self._writers.wait(self._may_insert)
                 with self._change():
-                    self._state.add(fragments, self._now_s())
-            else:
-                for fragment in fragments:
-                    # Each may be the one after which readers come first.
-                    await self._writers.wait(self._may_insert)
-                    with self._change():
-                        self._state.add([fragment], self._now_s())
+                    self._state.add(some, self._now_s())
         finally:
             self._arriving.difference_update(ids)
         every, added = self._fragments_per_report, self._state.meta.tallies.added

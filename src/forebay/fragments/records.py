@@ -57,7 +57,7 @@ class SampleFragment:
     ...     obs=np.zeros((8, 4), np.float32), action=np.zeros(8, np.int64), next_done=np.zeros(8, np.bool_),
     ...     reward=np.ones(8, np.float32), first=np.zeros(8, np.bool_), in_state=[], worker_uuid="worker-0",
     ...     fid_in_worker=7, next_obs=np.zeros(4, np.float32), logprobs=np.zeros(8, np.float32))
-    >>> fragment.index.fid_in_worker
+    >>> fragment.fid_in_worker
     7
     """
 
@@ -85,8 +85,3 @@ class SampleFragment:
     """[T] int64: of the weights that chose each action."""
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Anything else a trainer wants of these steps, by name."""
-
-    @property
-    def index(self) -> FragmentIndex:
-        """Its place in the worker's stream."""
-        return FragmentIndex(self.worker_uuid, self.fid_in_worker)

@@ -234,6 +234,9 @@ def checked_reward(verdict: Verdict) -> dict[str, Any]:
     if "score" not in reward:
         raise ValueError(f"the verdict has no 'score', only {sorted(reward)}")
     try:
+        # `float` would read text, which a judge has to read itself.
+        if isinstance(reward["score"], str | bytes):
+            raise TypeError
         score = float(reward["score"])
     except (TypeError, ValueError):
         raise TypeError(

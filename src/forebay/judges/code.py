@@ -120,9 +120,7 @@ class CodeJudge(Judge):
             num_passed = sum(f"{word} {number}" in said for number in range(len(codes)))
             if num_passed < len(codes) and not self._partial_credit:
                 return num_passed
-        for test in tests:
-            if isinstance(test, str):
-                continue
+        for test in (test for test in tests if not isinstance(test, str)):
             if spent_s >= self._program_s:
                 break
             result = await self._sandbox.run_python(program, stdin=test["input"])

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forebay.io.safe_files import DamagedError, check, publish, unfinished, write_json
+from forebay.io.safe_files import DamagedError, DiskError, check, publish, unfinished, write_json
 from forebay.ledger import histories as books
 from forebay.ledger.journal import RESTARTED, START, Journal, Place, WentBack, read_events
 
@@ -255,12 +255,16 @@ class Ledger:
         a file nothing is kept.
 
         Raises:
-            OSError: the disk takes no more.
+            OSError: the disk takes no more, or somebody has moved or changed the file.
         """
         if self._journal is None:
             return
         path, place = self._journal.path, (state["num_bytes"], state["num_events"])
-        read = _read_kept(path, place) or self.read(path, num_bytes=place[0], num_events=place[1])
+        try:
+            read = _read_kept(path, place) or self.read(path, num_bytes=place[0], num_events=place[1])
+        except (FileNotFoundError, IsADirectoryError, ValueError) as error:
+            said = getattr(error, "strerror", None) or error
+            raise DiskError(f"the ledger {str(path)!r} was moved or changed during the run: {said}") from error
         with unfinished(path.with_name(BOOKS)) as temporary:
             tasks = [(name, read._tasks[name].save(temporary / f"{n}.db")) for n, name in enumerate(read._tasks)]
             kept = {"place": place, "end": _end_at(path, place[0]), "lost_events": read.lost_events, "tasks": tasks}

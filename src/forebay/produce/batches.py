@@ -78,7 +78,7 @@ class Batches:
         self._past: set[tuple[str, str | int]] = set()
         self._replaced: GroupsByTask = {}
         """Of the latest batch: the groups that were used again, and those that gave their places to some."""
-        self.on_drop: Callable[[Sequence[RolloutState], str, str], None] | None = None
+        self.on_drop: Callable[[Sequence[RolloutState], str, str], object] = lambda *_: None
         """Told of every group that is dropped, its task and the reason; for displays, never for decisions."""
         self._on_evict, self.buffer.on_evict = self.buffer.on_evict, self._enter_eviction
 
@@ -417,8 +417,7 @@ class Batches:
 
     def _record_drop(self, group: Sequence[RolloutState], task_name: str, reason: str) -> None:
         self.ledger.record(name_group(group), task_name, "dropped", reason=reason, **why_failed(group))
-        if self.on_drop is not None:
-            self.on_drop(group, task_name, reason)
+        self.on_drop(group, task_name, reason)
 
     def _enter_eviction(self, evicted: StorageItem) -> None:
         self._record_drop(evicted.item, evicted.task_name, "evicted")

@@ -77,7 +77,7 @@ class AgentLoopManager:
         replay_buffer: ReplayBuffer,
         rollout_controller: Generation | None = None,
         ledger: Ledger | None = None,
-        on_group: GroupCallback | None = None,
+        on_group: GroupCallback = lambda *_: None,
         stall_watch: StallWatch | None = None,
         activities: Activities | None = None,
         rules: GroupRules | None = None,
@@ -312,8 +312,7 @@ class AgentLoopManager:
     def _note_group(self, task_name: str, group: Sequence[RolloutState]) -> None:
         if self.stall_watch is not None:
             self.stall_watch.progressed()
-        if self.on_group is not None:
-            self.on_group(task_name, group)
+        self.on_group(task_name, group)
 
     def _copies_saved(self) -> contextlib.AbstractAsyncContextManager[None]:
         return copies_saved(self.replay_buffer, lambda: self.ledger, self._runners, self.save_partial_every_s)

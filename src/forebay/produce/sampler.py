@@ -77,9 +77,6 @@ class Sampler:
     """The mean score of a group by its id, from the books, in any thread; None: it has none."""
     sample_params: SampleParams | None = None
     """Sampling of every rollout; None leaves it to the agent loop."""
-    already_has: Callable[[str], bool] | None = None
-    """Asked for each new group's id; a group that is held elsewhere (in a durable store, in the ledger) is
-    skipped."""
     leaves_copies: bool = False
     """An interrupted group that is taken up again stays in the buffer, as a copy that is no live row."""
 
@@ -100,9 +97,6 @@ class Sampler:
         self.position: int
         """How many prompts of this epoch were handed out or skipped."""
         self._start_epoch(0)
-
-    def __len__(self) -> int:
-        return len(self.prompts)
 
     async def sample(self, task_name: str, group_status: Status | list[Status] | None = None) -> list[RolloutState]:
         """A group from the buffer with the first of the statuses that has one, else a new group.
@@ -267,7 +261,7 @@ class Sampler:
             index = self._plan[self.position]
             self.position += 1
             name = self._name(self.epoch, index)
-            if not (self._is_known(name) or (self.already_has is not None and self.already_has(name))):
+            if not self._is_known(name):
                 return self._group(self.epoch, index)
 
     def _name(self, epoch: int, index: int) -> str:

@@ -24,7 +24,7 @@ from forebay.engines.pool import EnginePool
 from forebay.models import Precision, attention_choices, find_device, precision_on
 from forebay.models.loading import model_config
 from forebay.produce.strategies.context import GroupGenerator
-from forebay.runs.config import CLUSTERS, RunConfig, check_cluster
+from forebay.runs.config import CLUSTERS, RunConfig
 from forebay.train.batch import Groups, TrainBatch
 from forebay.train.parallel.place import find_place
 from forebay.types import FloatArray
@@ -143,7 +143,6 @@ def make_cluster(config: RunConfig) -> Cluster | None:
     kind, arguments = config.cluster.name, config.cluster.arguments
     # By its import path: what belongs to a cluster is not imported before a run asks for one.
     factory = look_up("cluster", CLUSTERS.get(kind, kind), {})
-    check_cluster(config)
     cluster: Cluster = factory(config, **arguments)
     return cluster
 

@@ -266,11 +266,6 @@ class SandboxResult:
     isolation: isolations.Isolation
 
     @property
-    def timed_out(self) -> bool:
-        """Whether time, of either kind, ended it."""
-        return self.reason in ("time", "cpu")
-
-    @property
     def ok(self) -> bool:
         """Whether it ended by itself, with code 0."""
         return self.reason == "exit" and self.returncode == 0

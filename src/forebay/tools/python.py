@@ -48,7 +48,7 @@ class Python:
             result = await self._sandbox.run_python(code)
         except SandboxError as error:
             raise ToolUnavailableError(f"python: {error}") from error
-        if result.timed_out:
+        if result.reason in ("time", "cpu"):
             raise ToolError(f"{result.stdout}(the program took too long and was ended)")
         if not result.ok:
             said = result.stderr.strip() or f"the program was ended: {result.reason}"

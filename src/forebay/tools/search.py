@@ -111,8 +111,7 @@ class Search:
 
 def _read_corpus(path: Path) -> Iterator[Document]:
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md"))
-        for file in files:
+        for file in sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md")):
             yield str(file.relative_to(path)), file.read_text(encoding="utf-8")
     elif path.suffix == ".jsonl" and path.is_file():
         with path.open(encoding="utf-8") as lines:

@@ -62,8 +62,7 @@ class Activities:
     [('math/0/17/3', 'generate')]
     """
 
-    def __init__(self, *, clock: Callable[[], float] = loop_time) -> None:
-        self.clock = clock
+    def __init__(self) -> None:
         # A dict is the ordered set of Python: the oldest comes first.
         self._in_flight: dict[Activity, None] = {}
         self._listeners: list[tuple[Listener, Listener]] = []
@@ -87,7 +86,7 @@ class Activities:
 
     def age_s(self, activity: "Activity") -> float:
         """Seconds since `activity` began."""
-        return self.clock() - activity.start_s
+        return loop_time() - activity.start_s
 
 
 class Stage(NamedTuple):
@@ -160,7 +159,7 @@ class Activity:
 
     def __enter__(self) -> "Activity":
         register = self._register
-        self.start_s = register.clock()
+        self.start_s = loop_time()
         register._in_flight[self] = None
         for began, _ in register._listeners:
             began(self)
@@ -170,7 +169,7 @@ class Activity:
         if kind is not None and not self.note:
             self.note = kind.__name__
         register = self._register
-        self.end_s = register.clock()
+        self.end_s = loop_time()
         # Before the listeners are told: for them it is not in flight any more.
         del register._in_flight[self]
         for _began, ended in register._listeners:
@@ -211,8 +210,7 @@ class BusyShare:
 
     def __init__(self, activities: Activities) -> None:
         """Listen to `activities` from now on."""
-        self._clock = activities.clock
-        self._at_s = self._clock()
+        self._at_s = loop_time()
         self._counts: Counter[str] = Counter()
         self._busy_s = dict.fromkeys(SIDES, 0.0)
         self._past = deque([(self._at_s, dict(self._busy_s))])
@@ -240,7 +238,7 @@ class BusyShare:
         Raises:
             KeyError: there is no such side.
         """
-        self._advance(self._clock())
+        self._advance(loop_time())
         return self._busy_s[side]
 
     def _count(self, change: int, activity: Activity) -> None:
@@ -249,7 +247,7 @@ class BusyShare:
             # Only the first to begin and the last to end change whether the side is busy.
             if before == 0 or before + change == 0:
                 # The moment of the event; an activity that was in flight already counts from now.
-                self._advance(self._clock() if change > 0 else activity.end_s)
+                self._advance(loop_time() if change > 0 else activity.end_s)
             self._counts[side] = before + change
 
     def _advance(self, now_s: float) -> None:

@@ -73,19 +73,17 @@ class StallWatch:
     """The register that a report takes the hanging activities from."""
     _: KW_ONLY
     warn_after_s: float = 60.0
-    fail_after_s: float | None = 600.0
-    """None only warns."""
-    describe: Callable[[Activity], str] | None = None
+    fail_after_s: float = 600.0
+    describe: Callable[[Activity], str] = lambda activity: ""
     """More about an activity for the report ("412 tokens")."""
-    progress: Callable[[], int] | None = None
+    progress: Callable[[], int] = int
     """A number that grows with the work done and never falls (tokens made so far): asked when the first
     begins to wait and every `warn_after_s` from then on, not more often."""
     away: Callable[[], str] = str
     """For the report: the names of what should do the work and is lost, or starts; empty without any."""
 
     def __post_init__(self) -> None:
-        self._limit_s = math.inf if self.fail_after_s is None else self.fail_after_s
-        if not 0 < self.warn_after_s < self._limit_s:
+        if not 0 < self.warn_after_s < self.fail_after_s:
             raise ValueError(
                 f"warn_after_s must be positive and fail_after_s longer, got {self.warn_after_s}, {self.fail_after_s}"
             )
@@ -149,7 +147,7 @@ class StallWatch:
     def _words(self, activity: Activity) -> str:
         known_stage = STAGES.get(activity.stage)
         template = known_stage.report if known_stage else f"{{name}} in stage {activity.stage}"
-        known = (self.describe(activity) if self.describe is not None else "") or activity.note
+        known = self.describe(activity) or activity.note
         words = template.format(name=activity.name)
         return f"{words} for {self.activities.age_s(activity):.0f} s" + (f" ({known})" if known else "")
 
@@ -157,17 +155,15 @@ class StallWatch:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        at_s = self._since_s + (self._limit_s if self.has_warned else self.warn_after_s)
-        if self.has_warned and self.progress is not None:
+        at_s = self._since_s + (self.fail_after_s if self.has_warned else self.warn_after_s)
+        if self.has_warned:
             # Between the warning and the failure, too: what goes on again is told before it is late.
             at_s = min(at_s, loop_time() + self.warn_after_s)
-        if self._waiting and at_s < math.inf:
+        if self._waiting:
             self._timer = asyncio.get_running_loop().call_at(at_s, self._look)
 
     def _has_grown(self) -> bool:
         """Whether there is more progress than when this was asked last."""
-        if self.progress is None:
-            return False
         before, self._seen_progress = self._seen_progress, self.progress()
         return self._seen_progress > before
 
@@ -179,7 +175,7 @@ class StallWatch:
         self._timer = None
         if self._has_grown():
             self.progressed()
-        elif reached_s >= self._since_s + self._limit_s:
+        elif reached_s >= self._since_s + self.fail_after_s:
             self._failure = self.report()
             logger.error("%s", self._failure)
             # A task that begins to wait from now on starts a count of its own.

@@ -25,7 +25,7 @@ MAX_LANES = 512
 """Lanes of one track: more cannot be told apart on a screen. Activities without one are left out."""
 
 
-def write_trace(path: Path, spans: Iterable[Span], *, max_lanes: int = MAX_LANES) -> None:
+def write_trace(path: Path, spans: Iterable[Span]) -> None:
     """Write `spans`, which come in the order of their beginnings, to `path`.
 
     ::
@@ -34,12 +34,12 @@ def write_trace(path: Path, spans: Iterable[Span], *, max_lanes: int = MAX_LANES
     """
     with replaced(path) as temporary, temporary.open("w", encoding="ascii") as file:
         separators = itertools.chain("[", itertools.repeat(","))
-        for separator, event in zip(separators, _events(spans, max_lanes), strict=False):
+        for separator, event in zip(separators, _events(spans), strict=False):
             file.write(f"{separator}\n{json.dumps(event)}")
         file.write("\n]\n")
 
 
-def _events(spans: Iterable[Span], max_lanes: int) -> Iterator[dict[str, Any]]:
+def _events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
     names = dict.fromkeys(stage.track for stage in STAGES.values())
     tracks = {name: number for number, name in enumerate(names, start=1)}
     # By track, as heaps: the lanes that nothing is in, and when the others will be free.
@@ -54,7 +54,7 @@ def _events(spans: Iterable[Span], max_lanes: int) -> Iterator[dict[str, Any]]:
         track = tracks.setdefault(name, len(tracks) + 1)
         while busy[name] and busy[name][0][0] <= span.start_s:
             heapq.heappush(free[name], heapq.heappop(busy[name])[1])
-        if not free[name] and len(busy[name]) == max_lanes:
+        if not free[name] and len(busy[name]) == MAX_LANES:
             continue
         lane = heapq.heappop(free[name]) if free[name] else next(lanes)
         heapq.heappush(busy[name], (span.end_s, lane))

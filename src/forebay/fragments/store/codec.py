@@ -113,11 +113,6 @@ class Packed(NamedTuple):
     num_bytes: int
     """Bytes of all parts together."""
 
-    @property
-    def payload(self) -> bytes:
-        """All of it, copied together."""
-        return b"".join(self.parts)
-
 
 def pack(fragment: SampleFragment) -> Packed:
     """The bytes of `fragment`.

@@ -13,13 +13,10 @@ runs while there is nothing to wait for.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import TypeVar
 
 from forebay.fragments.store.payloads import FragmentStore
-
-T = TypeVar("T")
 
 
 class Collector:
@@ -61,21 +58,21 @@ class Collector:
 
     def _work(self) -> None:
         if self._queue and not self._paused and self._is_free():
-            ids = self._queue.copy()
+            self._working = asyncio.create_task(self._run(self._delete))
 
-            def forget(num_deleted: int) -> None:
-                # Not before: the event loop may end before the deletion has begun.
-                del self._queue[: len(ids)]
+    async def _delete(self) -> None:
+        ids = self._queue.copy()
+        await asyncio.to_thread(self._store.delete_fragments, ids)
+        # Not before: the event loop may end before the deletion has begun.
+        del self._queue[: len(ids)]
 
-            self._working = asyncio.create_task(self._run(lambda: self._store.delete_fragments(ids), forget))
-
-    async def _run(self, work: Callable[[], T], use: Callable[[T], None]) -> None:
-        """Do `work` in a thread, `use` its result here, and then what is queued.
+    async def _run(self, work: Callable[[], Awaitable[object]]) -> None:
+        """Do `work`, which waits for a thread, and then what is queued.
 
         consumes: the queue / waits for: the thread / woken by: its end / produces: free room in the store
         """
         try:
-            use(await asyncio.to_thread(work))
+            await work()
         finally:
             self._working = None
         self._work()
@@ -95,10 +92,10 @@ class Collector:
         is_time = self._swept_s is None or self._swept_s + self._grace_s <= now_s
         if is_time and self.due_s is None and self._is_free():
             self._swept_s = now_s
-            sweeping = self._run(self._store.ids, lambda ids: self._suspect(ids, now_s))
-            self._working = asyncio.create_task(sweeping)
+            self._working = asyncio.create_task(self._run(lambda: self._sweep(now_s)))
 
-    def _suspect(self, ids: list[str], now_s: float) -> None:
+    async def _sweep(self, now_s: float) -> None:
+        ids = await asyncio.to_thread(self._store.ids)
         self._suspects = {fragment_id for fragment_id in ids if not self._is_named(fragment_id)}
         # Queued payloads are unnamed too, and need no second look.
         self._suspects.difference_update(self._queue)

@@ -14,7 +14,6 @@ know; see `forebay.fragments.store.collector`.
 import itertools
 import os
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +61,6 @@ class FragmentStore:
         self._schemas: dict[bytes, Schema] = {}
         """The schemas that are known to be in the table."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(FragmentStore, max_bytes=self._max_bytes), (self.path,)
-
     def add_fragment(self, fragment: SampleFragment) -> str:
         """Keep `fragment`; its id."""
         return self.add_fragments([fragment])[0]
@@ -109,7 +105,7 @@ class FragmentStore:
                 transaction.put(schema_id, schema.text, db=self._schema_table)
             cursor = transaction.cursor(self._payloads)
             # One after the other: the bytes of each are let go before those of the next are joined.
-            pairs = ((fragment_id.encode(), one.payload) for fragment_id, one in zip(ids, packed, strict=True))
+            pairs = ((fragment_id.encode(), b"".join(one.parts)) for fragment_id, one in zip(ids, packed, strict=True))
             _, added = cursor.putmulti(pairs, overwrite=False)
             assert added == len(ids), "an id was used twice"
         # Only now: a transaction that failed has stored no schema.

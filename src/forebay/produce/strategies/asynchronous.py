@@ -95,7 +95,7 @@ class AsyncProduceStrategy(base.ProduceStrategy):
         """
         self._ctx = ctx
         # Both counts are read now: a task that the progress does not know is an error and not a wait.
-        target, _ = ctx.target_abs, ctx.consumed
+        target, _ = ctx.target_abs, ctx.progress.consumed_samples[ctx.task_name]
         if target <= 0:
             return base.ProduceBatchStatus.NORMAL
         if (stop := self._must_stop(ctx)) is not None:

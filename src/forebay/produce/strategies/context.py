@@ -63,7 +63,7 @@ class ProduceContext:
     is_valid_sample_fn: IsValidSampleFn = default_is_valid_sample_fn
     stale_threshold: int | None = None
     ledger: Ledger = field(default_factory=Ledger)
-    on_group: GroupCallback | None = None
+    on_group: GroupCallback = lambda *_: None
     activities: Activities = field(default_factory=Activities)
     rules: GroupRules | None = None
     """The demands of a run on its groups; None: they are stored as they are."""
@@ -78,14 +78,9 @@ class ProduceContext:
         """Groups of this task that should be available, counted since the start.
 
         Raises:
-            KeyError: the progress does not know the task; so for `consumed`.
+            KeyError: the progress does not know the task.
         """
         return self.progress.target_samples[self.task_name]
-
-    @property
-    def consumed(self) -> int:
-        """Groups of this task that the consumer has taken."""
-        return self.progress.consumed_samples[self.task_name]
 
     def should_abort(self) -> bool:
         """Whether a pause was requested."""
@@ -99,7 +94,7 @@ class ProduceContext:
         """Groups consumed so far plus COMPLETED ones in the buffer."""
         completed = await self.replay_buffer.count(self.task_name, Status.COMPLETED)
         # Read after the count: a batch that is taken meanwhile moves from one number to the other.
-        return self.consumed + completed
+        return self.progress.consumed_samples[self.task_name] + completed
 
     async def sample_group(self, *, from_expired_pool: bool) -> Group:
         """The next group to generate: an interrupted one first, else the next prompt of the dataset.
@@ -181,8 +176,7 @@ class ProduceContext:
                 tags=book_tags(group, **entry),
             )
         self.progress.add_produced(self.task_name, samples=len(generated), tokens=tokens)
-        if self.on_group is not None:
-            self.on_group(self.task_name, group)
+        self.on_group(self.task_name, group)
         # A put that finds it too stale expires every member.
         return is_completed and group[0].status is Status.COMPLETED
 

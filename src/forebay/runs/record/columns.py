@@ -69,12 +69,11 @@ def rollouts_table(left: Sequence[Left]) -> Any:
         learned = {} if batch.learned is None else _learned_by_rollout(batch.learned)
         for group in batch.groups:
             for member, state in enumerate(group):
-                trainer_logprobs, advantages = learned.get(state.rollout_id, (_NO_TOKENS, _NO_TOKENS))
                 texts = _texts(state, batch)
                 row: dict[str, Any] = {**texts, **_numbers(state, batch, texts["prompt"], len(group))}
                 row["member"], row["token_ids"], row["mask"] = member, state.response_ids, state.response_mask
                 row["model_steps"], row["logprobs"] = state.response_model_steps, state.logprobs
-                row["trainer_logprobs"], row["advantages"] = trainer_logprobs, advantages
+                row["trainer_logprobs"], row["advantages"] = learned.get(state.rollout_id, (_NO_TOKENS, _NO_TOKENS))
                 for name, known in images.items():
                     row[name] = known.setdefault(IMAGE_COLUMNS[name](state), len(known))
                 rows.append(row)

@@ -29,7 +29,7 @@ from forebay.replay import ReplayBuffer
 from forebay.replay.stores.contract import STALEST
 from forebay.runs.show.wording import number, percent
 from forebay.types import UNLABELED, RolloutState, Status
-from forebay.watching.activity import GENERATE, JUDGE, SIDES, STAGES, Activities, Activity, BusyShare
+from forebay.watching.activity import GENERATE, JUDGE, SIDES, STAGES, Activities, Activity, BusyShare, loop_time
 
 if TYPE_CHECKING:
     # The board reads what this module writes, in a process of a third of the memory.
@@ -80,7 +80,7 @@ class RunStatus:
         """By task: for each group judged since the last step, whether the judge failed in it."""
         self.judge_failure = ""
         """The last failure of a judge: its name and what it said."""
-        self._started_s = self._reported_s = self.activities.clock()
+        self._started_s = self._reported_s = loop_time()
         self._reported_busy_s = dict.fromkeys(SIDES, 0.0)
         self.activities.listen(lambda _: None, self._ended)
 
@@ -128,7 +128,7 @@ class RunStatus:
         """The numbers that a train step on `groups` logs; docs/metrics.md lists the names."""
         producing, tasks = self._producing(), self._tasks()
         judged, self._judged = self._judged.values(), {}
-        now_s, busy_s = self.activities.clock(), {side: self._busy.busy_s(side) for side in SIDES}
+        now_s, busy_s = loop_time(), {side: self._busy.busy_s(side) for side in SIDES}
         past_s, before_s = now_s - self._reported_s, self._reported_busy_s
         self._reported_s, self._reported_busy_s = now_s, busy_s
         # One more, since there may have been no look during the step.
@@ -156,7 +156,7 @@ class RunStatus:
         lags = [row.get("train/staleness_mean", 0.0) * count for row, count in zip(history, tokens, strict=True)]
         mean = sum(lags) / sum(tokens) if sum(tokens) else math.nan
         most = max((row["staleness"] for row in history), default=math.nan)
-        seconds = self.activities.clock() - self._started_s
+        seconds = loop_time() - self._started_s
         shares = {side: self._busy.busy_s(side) / seconds if seconds > 0 else 0.0 for side in SIDES}
         return {
             "staleness": f"mean {number(mean)}, max {most:g} train steps, of what was trained",

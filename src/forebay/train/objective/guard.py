@@ -50,9 +50,13 @@ class OffPolicyGuard:
     def __init__(self, action: GuardAction = "warn", bands: Bands = DEFAULT_BANDS) -> None:
         """ValueError: a measure is unknown, or a bound is no positive number."""
         self._action = action
-        known, self._bands = get_args(Measure), {name: float(bound) for name, bound in bands.items()}
-        if wrong := {name: bound for name, bound in self._bands.items() if name not in known or not bound > 0}:
+        known, wrong = get_args(Measure), bands
+        if isinstance(bands, Mapping):
+            right = [name for name in known if isinstance(bands.get(name), int | float) and bands[name] > 0]
+            wrong = {name: bound for name, bound in bands.items() if name not in right}
+        if wrong != {}:
             raise ValueError(f"a band is a number above 0 for {', '.join(known)}, not {wrong}")
+        self._bands = bands
         self._windows: dict[Measure, deque[float]] = {name: deque(maxlen=WINDOW_STEPS) for name in bands}
 
     def check(self, train_step: int, metrics: Mapping[str, float]) -> "GuardDecision":

@@ -16,9 +16,14 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+
 from forebay.aio.tasks import settle
 from forebay.aio.time_limits import timeout_at
 from forebay.cluster.library import import_ray, why
+from forebay.replay.format.packed import split_array
+from forebay.replay.groups import build_states, columns_of
+from forebay.types import FIELDS, RolloutState
 from forebay.watching.activity import loop_time
 from forebay.watching.stalls import answered
 
@@ -140,17 +145,27 @@ def built(part: ResultT | None) -> ResultT:
     return part
 
 
-class OnePiece:
-    """`content`, as which it arrives; Ray pickles it in one piece of bytes.
+def as_one_piece(group: Sequence[RolloutState], *told: Any) -> bytes:
+    """The group, and what is told with it, for `from_one_piece`.
 
-    Of what is given as it is Ray handles each array by itself: a call with a group takes twice the time.
+    Of what is given as it is Ray handles each array by itself, and pickle each rollout: a call with a group takes
+    twice the time.
     """
+    columns = columns_of(group)
+    filled = {name: arrays for name in _ARRAYS if any(map(len, arrays := columns[name]))}
+    joined = {name: (np.concatenate(arrays), [*map(len, arrays)]) for name, arrays in filled.items()}
+    data: bytes = import_ray().cloudpickle.dumps((columns | dict.fromkeys(filled), joined, *told))
+    return data
 
-    def __init__(self, content: Any) -> None:
-        self.content = content
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return import_ray().cloudpickle.loads, (import_ray().cloudpickle.dumps(self.content),)
+def from_one_piece(data: bytes) -> tuple[Any, ...]:
+    """The group, and what was told with it."""
+    columns, joined, *told = import_ray().cloudpickle.loads(data)
+    columns |= {name: split_array(*arrays) for name, arrays in joined.items()}
+    return build_states(columns.values()), *told
+
+
+_ARRAYS = [name for name, rule in FIELDS.items() if rule.dtype is not None]
 
 
 async def as_they_end(

@@ -14,14 +14,14 @@ hundreds of requests: with a call for each, a step of the demo took twice as lon
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
 from forebay.aio.tasks import settle
 from forebay.aio.time_limits import timeout_at
 from forebay.cluster.library import import_ray, why
-from forebay.replay.format.packed import split_array
+from forebay.replay.format.packed import split
 from forebay.replay.groups import build_states, columns_of
 from forebay.types import FIELDS, RolloutState
 from forebay.watching.activity import loop_time
@@ -41,22 +41,6 @@ class NotBuilt(RuntimeError):
 
 class CallFailed(RuntimeError):
     """The error of a call, in words: its class may not be known to the caller, or not travel."""
-
-
-async def asked(call: Awaitable[ResultT]) -> ResultT:
-    """The result of a call of an actor. A cancelled caller has to tell the actor itself.
-
-    Raises:
-        ActorLost: the actor ended first, or is a new one, in which nothing is built yet.
-        CallFailed: the call raised an error.
-    """
-    exceptions = import_ray().exceptions
-    try:
-        return await call
-    except (exceptions.RayActorError, exceptions.ObjectLostError, NotBuilt) as lost:
-        raise ActorLost(why(lost)) from lost
-    except exceptions.RayTaskError as error:
-        raise CallFailed(why(error)) from error
 
 
 class BatchedCalls(Generic[ItemT, ResultT]):
@@ -127,6 +111,22 @@ class BatchedCalls(Generic[ItemT, ResultT]):
                     answer.set_result(result)
 
 
+async def asked(call: Awaitable[ResultT]) -> ResultT:
+    """The result of a call of an actor. A cancelled caller has to tell the actor itself.
+
+    Raises:
+        ActorLost: the actor ended first, or is a new one, in which nothing is built yet.
+        CallFailed: the call raised an error.
+    """
+    exceptions = import_ray().exceptions
+    try:
+        return await call
+    except (exceptions.RayActorError, exceptions.ObjectLostError, NotBuilt) as lost:
+        raise ActorLost(why(lost)) from lost
+    except exceptions.RayTaskError as error:
+        raise CallFailed(why(error)) from error
+
+
 PUSH_EVERY_S = 5.0
 """Between two reports of how far something is: people read them, and the stall watch, once a minute."""
 
@@ -154,14 +154,13 @@ def as_one_piece(group: Sequence[RolloutState], *told: Any) -> bytes:
     columns = columns_of(group)
     filled = {name: arrays for name in _ARRAYS if any(map(len, arrays := columns[name]))}
     joined = {name: (np.concatenate(arrays), [*map(len, arrays)]) for name, arrays in filled.items()}
-    data: bytes = import_ray().cloudpickle.dumps((columns | dict.fromkeys(filled), joined, *told))
-    return data
+    return cast("bytes", import_ray().cloudpickle.dumps((columns | dict.fromkeys(filled), joined, *told)))
 
 
 def from_one_piece(data: bytes) -> tuple[Any, ...]:
     """The group, and what was told with it."""
     columns, joined, *told = import_ray().cloudpickle.loads(data)
-    columns |= {name: split_array(*arrays) for name, arrays in joined.items()}
+    columns |= {name: split(*arrays) for name, arrays in joined.items()}
     return build_states(columns.values()), *told
 
 

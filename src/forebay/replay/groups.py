@@ -98,8 +98,6 @@ def _copy_column(column: Sequence[Any]) -> Sequence[Any]:
     if _CONTAINERS.isdisjoint(map(type, column)):
         return column
     different = {id(value): value for value in column}
-    if len(different) == len(column):
-        return list(map(copy_containers, column))
     copies = {key: copy_containers(value) for key, value in different.items()}
     return [copies[id(value)] for value in column]
 

@@ -69,11 +69,11 @@ class Process:
 
     async def _generate(self, told):
         end = self.end
-        work = asyncio.ensure_future(self.worker.generate(copy.deepcopy(told.content)))
+        work = asyncio.ensure_future(self.worker.generate(told))
         await asyncio.wait([work, end], return_when=asyncio.FIRST_COMPLETED)
         if end.done():
             await end
-        return copy.deepcopy(work.result().content)
+        return work.result()
 
     def _cancel(self, number):
         self.cancelling = asyncio.ensure_future(self.worker.cancel(number))

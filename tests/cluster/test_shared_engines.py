@@ -19,7 +19,7 @@ from forebay.engines.pool import EnginePool
 from forebay.types import RolloutState, SampleParams, Status
 from forebay.watching.activity import GENERATE, QUEUED, Activities
 
-exceptions = pytest.importorskip("ray").exceptions
+ray = pytest.importorskip("ray")
 MEMBERS = 8
 
 
@@ -99,11 +99,7 @@ class Handle:
         if isinstance(actor, EngineActor):
             self.generate = Method(lambda *arguments: Said(actor.generate(*arguments)))
         else:
-
-            async def generate(told):
-                return (await actor.generate(told.content)).content
-
-            self.generate = self._method(generate)
+            self.generate = self._method(actor.generate)
 
     async def _ready(self):
         pass
@@ -179,9 +175,9 @@ class World:
 
 @pytest.fixture(autouse=True)
 def _no_ray(monkeypatch):
-    ray = SimpleNamespace(exceptions=exceptions, cancel=lambda stream: None)
+    used = SimpleNamespace(exceptions=ray.exceptions, cloudpickle=ray.cloudpickle, cancel=lambda stream: None)
     for module in ("supervisor", "engines", "calls"):
-        monkeypatch.setattr(f"forebay.cluster.{module}.import_ray", lambda: ray)
+        monkeypatch.setattr(f"forebay.cluster.{module}.import_ray", lambda: used)
 
 
 def test_what_waits_in_an_engine_s_process_is_queued_and_the_engine_has_no_more_than_it_runs():

@@ -7,6 +7,7 @@ import pytest
 
 from forebay.aio import virtual_time
 from forebay.cluster import supervisor as supervising
+from forebay.cluster.calls import as_one_piece, from_one_piece
 from forebay.cluster.engines import PlacedEngine
 from forebay.cluster.library import Published
 from forebay.cluster.rollout_worker import Report
@@ -365,7 +366,7 @@ def test_a_worker_that_leaves_is_paused_like_the_others_and_its_tokens_stay_coun
 
             async def generate(told):
                 await paused.wait()
-                return told.content[2]
+                return as_one_piece(from_one_piece(told)[0])
 
             async def pause():
                 paused.set()

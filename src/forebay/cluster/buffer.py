@@ -120,15 +120,14 @@ def start_buffer(
     Raises:
         ValueError: there is an actor of that name, or the options contradict each other.
     """
-    ray = import_ray()
     options = ServeOptions(address="", **settings)
     placed: dict[str, Any] = {"num_cpus": 0} | dict(actor_options or {})
     if options.store != IN_MEMORY and "://" not in options.store:
-        placed.setdefault("scheduling_strategy", on_node(ray.get_runtime_context().get_node_id()))
-    placed |= {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": MAX_CALLS}
+        placed.setdefault("scheduling_strategy", on_node(import_ray().get_runtime_context().get_node_id()))
+    placed |= {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": MAX_CALLS, "namespace": NAMESPACE}
     # The same one after a restart. It also keeps out programs that reach the node and are not of the cluster.
     token = secrets.token_urlsafe(32)
-    return ray.remote(BufferActor).options(name=name, namespace=NAMESPACE, **placed).remote(options, token, host)
+    return import_ray().remote(BufferActor).options(name=name, **placed).remote(options, token, host)
 
 
 async def connect_buffer(name: str = DEFAULT_NAME) -> RemoteReplayBuffer:
@@ -148,17 +147,16 @@ async def locate(actor: Any) -> tuple[Address, str]:
         ConnectionLost: the actor has ended for good, cannot be reached, or does not answer.
         OSError, ValueError: its store cannot be opened.
     """
-    exceptions = import_ray().exceptions
     try:
         # Ray answers when the actor runs: a call during a restart waits for its end.
         async with timeout(LOCATE_LIMIT_S):
             address, token = await actor.place.remote()
     except TimeoutError:
         raise ConnectionLost(f"the buffer's actor did not answer within {LOCATE_LIMIT_S:g} s") from None
-    except exceptions.RayTaskError:
+    except import_ray().exceptions.RayTaskError:
         # There is an actor, and that is what it says.
         raise
-    except exceptions.RayError as error:
+    except import_ray().exceptions.RayError as error:
         raise ConnectionLost(why(error)) from error
     return Address.parse(address), token
 
@@ -170,11 +168,10 @@ async def stop_buffer(name: str = DEFAULT_NAME) -> None:
         ValueError: there is no actor of that name.
         TimeoutError: it did not end what it does in time, and was killed.
     """
-    ray = import_ray()
-    actor = ray.get_actor(name, NAMESPACE)
+    actor = import_ray().get_actor(name, NAMESPACE)
     try:
         async with timeout(CLOSE_LIMIT_S):
             await actor.close.remote()
     finally:
         # Also one that hangs.
-        ray.kill(actor)
+        import_ray().kill(actor)

@@ -14,11 +14,16 @@ hundreds of requests: with a call for each, a step of the demo took twice as lon
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
+
+import numpy as np
 
 from forebay.aio.tasks import settle
 from forebay.aio.time_limits import timeout_at
 from forebay.cluster.library import import_ray, why
+from forebay.replay.format.packed import split
+from forebay.replay.groups import build_states, columns_of
+from forebay.types import FIELDS, RolloutState
 from forebay.watching.activity import loop_time
 from forebay.watching.stalls import answered
 
@@ -36,22 +41,6 @@ class NotBuilt(RuntimeError):
 
 class CallFailed(RuntimeError):
     """The error of a call, in words: its class may not be known to the caller, or not travel."""
-
-
-async def asked(call: Awaitable[ResultT]) -> ResultT:
-    """The result of a call of an actor. A cancelled caller has to tell the actor itself.
-
-    Raises:
-        ActorLost: the actor ended first, or is a new one, in which nothing is built yet.
-        CallFailed: the call raised an error.
-    """
-    exceptions = import_ray().exceptions
-    try:
-        return await call
-    except (exceptions.RayActorError, exceptions.ObjectLostError, NotBuilt) as lost:
-        raise ActorLost(why(lost)) from lost
-    except exceptions.RayTaskError as error:
-        raise CallFailed(why(error)) from error
 
 
 class BatchedCalls(Generic[ItemT, ResultT]):
@@ -122,6 +111,22 @@ class BatchedCalls(Generic[ItemT, ResultT]):
                     answer.set_result(result)
 
 
+async def asked(call: Awaitable[ResultT]) -> ResultT:
+    """The result of a call of an actor. A cancelled caller has to tell the actor itself.
+
+    Raises:
+        ActorLost: the actor ended first, or is a new one, in which nothing is built yet.
+        CallFailed: the call raised an error.
+    """
+    exceptions = import_ray().exceptions
+    try:
+        return await call
+    except (exceptions.RayActorError, exceptions.ObjectLostError, NotBuilt) as lost:
+        raise ActorLost(why(lost)) from lost
+    except exceptions.RayTaskError as error:
+        raise CallFailed(why(error)) from error
+
+
 PUSH_EVERY_S = 5.0
 """Between two reports of how far something is: people read them, and the stall watch, once a minute."""
 
@@ -140,17 +145,26 @@ def built(part: ResultT | None) -> ResultT:
     return part
 
 
-class OnePiece:
-    """`content`, as which it arrives; Ray pickles it in one piece of bytes.
+def as_one_piece(group: Sequence[RolloutState], *told: Any) -> bytes:
+    """The group, and what is told with it, for `from_one_piece`.
 
-    Of what is given as it is Ray handles each array by itself: a call with a group takes twice the time.
+    Of what is given as it is Ray handles each array by itself, and pickle each rollout: a call with a group takes
+    twice the time.
     """
+    columns = columns_of(group)
+    filled = {name: arrays for name in _ARRAYS if any(map(len, arrays := columns[name]))}
+    joined = {name: (np.concatenate(arrays), [*map(len, arrays)]) for name, arrays in filled.items()}
+    return cast("bytes", import_ray().cloudpickle.dumps((columns | dict.fromkeys(filled), joined, *told)))
 
-    def __init__(self, content: Any) -> None:
-        self.content = content
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return import_ray().cloudpickle.loads, (import_ray().cloudpickle.dumps(self.content),)
+def from_one_piece(data: bytes) -> tuple[Any, ...]:
+    """The group, and what was told with it."""
+    columns, joined, *told = import_ray().cloudpickle.loads(data)
+    columns |= {name: split(*arrays) for name, arrays in joined.items()}
+    return build_states(columns.values()), *told
+
+
+_ARRAYS = [name for name, rule in FIELDS.items() if rule.dtype is not None]
 
 
 async def as_they_end(

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
@@ -31,6 +32,7 @@ LOOK_LIMIT_S = 5.0
 """The time that a cluster's head gets to take a connection; Ray itself tries for minutes."""
 
 
+@cache
 def import_ray() -> Any:
     """The module `ray`.
 

@@ -454,10 +454,9 @@ CLOSE_LIMIT_S = 30.0
 
 def _silence_of(actors: Sequence[Any]) -> str:
     """Why one of them gives no answer; empty if all do."""
-    ray = import_ray()
     try:
-        ray.get([actor.__ray_ready__.remote() for actor in actors], timeout=ANSWER_LIMIT_S)
+        import_ray().get([actor.__ray_ready__.remote() for actor in actors], timeout=ANSWER_LIMIT_S)
     # A time-out is one, too.
-    except ray.exceptions.RayError as error:
+    except import_ray().exceptions.RayError as error:
         return why(error)
     return ""

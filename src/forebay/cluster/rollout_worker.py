@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from forebay.agents import AgentLoop
-from forebay.cluster.calls import PUSH_EVERY_S, OnePiece, built
+from forebay.cluster.calls import PUSH_EVERY_S, as_one_piece, built, from_one_piece
 from forebay.cluster.engines import RayEngine
 from forebay.cluster.library import PartSpec, find_modules_in
 from forebay.cluster.supervisor import BEAT_EVERY_S
 from forebay.engines import RolloutController
 from forebay.produce.strategies.context import Group
+from forebay.produce.strategies.rules import check_form
 from forebay.produce.unfinished import copy_unfinished
 from forebay.runs.rollouts import build_task_loop
 from forebay.watching.activity import Activities, loop_time
@@ -121,20 +122,21 @@ class RolloutWorker:
             # A pace: what changes meanwhile is told together.
             await asyncio.sleep(min(PUSH_EVERY_S, copied_s + self._copy_every_s - report.at_s))
 
-    async def generate(self, told: tuple[int, LoopName, Group, bool]) -> OnePiece:
-        """The group, generated and judged.
+    async def generate(self, told: bytes) -> bytes:
+        """The group, generated and judged; as one piece, as it was.
 
-        `told` are the number by which the job can be cancelled, its loop, its rollouts, and whether they go on.
+        With it are told the number by which the job can be cancelled, its loop, and whether its rollouts go on.
 
         Raises:
             NotBuilt: this process was started in place of one that has ended.
         """
         built(self._controller)
-        number, loop, states, is_partial = told
+        states, number, loop, is_partial = from_one_piece(told)
+        lengths = [len(state.response_ids) for state in states]
         job = self._jobs[number] = Job(asyncio.current_task(), self._loops[loop], states)
         try:
-            # The run checks the group's form, as of any agent loop.
-            return OnePiece(await job.loop.generate_group(states, enable_partial_rollout=is_partial))
+            made = await job.loop.generate_group(states, enable_partial_rollout=is_partial)
+            return as_one_piece(check_form(made, states, lengths))
         finally:
             del self._jobs[number]
 

@@ -292,12 +292,11 @@ def all_started(starting: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: one of them cannot be built, at once; or some take too long.
     """
-    ray = import_ray()
     names = {ref: name for name, ref in starting.items()}
     waiting, facts = list(names), {}
     deadline_s = time.monotonic() + START_LIMIT_S
     while waiting:
-        ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline_s - time.monotonic()))
+        ready, waiting = import_ray().wait(waiting, timeout=max(0.0, deadline_s - time.monotonic()))
         if not ready:
             late = ", ".join(names[ref] for ref in waiting)
             raise ConfigError(f"cluster: {late} not there after {START_LIMIT_S:g} s")
@@ -307,10 +306,9 @@ def all_started(starting: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _said(name: str, ref: Any) -> Any:
-    ray = import_ray()
     try:
-        return ray.get(ref)
-    except ray.exceptions.RayError as error:
+        return import_ray().get(ref)
+    except import_ray().exceptions.RayError as error:
         if isinstance(cause := cause_of(error), ConfigError):
             raise cause from None
         how = "ended as it was started" if cause is error else "cannot be built"

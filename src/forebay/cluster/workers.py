@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence, Set
 from typing import Any, cast
 
 from forebay.aio.changed import Changes
-from forebay.cluster.calls import ActorLost, CallFailed, OnePiece, asked
+from forebay.cluster.calls import ActorLost, CallFailed, as_one_piece, asked, from_one_piece
 from forebay.cluster.engines import PlacedEngine
 from forebay.cluster.library import Published
 from forebay.cluster.rollout_worker import Copies, LoopName, Report, RolloutWorker
@@ -201,8 +201,8 @@ class PlacedWorker(Supervised):
         self.num_in_flight += 1
         self._groups[number] = states
         try:
-            told = OnePiece((number, loop, states, is_partial))
-            return cast("Group", await asked(self.actor.generate.remote(told)))
+            told = as_one_piece(states, number, loop, is_partial)
+            return cast("Group", from_one_piece(await asked(self.actor.generate.remote(told)))[0])
         except ActorLost as error:
             self.suspect(incarnation, error)
             raise

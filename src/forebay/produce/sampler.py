@@ -90,7 +90,7 @@ class Sampler:
         """Whether store or books have a group already, as the latest `catch_up` was told."""
         self._again: deque[tuple[int, int]] = deque()
         """Epochs and indices of groups that come before the next new one."""
-        self._empty_at: dict[Status, int] = {}
+        self._empty_at: dict[Status, int | None] = {}
         """The version of the buffer at which it held no group of that status."""
         self.epoch: int
         """The epoch of the latest new prompt, counted from 0."""
@@ -132,8 +132,7 @@ class Sampler:
                 return None
             for group in await self._get(status):
                 return group
-            if version is not None:
-                self._empty_at[status] = version
+            self._empty_at[status] = version
             return None
 
     async def _get(self, status: Status) -> list[list[RolloutState]]:

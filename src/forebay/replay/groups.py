@@ -88,11 +88,9 @@ def copy_group(group: StoredGroup) -> StoredGroup:
 
     A dict or list that is a field of several members is one for their copies, too.
     """
-    columns = [
-        _copy_column(column) if name in _MAY_BE_CONTAINER else column
-        for name, column in zip(ROLLOUT_FIELDS, zip(*map(_read_fields, group), strict=True), strict=True)
-    ]
-    return StoredGroup.with_steps(build_states(columns), group.steps)
+    columns = columns_of(group)
+    columns |= {name: _copy_column(columns[name]) for name in _MAY_BE_CONTAINER}
+    return StoredGroup.with_steps(build_states(columns.values()), group.steps)
 
 
 def _copy_column(column: Sequence[Any]) -> Sequence[Any]:
@@ -100,8 +98,6 @@ def _copy_column(column: Sequence[Any]) -> Sequence[Any]:
     if _CONTAINERS.isdisjoint(map(type, column)):
         return column
     different = {id(value): value for value in column}
-    if len(different) == len(column):
-        return list(map(copy_containers, column))
     copies = {key: copy_containers(value) for key, value in different.items()}
     return [copies[id(value)] for value in column]
 
@@ -121,6 +117,11 @@ def copy_containers(value: Any) -> Any:
 
 _Fields: Any = make_dataclass("_Fields", ROLLOUT_FIELDS, slots=True, eq=False, repr=False)
 """The slots of a `RolloutState`, filled as they are: for values that are right by origin."""
+
+
+def columns_of(states: Iterable[RolloutState]) -> dict[str, Sequence[Any]]:
+    """The values of each of `ROLLOUT_FIELDS`, in this order."""
+    return dict(zip(ROLLOUT_FIELDS, zip(*map(_read_fields, states), strict=True), strict=True))
 
 
 def build_states(columns: Iterable[Sequence[Any]]) -> list[RolloutState]:

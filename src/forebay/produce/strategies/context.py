@@ -145,8 +145,11 @@ class ProduceContext:
         tokens = _count_new_tokens(generated, may_come_again=not is_completed)
         # Read before the validity function and the put, which wipe what they reject.
         scores = [float(score) for s in group if (score := (s.reward or {}).get("score")) is not None]
-        length = sum(len(state.response_ids) for state in generated)
-        latency_s = group[0].extra_fields.get(GROUP_GENERATE_TIME_KEY)
+        entry: dict[str, Any] = {
+            "num_tokens": sum(len(state.response_ids) for state in generated),
+            "latency_s": group[0].extra_fields.get(GROUP_GENERATE_TIME_KEY),
+            "score": sum(scores) / len(scores) if scores else None,
+        }
         if is_completed:
             for state in group:
                 if (state.reward or {}).get("score") is None:
@@ -159,11 +162,6 @@ class ProduceContext:
             is_completed = self._filter(group)
         if not is_completed and before_put is not None:
             before_put(group)
-        entry: dict[str, Any] = {
-            "num_tokens": length,
-            "latency_s": latency_s,
-            "score": sum(scores) / len(scores) if scores else None,
-        }
         # Before the put: once stored, another put may evict the group, and that is entered at once.
         self.ledger.record(name_group(group), self.task_name, "produced", **entry)
         with self.activities.span(PUT, group[0].group_id, task=self.task_name, group=group[0].group_id):

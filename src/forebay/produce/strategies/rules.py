@@ -74,21 +74,17 @@ class GroupRules:
                 # Its score, NaN perhaps, must not get into the means.
                 state.reward = None
         attempts = split_attempts(group)
-        failed = [attempt for attempt in attempts if _has_failed(attempt)]
+        failed = [attempt for attempt in attempts if any(state.status is Status.FAILED for state in attempt)]
         if not failed or len(attempts) - len(failed) < self.min_members:
             return []
         # In place: the agent, the strategy and displays hold this list and must see the same members.
-        group[:] = chain.from_iterable(attempt for attempt in attempts if not _has_failed(attempt))
+        group[:] = chain.from_iterable(attempt for attempt in attempts if attempt not in failed)
         return list(chain.from_iterable(failed))
 
     def accepts(self, group: Sequence[RolloutState]) -> bool:
         """Whether the trainer can take all of a COMPLETED group."""
         has_enough = len(split_attempts(group)) >= self.needed_members
         return has_enough and all(self.why_untrainable(state) is None for state in group)
-
-
-def _has_failed(attempt: Sequence[RolloutState]) -> bool:
-    return any(state.status is Status.FAILED for state in attempt)
 
 
 _ERROR_LENGTH = 200

@@ -389,7 +389,7 @@ def read_states(head: encoding.Head, data: Any) -> list[RolloutState]:
 def _read_arrays(head: encoding.Head, data: NDArray[np.uint8]) -> tuple[dict[str, Arrays], list[memoryview]]:
     """The arrays by field, and the blobs of the trees."""
     lengths = head.lengths
-    prompts = _split(np.frombuffer(head.prompts, encoding.ARRAYS["tokens"]), _without_marks(lengths[encoding.PROMPTS]))
+    prompts = split(np.frombuffer(head.prompts, encoding.ARRAYS["tokens"]), _without_marks(lengths[encoding.PROMPTS]))
     first = prompts[0]
     for member, length in enumerate(lengths[encoding.PROMPTS]):
         if length < 0:
@@ -399,7 +399,7 @@ def _read_arrays(head: encoding.Head, data: NDArray[np.uint8]) -> tuple[dict[str
     for name, dtype in encoding.ARRAYS.items():
         sent = _without_marks(lengths[name])
         start, end = end, end + sum(sent) * dtype.itemsize
-        arrays[name] = _split(data[start:end].view(dtype), sent)
+        arrays[name] = split(data[start:end].view(dtype), sent)
     ids = arrays["response_ids"]
     for name in encoding.CONSTANTS:
         if missing := _missing(lengths[name]):
@@ -409,12 +409,12 @@ def _read_arrays(head: encoding.Head, data: NDArray[np.uint8]) -> tuple[dict[str
             made = np.empty(sum(counts), encoding.ARRAYS[name])
             is_one = constants.count(constants[0]) == len(constants)
             made[:] = constants[0] if is_one else np.repeat(constants, counts)
-            for member, part in zip(missing, _split(made, counts), strict=True):
+            for member, part in zip(missing, split(made, counts), strict=True):
                 arrays[name][member] = part
     if missing := _missing(lengths["tokens"]):
         counts = [len(prompts[member]) + len(ids[member]) for member in missing]
         joined = np.concatenate([part for member in missing for part in (prompts[member], ids[member])])
-        for member, part in zip(missing, _split(joined, counts), strict=True):
+        for member, part in zip(missing, split(joined, counts), strict=True):
             arrays["tokens"][member] = part
     ends = accumulate(head.blobs, initial=end)
     return arrays, [data[start:stop].data for start, stop in pairwise(ends)]
@@ -430,7 +430,8 @@ def _missing(lengths: Sequence[int]) -> list[int]:
     return [member for member, length in enumerate(lengths) if length == encoding.NOT_SENT]
 
 
-def _split(array: NDArray[Any], lengths: Sequence[int]) -> Arrays:
+def split(array: NDArray[Any], lengths: Sequence[int]) -> Arrays:
+    """Views of its parts, which have these lengths together."""
     if not len(array):
         return [array] * len(lengths)
     return [array[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]

@@ -304,11 +304,13 @@ STALENESS_SHARES = {
 
 def _staleness_shares(train_step: int, groups: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
     """The share of the policy's tokens in `groups` in each class of staleness; 0 without labeled tokens."""
-    steps = [state.response_model_steps[state.response_mask > 0] for group in groups for state in group]
-    labeled = np.concatenate([np.zeros(0, np.int32), *steps])
-    staleness = train_step - 1 - labeled[labeled != UNLABELED]
-    counts = np.bincount(np.clip(staleness, 0, _LAST_SHARE), minlength=_LAST_SHARE + 1)
+    counts = np.zeros(_LAST_SHARE + 1, np.int64)
+    for group in groups:
+        steps = np.concatenate([state.response_model_steps for state in group])
+        masks = np.concatenate([state.response_mask for state in group])
+        staleness = train_step - 1 - steps[(masks > 0) & (steps != UNLABELED)]
+        counts += np.bincount(np.clip(staleness, 0, _LAST_SHARE), minlength=_LAST_SHARE + 1)
     return {
-        f"staleness/share_{name}": float(counts[low : high + 1].sum() / max(1, len(staleness)))
+        f"staleness/share_{name}": float(counts[low : high + 1].sum() / max(1, counts.sum()))
         for name, (low, high) in STALENESS_SHARES.items()
     }

@@ -165,7 +165,7 @@ def test_an_sqlite_file_that_is_full_or_locked_at_a_resume_is_named(tmp_path, mo
     file = config.folder / "buffer.db"
     with monkeypatch.context() as patched, contextlib.closing(sqlite3.connect(file)) as rival:
         if error is None:
-            patched.setattr(connections, "BUSY_S", 0.1)
+            patched.setattr(connections, "LIMIT_S", 0.1)
             rival.execute("BEGIN IMMEDIATE")
         else:
             # After the store was opened: where the groups of the checkpoint are put in order.

@@ -187,15 +187,13 @@ class ReplayBuffer:
     ) -> list[Group]:
         """Remove and return up to `batch_size` groups in policy order."""
         size = check_sizes({task_name: batch_size})[task_name]
-        async with self._lock.alone():
-            # Samplers mostly find nothing, and to look costs far less than to take.
-            query = StorageIndices(task_name, group_status, tags).get_key()
-            if not await self.policy.count(query, self.storage):
-                return []
-            async with self._taking(None) as view:
-                groups: list[Group] = await self._take(size, task_name, group_status, view, tags=tags)
-                if groups:
-                    self._changes.note()
+        # Samplers mostly find nothing. To look costs far less than to take, and puts need not wait for it.
+        if not await self.count(task_name, group_status, tags=tags):
+            return []
+        async with self._lock.alone(), self._taking(None) as view:
+            groups: list[Group] = await self._take(size, task_name, group_status, view, tags=tags)
+            if groups:
+                self._changes.note()
         return groups
 
     async def count(self, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None) -> int:

@@ -19,11 +19,11 @@ tuples, bytes, integers over 64 bits, ...) are the trees of `forebay.replay.form
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -135,7 +135,6 @@ _SCALARS = frozenset({str, int, bool, float, type(None)})
 _SAME_IF_EQUAL = frozenset({str, int, bool})
 """Of one of these kinds, equal values are the same; floats have -0.0 and NaN."""
 _TEXT, _INTS, _FLOATS = frozenset({str}), frozenset({int}), frozenset({float})
-_PARAMS = {SampleParams}
 _EMPTY: dict[type[Any], msgspec.Raw] = {kind: msgspec.Raw(_encode(kind())) for kind in (dict, list)}
 """The empty containers, which most fields that may hold a container hold."""
 
@@ -154,8 +153,9 @@ def _pack(group: StoredGroup, *, all_as_trees: bool, join_small: bool) -> Packed
     head.blobs = list(map(len, encoder.blobs))
     arrays = _pack_arrays(group, head)
     num_bytes = sum([array.nbytes for array in arrays])
-    is_small = join_small and 0 < num_bytes < MIN_APART_BYTES * len(arrays)
-    buffers: list[Buffer] = [_join(arrays)] if is_small else [array.data for array in arrays]
+    buffers: list[Buffer] = [array.data for array in arrays]
+    if join_small and 0 < num_bytes < MIN_APART_BYTES * len(arrays):
+        buffers = [b"".join(buffers)]
     return PackedGroup(_encode(head), [*buffers, *encoder.blobs], num_bytes + sum(head.blobs))
 
 
@@ -167,7 +167,7 @@ def _pack_values(head: Head, name: str, column: Sequence[Any], kinds: set[type[A
         head.values[name] = [first] if is_one else list(column)
         return True
     shown = _once(column)
-    if kinds == _PARAMS and name == "sample_params" and all(map(_is_exact, shown)):
+    if kinds == {SampleParams} and name == "sample_params" and all(map(_is_exact, shown)):
         head.sample_params = list(shown)
     elif len(kinds) == 1 and type(first) in _EMPTY and len(shown) > 1 and not any(column):
         # Most fields that may hold a container hold an empty one: what follows would come to the same.
@@ -241,11 +241,6 @@ def _pack_arrays(group: Sequence[RolloutState], head: Head) -> list[NDArray[Any]
     return [
         array for name in ARRAYS for array, length in zip(arrays[name], head.lengths[name], strict=True) if length > 0
     ]
-
-
-def _join(arrays: Iterable[NDArray[Any]]) -> bytes:
-    # The types of numpy do not say that it takes arrays.
-    return b"".join(cast("Iterable[Buffer]", arrays))
 
 
 def _find_constants(arrays: Sequence[NDArray[Any]], lengths: list[int], counts: Sequence[int]) -> list[int]:

@@ -390,10 +390,9 @@ def _read_arrays(head: encoding.Head, data: NDArray[np.uint8]) -> tuple[dict[str
     """The arrays by field, and the blobs of the trees."""
     lengths = head.lengths
     prompts = split(np.frombuffer(head.prompts, encoding.ARRAYS["tokens"]), _without_marks(lengths[encoding.PROMPTS]))
-    first = prompts[0]
     for member, length in enumerate(lengths[encoding.PROMPTS]):
         if length < 0:
-            prompts[member] = first if length == encoding.NOT_SENT else first.copy()
+            prompts[member] = prompts[0] if length == encoding.NOT_SENT else prompts[0].copy()
     arrays = {encoding.PROMPTS: prompts}
     end = 0
     for name, dtype in encoding.ARRAYS.items():
@@ -407,8 +406,7 @@ def _read_arrays(head: encoding.Head, data: NDArray[np.uint8]) -> tuple[dict[str
             constants = head.constants[name]
             # One piece of memory for all members; filling it with one value is much faster than `repeat`.
             made = np.empty(sum(counts), encoding.ARRAYS[name])
-            is_one = constants.count(constants[0]) == len(constants)
-            made[:] = constants[0] if is_one else np.repeat(constants, counts)
+            made[:] = constants[0] if len(set(constants)) == 1 else np.repeat(constants, counts)
             for member, part in zip(missing, split(made, counts), strict=True):
                 arrays[name][member] = part
     if missing := _missing(lengths["tokens"]):

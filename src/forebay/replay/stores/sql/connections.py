@@ -34,7 +34,7 @@ from forebay.replay.stores.sql import schema
 from forebay.replay.stores.sql.direct import Connection, Direct
 
 LIMIT_S = 60.0
-"""A turn takes milliseconds; SQLite's own lock is waited for as long (`BUSY_S`)."""
+"""How long a writer waits for its turn, and for SQLite's own lock, before it gives up; a write takes milliseconds."""
 
 
 class Transactions:
@@ -43,6 +43,9 @@ class Transactions:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
         self._owner: str | None = None
+        self.kept: dict[str, sa.PoolProxiedConnection] = {}
+        """Connections to SQLite by how they begin: to ask the pool for each transaction takes longer than a count.
+        One that is no longer held here is in the pool again."""
 
     def claim(self) -> None:
         """Fence off every earlier owner of the content."""
@@ -66,11 +69,17 @@ class Transactions:
                 yield connection
             return
         try:
-            # Given back to the pool, it is rolled back unless it was committed.
-            with closing(self._engine.raw_connection()) as pooled, closing(Direct(pooled.driver_connection)) as direct:
-                direct.exec_driver_sql(sqlite)
-                yield direct
-                direct.exec_driver_sql("COMMIT")
+            pooled = self.kept.pop(sqlite, None) or self._engine.raw_connection()
+            try:
+                with closing(Direct(pooled.driver_connection)) as direct:
+                    direct.exec_driver_sql(sqlite)
+                    yield direct
+                    direct.exec_driver_sql("COMMIT")
+            except BaseException:
+                # The pool rolls it back.
+                pooled.close()
+                raise
+            self.kept[sqlite] = pooled
         except sqlite3.Error as error:
             raise sa.exc.DBAPIError.instance(None, None, error, sqlite3.Error) from error
 
@@ -106,7 +115,7 @@ def write_turn(url: sa.URL) -> Iterator[None]:
         yield
         return
     path = f"{url.database}-turn"
-    file = open(path, "wb")  # noqa: SIM115
+    file = open(path, "ab", buffering=0)  # noqa: SIM115
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -202,8 +211,6 @@ PAGE_BYTES = 16_384
 16 small rows from 100,000 with 16 (1.0, 1.4 and 2.1 ms)."""
 CHECKPOINT_BYTES = 128 * 2**20
 """The write-ahead log is copied into the file when it has grown by this: two syncs for 1,500 groups of 83 KB."""
-BUSY_S = 60.0
-"""How long a process waits for another's write before it gives up; a write takes milliseconds."""
 
 
 def parsed_url(url: str | os.PathLike[str] | sa.URL) -> sa.URL:
@@ -251,7 +258,7 @@ def make_engine(url: str | os.PathLike[str] | sa.URL, *, create: bool) -> sa.Eng
         Path(str(parsed.database)).parent.mkdir(parents=True, exist_ok=True)
     elif not Path(str(parsed.database)).exists():
         raise FileNotFoundError(f"there is no file {parsed.database!r}")
-    engine = sa.create_engine(parsed, connect_args={"timeout": BUSY_S})
+    engine = sa.create_engine(parsed, connect_args={"timeout": LIMIT_S})
     event.listen(engine, "connect", partial(_prepare_sqlite, synchronous))
     # Python's driver begins transactions on its own unless told not to, as `_prepare_sqlite` does.
     event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))

@@ -78,6 +78,7 @@ class SQLStorage(StorageBackend):
         # First the threads, then the connections that they use.
         self._worker.close()
         self._reader.close()
+        self._transactions.kept.clear()
         self._engine.dispose()
 
     async def claim(self) -> None:

@@ -155,7 +155,6 @@ class Worker:
             except BaseException as error:  # whatever it is, it belongs to the caller and not to this thread
                 shared.job.set_exception(error)
         for write, together in made.items():
-            results: Sequence[Any]
             try:
                 results = write([content for _, content in together])
             except BaseException as error:  # as above

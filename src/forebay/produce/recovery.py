@@ -84,20 +84,18 @@ async def settle(buffer: ReplayBuffer, ledger: Ledger, samplers: Mapping[str, Sa
     """Bring buffer, books and samplers together, as in the module's table."""
     await buffer.restore(train_step)
     rows = await buffer.storage.get({}, rows_only=True)
-    names: dict[int, Any] = {row.uid: row.tags[GROUP_TAG] for row in rows if GROUP_TAG in row.tags}
-    if len(names) < len(rows):
-        # Of an earlier version, or put by a program of its own.
-        unnamed = {"uid": {"$in": [row.uid for row in rows if row.uid not in names]}}
-        names |= {row.uid: name_group(row.item) for row in await buffer.storage.get(unnamed)}
+    # Of an earlier version, or put by a program of its own.
+    unnamed = [row.uid for row in rows if GROUP_TAG not in row.tags]
+    names = {row.uid: name_group(row.item) for row in await buffer.storage.get({"uid": {"$in": unnamed}})}
     copies = await buffer.storage.get(COPIES, order="-timestamp_id", rows_only=True)
-    names |= {row.uid: row.tags[GROUP_TAG] for row in copies}
     held: dict[str, set[Any]] = {name: set() for name in samplers}
     settled: list[int] = []
     # Copies come last, the latest first: a group that has a row of its own is further on.
     for some in slices_of([*rows, *copies], ROWS_AT_ONCE):
         found: dict[str, dict[Any, StorageItem]] = {}
         for row in some:
-            group_id, of_task = names[row.uid], found.setdefault(row.task_name, {})
+            group_id: Any = row.tags[GROUP_TAG] if row.uid not in names else names[row.uid]
+            of_task = found.setdefault(row.task_name, {})
             if row.status is Status.FAILED or group_id in held.setdefault(row.task_name, set()) or group_id in of_task:
                 settled.append(row.uid)
             else:

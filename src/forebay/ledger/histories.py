@@ -144,7 +144,7 @@ class Histories:
             row = None if is_new else self._find(group_id)
             before = None if row is None else row["place"]
             if row is None:
-                row = {**_NEW, "first_s": time_s}
+                row = dict.fromkeys(_COLUMNS) | {"first_s": time_s, **dict.fromkeys(_COUNTS, 0)}
             else:
                 self._count(row, -1)
             row["last_s"] = time_s
@@ -310,7 +310,6 @@ _COUNTED = {RETRIED: ("num_retries", 1), LEFT: ("num_left", 1), REUSED: ("num_re
 """The column that an event changes, and by how much."""
 
 _COUNTS = ("num_retries", "num_left", "num_reused")
-_NEW: Row = dict.fromkeys(_COLUMNS) | dict.fromkeys(_COUNTS, 0)
 _SAID = {"train_step": int, "num_tokens": int, "latency_s": float, "score": float}
 """The columns that an event may give, and of which type."""
 _REPLACE = f"REPLACE INTO settled VALUES (?{', ?' * len(_COLUMNS)})"

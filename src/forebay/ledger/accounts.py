@@ -136,7 +136,7 @@ class Ledger:
     def record_found(self, task_name: str, groups: Mapping[books.GroupId, Mapping[str, Any]]) -> set[books.GroupId]:
         """Enter, in one go, what the rows of a buffer say of live groups and the books do not know.
 
-        Of each group the values of its production as in `record`; none: it was only taken up.
+        Of each group its row's tags, with the values of its production as in `record`; none: it was only taken up.
 
         Returns:
             Those that the books call trained or dropped, of which nothing is entered.
@@ -146,7 +146,8 @@ class Ledger:
         """
         said = {"time_s": self._clock(), "task": task_name, "found": True}
         known, told = self._tasks[task_name].glance(groups), list[dict[str, Any]]()
-        for group_id, facts in groups.items():
+        for group_id, tags in groups.items():
+            facts = {name: tags[name] for name in ("num_tokens", "latency_s", "score") if name in tags}
             place, num_tokens = known.get(group_id, (None, None))
             if place is None or (place in books.OPEN and facts and num_tokens != facts.get("num_tokens")):
                 told.append({"event": books.PRODUCED if facts else books.ADMITTED, "group": group_id, **said, **facts})
@@ -162,8 +163,7 @@ class Ledger:
             OSError: the file takes no more.
         """
         if self._journal is not None:
-            line = {"event": event, "time_s": self._clock(), "part": part, "reason": reason}
-            self._journal.write(line)
+            self._journal.write({"event": event, "time_s": self._clock(), "part": part, "reason": reason})
 
     def life(self, group_id: books.GroupId, task_name: str) -> books.GroupLife | None:
         """The history of one group; None if it has no event."""

@@ -31,7 +31,7 @@ from typing import Any
 from urllib.parse import quote
 
 from forebay.io.safe_files import seal, write_json, write_text
-from forebay.ledger import GroupId, Ledger
+from forebay.ledger import Ledger
 from forebay.produce.sampler import Sampler
 from forebay.produce.strategies.rules import GROUP_TAG, name_group
 from forebay.produce.unfinished import COPIES
@@ -84,26 +84,23 @@ async def settle(buffer: ReplayBuffer, ledger: Ledger, samplers: Mapping[str, Sa
     """Bring buffer, books and samplers together, as in the module's table."""
     await buffer.restore(train_step)
     rows = await buffer.storage.get({}, rows_only=True)
-    names: dict[int, Any] = {row.uid: row.tags[GROUP_TAG] for row in rows if GROUP_TAG in row.tags}
-    if len(names) < len(rows):
-        # Of an earlier version, or put by a program of its own.
-        unnamed = {"uid": {"$in": [row.uid for row in rows if row.uid not in names]}}
-        names |= {row.uid: name_group(row.item) for row in await buffer.storage.get(unnamed)}
+    # Of an earlier version, or put by a program of its own.
+    unnamed = [row.uid for row in rows if GROUP_TAG not in row.tags]
+    names = {row.uid: name_group(row.item) for row in await buffer.storage.get({"uid": {"$in": unnamed}})}
     copies = await buffer.storage.get(COPIES, order="-timestamp_id", rows_only=True)
-    names |= {row.uid: row.tags[GROUP_TAG] for row in copies}
     held: dict[str, set[Any]] = {name: set() for name in samplers}
     settled: list[int] = []
     # Copies come last, the latest first: a group that has a row of its own is further on.
     for some in slices_of([*rows, *copies], ROWS_AT_ONCE):
         found: dict[str, dict[Any, StorageItem]] = {}
         for row in some:
-            group_id, of_task = names[row.uid], found.setdefault(row.task_name, {})
+            group_id, of_task = names.get(row.uid, row.tags.get(GROUP_TAG)), found.setdefault(row.task_name, {})
             if row.status is Status.FAILED or group_id in held.setdefault(row.task_name, set()) or group_id in of_task:
                 settled.append(row.uid)
             else:
                 of_task[group_id] = row
         for name, of_task in found.items():
-            over = ledger.record_found(name, {group_id: _facts(row) for group_id, row in of_task.items()})
+            over = ledger.record_found(name, {group_id: row.tags for group_id, row in of_task.items()})
             settled += [of_task[group_id].uid for group_id in over]
             held[name] |= of_task.keys() - over
         await asyncio.sleep(0)
@@ -112,23 +109,11 @@ async def settle(buffer: ReplayBuffer, ledger: Ledger, samplers: Mapping[str, Sa
     await revive(buffer.storage, COPIES)
     for name, sampler in samplers.items():
         missing = [group_id for group_id in ledger.name_live(name) if group_id not in held[name]]
-
-        def is_known(group_id: GroupId, task_name: str = name) -> bool:
-            return ledger.life(group_id, task_name) is not None
-
-        for group_id in sampler.catch_up(is_known, missing):
+        for group_id in sampler.catch_up(ledger.life, missing):
             ledger.record(group_id, name, "dropped", reason=LOST)
-        logger.info(
-            "task %s: %d groups are kept, %d that were in flight are generated again",
-            name,
-            len(held[name]),
-            len(missing),
-        )
+        kept, again = len(held[name]), len(missing)
+        logger.info("task %s: %d groups are kept, %d that were in flight are generated again", name, kept, again)
 
 
 ROWS_AT_ONCE = 1000
 """Rows that are looked at between two turns of the event loop; it takes about 10 ms."""
-
-
-def _facts(row: StorageItem) -> dict[str, Any]:
-    return {name: row.tags[name] for name in ("num_tokens", "latency_s", "score") if name in row.tags}

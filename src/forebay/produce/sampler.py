@@ -86,7 +86,7 @@ class Sampler:
         if self.prompt_repeat_k < 1:
             raise ValueError(f"prompt_repeat_k must be at least 1, got {self.prompt_repeat_k}")
         self._asking = asyncio.Lock()
-        self._is_known: Callable[[str], bool] = lambda name: False
+        self._is_known: Callable[[str, str], object] = lambda name, task_name: False
         """Whether store or books have a group already, as the latest `catch_up` was told."""
         self._again: deque[tuple[int, int]] = deque()
         """Epochs and indices of groups that come before the next new one."""
@@ -142,8 +142,8 @@ class Sampler:
         number = min(1, await buffer.count(task, status))
         return (await buffer.take_batch({task: number}, group_status=status, train_step=COPY_STEP))[0][task]
 
-    def catch_up(self, is_known: Callable[[str], bool], missing: Iterable[str | int]) -> list[str | int]:
-        """Go on from an earlier place: skip the groups that are known, hand out the missing ones first.
+    def catch_up(self, is_known: Callable[[str, str], object], missing: Iterable[str | int]) -> list[str | int]:
+        """Go on from an earlier place: skip the known groups, by name and task; hand out the missing ones first.
 
         Returns those of the missing ones that are not named by this sampler, which cannot be made again.
         """
@@ -260,7 +260,7 @@ class Sampler:
             index = self._plan[self.position]
             self.position += 1
             name = self._name(self.epoch, index)
-            if not self._is_known(name):
+            if not self._is_known(name, self.task_name):
                 return self._group(self.epoch, index)
 
     def _name(self, epoch: int, index: int) -> str:

@@ -119,3 +119,15 @@ def test_a_colocated_run_that_goes_on_uses_past_groups_again(tmp_path):
     asyncio.run(launch(table))
     asyncio.run(launch(saved_config(table.folder, [f"steps={STEPS}"]), resume=table.folder))
     check(table.folder)
+
+
+def test_a_separate_run_of_staleness_0_trains_the_batches_of_a_colocated_one(tmp_path):
+    """New groups in the places of past ones would expire unused."""
+    found = []
+    for mode in ("colocated", "separate"):
+        table = config(tmp_path / mode, produce={"mode": mode, "max_staleness": 0})
+        asyncio.run(launch(table))
+        check(table.folder)
+        ledger = Ledger.read(table.folder / "ledger.jsonl")
+        found.append((uses_by_step(table.folder), ledger.balance(ledger.count_live()).dropped))
+    assert found[0] == found[1]

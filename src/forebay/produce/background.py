@@ -11,7 +11,7 @@ import asyncio
 import enum
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from forebay.aio.changed import Changes
@@ -75,6 +75,8 @@ class BackgroundProducer:
     """Splits a batch of this size for this train step."""
     make_context: "Callable[[TaskRunner, int, int], ProduceContext]"
     """Takes a task, its share and the train step."""
+    fresh_sizes: Callable[[Mapping[str, int], int], Awaitable[dict[str, int]]]
+    """The part of shares at a train step that has to be new groups."""
     controller: Generation | None
     """Told to pause and to go on."""
     limit: int | None = None
@@ -210,8 +212,10 @@ class BackgroundProducer:
         sizes = progress.ensure_target_upto(
             batch_size=batch_size, future_step=step, allocate_batch_sizes=self.allocate
         )
+        # New groups in the places of past ones would wait for the next step, and expire there if they may not.
+        new = await self.fresh_sizes(sizes, step) if step == progress.next_consumer_step else sizes
         self._contexts = {
-            name: self.make_context(runner, sizes.get(name, 0), step)
+            name: replace(self.make_context(runner, sizes[name], step), num_past=sizes[name] - new[name])
             for name, runner in self.runners.items()
             if progress.target_samples[name] > 0
         }

@@ -102,6 +102,7 @@ class AgentLoopManager:
             self.progress,
             allocate=self._split,
             make_context=self._context,
+            fresh_sizes=lambda sizes, train_step: self.batches.fresh_sizes(sizes, train_step),
             controller=rollout_controller,
             # A buffer in another process does not tell of its own.
             limit=getattr(replay_buffer, "limit", None),

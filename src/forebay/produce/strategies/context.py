@@ -67,6 +67,8 @@ class ProduceContext:
     activities: Activities = field(default_factory=Activities)
     rules: GroupRules | None = None
     """The demands of a run on its groups; None: they are stored as they are."""
+    num_past: int = 0
+    """Groups of the next batch that earlier steps trained on: no new ones are made for them."""
 
     @property
     def consumer_step(self) -> int:
@@ -80,7 +82,7 @@ class ProduceContext:
         Raises:
             KeyError: the progress does not know the task.
         """
-        return self.progress.target_samples[self.task_name]
+        return self.progress.target_samples[self.task_name] - self.num_past
 
     def should_abort(self) -> bool:
         """Whether a pause was requested."""

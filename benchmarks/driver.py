@@ -250,6 +250,7 @@ async def drive(num_engines: int, num_groups: int, folder: Path, *, hours: int =
         if hours and clock() >= next_mark_s:
             gc.collect()
             marks.append(round(memory_mb(), 1))
+            print(f"hour {len(marks) - 1}: {measured} groups, {marks[-1]} MB", file=sys.stderr, flush=True)
             next_mark_s += 3600
     cpu_s = time.process_time() - begin_s
     if profile:
@@ -448,7 +449,7 @@ def measured(options, size: int) -> dict:
     command = [sys.executable, __file__, "--one", str(size), "--groups", str(options.groups)]
     if options.day:
         command.append("--day")
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     report = json.loads(done.stdout.splitlines()[-1])
     print({name: round(value, 1) if isinstance(value, float) else value for name, value in report.items()})
     return report

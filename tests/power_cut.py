@@ -46,10 +46,10 @@ class Disk:
 
     server: Any = None
 
-    def __init__(self, place: Path, rng: random.Random) -> None:
+    def __init__(self, place: Path, rng: random.Random, *options: str) -> None:
         self._rng, self._host = rng, place / "host"
         self.folder = place / "disk"
-        self.options = f"noatime,noauto_da_alloc,commit=1,{rng.choice(OPTIONS)}"
+        self.options = ",".join(["noatime", "noauto_da_alloc", "commit=1", rng.choice(OPTIONS), *options])
         self.num_cuts, self.is_cut = 0, False
         for folder in (self._host, self.folder):
             folder.mkdir()
@@ -76,6 +76,9 @@ class Disk:
 
     def _mount(self) -> None:
         _run("mount", "-o", f"loop,{self.options}", self._image, self.folder)
+        device = os.stat(self.folder).st_dev
+        self._queue = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/queue/max_sectors_kb").resolve()
+        self._most_kb = self._queue.read_text()
 
     def cut(self) -> None:
         """Cut the power."""
@@ -104,6 +107,8 @@ class Disk:
 
     def starve(self) -> None:
         """Leave the device no room for blocks that it has not."""
+        # One at a time: a loop device says that a request was done of which the first block was.
+        self._queue.write_text("4")
         with contextlib.suppress(OSError), (self._host / "filler").open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(1 << 20))
@@ -111,6 +116,7 @@ class Disk:
     def feed(self) -> None:
         """Give it room again."""
         (self._host / "filler").unlink(missing_ok=True)
+        self._queue.write_text(self._most_kb)
 
     def close(self) -> None:
         """Give back devices and memory."""
@@ -141,7 +147,7 @@ def halt(pid: int) -> str:
 def _state_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return "X"
 
 
@@ -152,8 +158,8 @@ def _run(*command: object) -> None:
 
 
 @contextlib.contextmanager
-def disk(rng: random.Random) -> Iterator[Disk]:
-    """A new disk; the test that asks is skipped where none can be mounted."""
+def disk(rng: random.Random, *options: str) -> Iterator[Disk]:
+    """A new disk, with more mount options; the test that asks is skipped where none can be mounted."""
     if os.geteuid() != 0 or shutil.which("mkfs.ext4") is None or not Path("/dev/loop-control").exists():
         pytest.skip("needs root, loop devices and mkfs.ext4")
     # Not in the folder of a test, which is its user's alone: a database's server has another user.
@@ -161,7 +167,7 @@ def disk(rng: random.Random) -> Iterator[Disk]:
         place = Path(name)
         place.chmod(0o755)
         try:
-            made = Disk(place, rng)
+            made = Disk(place, rng, *options)
         except OSError as error:
             for folder in ("disk", "host"):
                 subprocess.run(["umount", str(place / folder)], capture_output=True, check=False)

@@ -62,7 +62,7 @@ def lines_until_cut(made, rng, command, *, most, starve=None):
     It may end before if `starve` was called.
     """
     num_lines = rng.randrange(1, most)
-    starved_at = None if starve is None else rng.randrange(num_lines)
+    starved_at = None if starve is None else rng.randrange(min(num_lines, 250))
     child = subprocess.Popen(
         [sys.executable, *map(str, command)],
         stdin=subprocess.DEVNULL,
@@ -111,7 +111,8 @@ def cut_store(made, rng, starve=None):
     url = made.server.url if made.server else f"sqlite:///{made.folder / 'buffer.db'}{FULL}"
     while made.num_cuts < CUTS:
         child = [HERE.parent / "replay" / "kill_child.py", url, rng.randrange(10**6), round_, journal.step]
-        journal.read(lines_until_cut(made, rng, child, most=250, starve=starve))
+        # It prints on while the disk fails, and ends by that before a cut, or after one.
+        journal.read(lines_until_cut(made, rng, child, most=2000 if heals else 250, starve=starve))
         if not made.is_cut and not (heals and recovers(made.server)):
             made.cut()
         if made.is_cut:

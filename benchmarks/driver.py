@@ -12,7 +12,7 @@ quarter of what is in flight, gives the engines new weights and goes on. Each si
     groups/s    finished groups of 8 by second of CPU, of everything in the process, engines included
     agents      the same without pool, manager, buffer and books: scripted engines and the agent loop alone
 
-With ``--day`` it goes on for a virtual day and reports the memory of each hour.
+With ``--day`` it goes on for a virtual day and reports the memory of each hour, as it comes.
 With ``--ray`` agents and engines are on a local Ray cluster, the same engines with as many requests as six groups for
 each worker are, the store is an SQLite file (or memory), and the time is real: the CPU is that of this process alone,
 Ray's client included, also by thread. Processes of the cluster are forked from one that has imported everything
@@ -28,6 +28,7 @@ import asyncio
 import cProfile
 import gc
 import json
+import logging
 import math
 import os
 import pstats
@@ -250,6 +251,7 @@ async def drive(num_engines: int, num_groups: int, folder: Path, *, hours: int =
         if hours and clock() >= next_mark_s:
             gc.collect()
             marks.append(round(memory_mb(), 1))
+            print(f"hour {len(marks) - 1}: {measured} groups, {marks[-1]} MB", flush=True)
             next_mark_s += 3600
     cpu_s = time.process_time() - begin_s
     if profile:
@@ -436,6 +438,8 @@ def one_size(options) -> None:
     PROFILE = options.profile
     # As a run does (`forebay.runs.launch`).
     gc.set_threshold(*GC_THRESHOLDS)
+    # Engines that are lost and back.
+    logging.disable(logging.WARNING)
     hours = 24 if options.day else 0
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         report = runner.run(drive(options.one, options.groups, Path(folder), hours=hours))
@@ -448,8 +452,14 @@ def measured(options, size: int) -> dict:
     command = [sys.executable, __file__, "--one", str(size), "--groups", str(options.groups)]
     if options.day:
         command.append("--day")
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    report = json.loads(done.stdout.splitlines()[-1])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        for line in child.stdout:
+            if line.startswith("{"):
+                report = json.loads(line)
+            else:
+                print(line, end="", flush=True)
+    if child.returncode:
+        raise SystemExit(child.returncode)
     print({name: round(value, 1) if isinstance(value, float) else value for name, value in report.items()})
     return report
 

@@ -13,11 +13,10 @@ import pytest
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlavaConfig, LlavaForConditionalGeneration
-from transformers.utils.import_utils import define_import_structure
 
 from forebay.config import ConfigError, parse_config
 from forebay.engines.local.transformers import TransformersEngine, end_token_ids
-from forebay.models import ModelConfig, TinyConfig, listing, load_model, load_tokenizer, resolve_model
+from forebay.models import ModelConfig, TinyConfig, load_model, load_tokenizer, resolve_model
 from forebay.models.loading import default_cache_dir, model_config, save_tokenizer
 from forebay.models.tiny import character_tokenizer
 from forebay.train import TrainController
@@ -332,8 +331,3 @@ def test_a_model_that_sees_is_a_decoder_of_text_too(tmp_path):
     one.save(tmp_path / "saved")
     two.resume(tmp_path / "saved")
     assert two.fit(groups()).metrics["train/grad_norm"] == one.fit(groups()).metrics["train/grad_norm"] > 0
-
-
-def test_the_list_of_models_that_is_read_once_is_the_one_that_transformers_would_read() -> None:
-    file = Path(listing.transformers.__file__).parent / "models" / "__init__.py"
-    assert define_import_structure(str(file)) == listing.MODELS

@@ -221,7 +221,7 @@ async def test_a_rewound_sampler_skips_what_is_held_and_misses_nothing(count, sa
 
     rewound = make_sampler(count)
     rewound.load_state_dict(state)
-    rewound.catch_up(held.__contains__, [])
+    rewound.catch_up(lambda name, task_name: name in held, [])
     missing = [name for name in drawn if name not in held]
     again = await draw(rewound, len(missing))
     assert again == missing

@@ -9,7 +9,7 @@ from typing import Any
 PROCESSES: Any = get_context("spawn" if sys.platform == "darwin" else "forkserver")
 """How ranks are started: forked from a process that only loads `LOADED_ONCE`. Apple's libraries refuse a fork."""
 _MODELS = [f"transformers.models.{name}" for name in ("auto.modeling_auto", "llama.modeling_llama")]
-LOADED_ONCE = [__name__, "forebay.models.listing", "forebay.train.parallel.worker", *_MODELS]
+LOADED_ONCE = [__name__, "forebay.train.parallel.worker", *_MODELS]
 """They take seconds and some hundred MB: all ranks of this process, also later ones, share them."""
 
 if "from multiprocessing.forkserver import main" in sys.orig_argv[-1]:

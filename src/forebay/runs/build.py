@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 
 from forebay.agents.build import prompt_tools
 from forebay.config import ConfigError, errors_about
@@ -31,7 +32,6 @@ from forebay.io.safe_files import DamagedError, check, publish, unfinished, writ
 from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
 from forebay.models import context_of, find_device, load_model, load_tokenizer, resolve_model
-from forebay.models.listing import transformers
 from forebay.models.loading import save_tokenizer
 from forebay.produce import Prompt
 from forebay.produce.prompts.conversations import Demonstrations

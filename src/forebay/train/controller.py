@@ -315,47 +315,50 @@ class TrainController:
             FloatingPointError: a gradient is not finite; earlier optimizer steps of this call stand.
         """
         with self._turn:
-            self._check_ready(batch)
-            batch.importance = None if self._corrector is None else self._corrector.weights(batch)
-            with measures.timed(batch, "update"):
-                batch.token_weights = np.zeros(batch.num_response_tokens, np.float32)
-                for sequences in batch.mini_batches:
-                    batch.token_weights += batch_token_weights(self.config.normalization, batch, sequences)
-                passed = self._only(batch, self._read_by_loss(batch, batch.token_weights != 0))
-                done = self._learner.update(passed, self.train_step)
-            num_steps = len(done.norms)
-            # Engine against trainer at the start of the step; with correction "ratio", over the first epoch.
-            column = "logprob" if self.config.correction == "ratio" else "old_logprob"
-            tokens = done.columns["token_index"]
-            first_epoch = slice(len(tokens) // self.config.epochs)
-            tokens, proximal_N = tokens[first_epoch], done.columns[column][first_epoch]
-            if self.config.may_mask:
-                assert batch.old_logprobs is not None
-                # A mask was worked out on all tokens, so also on those that the update made no pass over.
-                tokens = np.flatnonzero(batch.response_mask)
-                proximal_N = batch.old_logprobs[tokens]
-            batch.trainer_logprobs = np.full(batch.num_response_tokens, np.nan, np.float32)
-            batch.trainer_logprobs[tokens] = proximal_N
-            metrics = measures.token_measures(done.columns, num_steps) | measures.batch_measures(passed)
-            metrics |= measures.correction_measures(self._corrector, batch, proximal_N, tokens)
-            metrics |= measures.staleness_measures(batch, self.train_step + 1)
-            metrics["train/grad_norm"] = float(np.mean(done.norms)) if done.norms else 0.0
-            metrics["train/lr"] = done.lr
-            metrics["train/skipped_updates"] = float(self.config.optimizer_steps - num_steps)
-            if done.critic_norms:
-                metrics["train/critic_grad_norm"] = float(np.mean(done.critic_norms))
-            batch.metrics |= metrics
-            measured = [batch.metrics.get(f"train/{name}") for name in ("kl", "entropy")]
-            kl, entropy = map(steered, self.penalties, measured, self.config.penalty_targets, (1, -1))
-            self.penalties = kl, entropy
-            self.train_step += 1
-            if not done.norms:
-                logger.warning(
-                    "train step %d changed no weight: all of its tokens are masked (%s)",
-                    self.train_step,
-                    "stale" if not batch.in_loss.any() else f"by correction {self.config.correction!r}",
-                )
-            return batch
+            return self._train(batch)
+
+    def _train(self, batch: TrainBatch) -> TrainBatch:
+        self._check_ready(batch)
+        batch.importance = None if self._corrector is None else self._corrector.weights(batch)
+        with measures.timed(batch, "update"):
+            batch.token_weights = np.zeros(batch.num_response_tokens, np.float32)
+            for sequences in batch.mini_batches:
+                batch.token_weights += batch_token_weights(self.config.normalization, batch, sequences)
+            passed = self._only(batch, self._read_by_loss(batch, batch.token_weights != 0))
+            done = self._learner.update(passed, self.train_step)
+        num_steps = len(done.norms)
+        # Engine against trainer at the start of the step; with correction "ratio", over the first epoch.
+        column = "logprob" if self.config.correction == "ratio" else "old_logprob"
+        tokens = done.columns["token_index"]
+        first_epoch = slice(len(tokens) // self.config.epochs)
+        tokens, proximal_N = tokens[first_epoch], done.columns[column][first_epoch]
+        if self.config.may_mask:
+            assert batch.old_logprobs is not None
+            # A mask was worked out on all tokens, so also on those that the update made no pass over.
+            tokens = np.flatnonzero(batch.response_mask)
+            proximal_N = batch.old_logprobs[tokens]
+        batch.trainer_logprobs = np.full(batch.num_response_tokens, np.nan, np.float32)
+        batch.trainer_logprobs[tokens] = proximal_N
+        metrics = measures.token_measures(done.columns, num_steps) | measures.batch_measures(passed)
+        metrics |= measures.correction_measures(self._corrector, batch, proximal_N, tokens)
+        metrics |= measures.staleness_measures(batch, self.train_step + 1)
+        metrics["train/grad_norm"] = float(np.mean(done.norms)) if done.norms else 0.0
+        metrics["train/lr"] = done.lr
+        metrics["train/skipped_updates"] = float(self.config.optimizer_steps - num_steps)
+        if done.critic_norms:
+            metrics["train/critic_grad_norm"] = float(np.mean(done.critic_norms))
+        batch.metrics |= metrics
+        measured = [batch.metrics.get(f"train/{name}") for name in ("kl", "entropy")]
+        kl, entropy = map(steered, self.penalties, measured, self.config.penalty_targets, (1, -1))
+        self.penalties = kl, entropy
+        self.train_step += 1
+        if not done.norms:
+            logger.warning(
+                "train step %d changed no weight: all of its tokens are masked (%s)",
+                self.train_step,
+                "stale" if not batch.in_loss.any() else f"by correction {self.config.correction!r}",
+            )
+        return batch
 
     def fit(
         self, groups: Groups | TrainBatch, *, stale_thresholds: int | Mapping[str, int] | None = None

@@ -281,6 +281,7 @@ async def test_a_running_server_in_the_process(tmp_path, start_fake):
     (aborted,) = await answers(actor, ask("b"))
     assert aborted.finish_reason == "abort"
     await actor.resume()
+    assert (await actor.health()).ok
     await actor.close()
     # It may be on another machine.
     assert server.loaded

@@ -13,7 +13,7 @@ from forebay.cluster.library import Published
 from forebay.cluster.rollout_worker import Report
 from forebay.cluster.supervisor import Supervised
 from forebay.cluster.workers import ClusterController, PlacedWorker, Workers
-from forebay.engines import EngineLost
+from forebay.engines import EngineHealth, EngineLost
 from forebay.engines.members import NOTHING
 from forebay.models.starting_weights import AdaptersRefusedError
 from forebay.produce.background import tell
@@ -202,6 +202,7 @@ class EngineProcess(Actor):
         super().__init__(
             **{name: lambda *_, name=name: self._answer(name) for name in named},
             start=self._start,
+            health=self._health,
             generate=None,
             abort=None,
         )
@@ -213,6 +214,11 @@ class EngineProcess(Actor):
         self.calls.append((self.pid, name))
         if self.pid == 1 and name == self.hangs:
             await asyncio.Event().wait()
+
+    async def _health(self):
+        if self.hangs == "health":
+            raise exceptions.ActorDiedError()
+        return EngineHealth(ok=True, num_running=0, num_waiting=0, model_step=0)
 
 
 def placed(number, **options):
@@ -407,14 +413,15 @@ def test_a_worker_that_leaves_is_paused_like_the_others_and_its_tokens_stay_coun
 
 def test_what_is_told_of_an_engine_that_does_not_serve():
     async def main():
-        engines = [placed(0), placed(1), placed(2)]
+        engines = [placed(0), placed(1), placed(2, hangs="health")]
         controller = ClusterController(engines, Workers([]), None)
         engines[0].is_up = False
         assert (await engines[0].health()).detail == "starting again"
         assert list(controller.engines_up) == [1, 2]
-        for engine in engines:
-            engine.hear(("", NOTHING, (3, 40, 1.5)))
+        with pytest.raises(EngineLost):
+            await engines[2].health()
         health = await controller.health()
-        assert (health.ok, health.num_running, health.detail) == (False, 6, "engine 0: starting again")
+        assert not health.ok
+        assert health.detail.startswith("engine 0: starting again; engine 2: ")
 
     virtual_time.run(main())

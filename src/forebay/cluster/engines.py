@@ -24,8 +24,8 @@ import logging
 import os
 import warnings
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 
@@ -211,6 +211,11 @@ class EngineActor:
         """
         return await self._links[transfer].do(calls, takes_long=takes_long)
 
+    async def health(self) -> EngineHealth:
+        """All engines of this process together."""
+        health = await built(self._pool).health()
+        return replace(health, ok=health.ok and self._serving.is_set())
+
     async def close(self) -> None:
         """Free the engines, and end what they started."""
         if self._pool is not None:
@@ -330,10 +335,15 @@ class PlacedEngine(Supervised):
         await self.tell("wake")
 
     async def health(self) -> EngineHealth:
-        """Whether it can serve, and how many requests its process had, queued ones too, when it last said so."""
-        num_running, why = (self.judged.running[0], "") if self.is_up else (0, "starting again")
+        """Whether it can serve, and how busy it is.
+
+        Raises:
+            EngineLost: its process ended over the question.
+        """
+        if self.is_up:
+            return await self._requests.health()
         step = self.model_step
-        return EngineHealth(ok=self.is_up, num_running=num_running, num_waiting=0, model_step=step, detail=why)
+        return EngineHealth(ok=False, num_running=0, num_waiting=0, model_step=step, detail="starting again")
 
     def hear(self, said: tuple[str, Work, Work]) -> None:
         """Have a process whose engines are lost for good end; note how fast it is."""
@@ -443,10 +453,21 @@ class RayEngine:
         """How many tokens a running request had when the engine last said so; else 0; -1 if it was queued."""
         return self._num_made.get(request_id, 0)
 
-    async def _leave_alone(self, *_: Any) -> Any:
-        """Do nothing: the run itself pauses, loads and closes its engines, and is told how they are."""
+    async def health(self) -> EngineHealth:
+        """Whether it can serve, and how busy it is.
 
-    pause = resume = load_weights = close = health = _leave_alone
+        Raises:
+            EngineLost: its process ended over the question.
+        """
+        try:
+            return cast("EngineHealth", await self.actor.health.remote())
+        except import_ray().exceptions.RayError as error:
+            raise EngineLost(why(error)) from error
+
+    async def _leave_alone(self, *_: Any) -> None:
+        """Do nothing: the run itself pauses, loads and closes its engines."""
+
+    pause = resume = load_weights = close = _leave_alone
 
 
 def _readable(data: ByteArray) -> Any:

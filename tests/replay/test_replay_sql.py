@@ -233,16 +233,6 @@ async def test_a_payload_of_another_codec_costs_no_group(open_store, sql_url):
     assert row.item[0].group_id == make_group("a")[0].group_id
 
 
-async def test_another_payload_comes_back_as_it_is_or_is_refused(open_store):
-    payload = {"pair": (1, (2.5, None)), 3: "a number as key", "$tuple": [{7}, float("inf")]}
-    uid = await open_store().put(make_row(payload))
-    [row] = await open_store().get({"uid": uid})
-    assert same(row.item, payload)
-    for refused in (b"bytes", np.arange(3)):
-        with pytest.raises(ValueError, match="hand the store a codec"):
-            await open_store().put(make_row({"deep": [refused]}))
-
-
 class Reversed(GroupCodec):
     """A codec of one's own, as for encrypted payloads."""
 

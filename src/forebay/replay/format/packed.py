@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.replay.format import encode as encoding
-from forebay.replay.format.values import Decoder, Encoder, damage_named
+from forebay.replay.format.values import Decoder, damage_named
 from forebay.replay.groups import StoredGroup, aged_staleness, build_states, copy_containers, copy_group
 from forebay.replay.stores.contract import StorageBackend
 from forebay.types import ROLLOUT_FIELDS, RolloutState, Status, get_group_status
@@ -219,7 +219,7 @@ class GroupCodec:
 
 
 class PlainCodec(GroupCodec):
-    """The codec of a store that was handed none: for groups, and for other values without bytes and arrays.
+    """The codec of a store that was handed none: for groups, and for payloads that are JSON values.
 
     >>> codec = PlainCodec()
     >>> codec.decode(codec.encode({"prompt": [1, 2]})), codec.decode(codec.encode([RolloutState([])]))[0].status
@@ -229,22 +229,23 @@ class PlainCodec(GroupCodec):
     _has_groups = False
 
     def encode(self, payload: Any) -> bytes:
-        """The bytes of a group, or of a value that comes back as it is; ValueError if it is neither."""
+        """The bytes of a group or a JSON value; ValueError if it is neither."""
         if isinstance(payload, list | PackedPayload) and payload and isinstance(payload[0], RolloutState):
             self._has_groups = True
             return super().encode(payload)
-        text = json.dumps((encoder := Encoder()).encode(payload, "the payload"))
-        if encoder.blobs:
-            raise ValueError("the payload holds bytes or arrays; hand the store a codec for them: `use_codec`")
-        return text.encode()
+        return json.dumps(payload, default=_refuse).encode()
 
     def decode(self, data: bytes) -> Any:
-        """The payload; ValueError if the bytes are not those of one."""
-        return super().decode(data) if data[:1] == MAGIC[:1] else Decoder([]).decode(json.loads(data))
+        """The payload; ValueError if the bytes are neither a group nor JSON."""
+        return super().decode(data) if data[:1] == MAGIC[:1] else json.loads(data)
 
     def status(self, value: str) -> Any:
-        """The status as the payloads show it: text beside other values."""
+        """The status as the payloads show it: text beside JSON values."""
         return super().status(value) if self._has_groups else value
+
+
+def _refuse(value: object) -> None:
+    raise ValueError(f"a payload with {type(value).__name__} is no JSON value; hand the store a codec: `use_codec`")
 
 
 # Stores do not know rollouts, so they are told here.

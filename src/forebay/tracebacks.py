@@ -3,6 +3,7 @@
 import os
 import signal
 import sysconfig
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +37,14 @@ def raised_at(error: BaseException) -> str | None:
 
 @contextmanager
 def left_by_ctrl_c() -> Iterator[None]:
-    """Ctrl-C ends the process at once, with one line: for loading libraries, some of which swallow an interrupt."""
+    """Ctrl-C ends the process at once, with one line: for loading libraries, some of which swallow an interrupt.
+
+    Not where somebody else decides what it does: `nohup` ignores it, and a program's thread cannot say.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
 
     def leave(*_: object) -> None:
         os.write(2, b"stopped\n")

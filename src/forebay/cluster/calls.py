@@ -152,7 +152,9 @@ def as_one_piece(group: Sequence[RolloutState], *told: Any) -> bytes:
     twice the time.
     """
     columns = columns_of(group)
-    filled = {name: arrays for name in _ARRAYS if any(map(len, arrays := columns[name]))}
+    # One array that all members share, such as a prompt's tokens, is pickled once.
+    apart = [name for name in _ARRAYS if len(set(map(id, columns[name]))) > 1]
+    filled = {name: arrays for name in apart if any(map(len, arrays := columns[name]))}
     joined = {name: (np.concatenate(arrays), [*map(len, arrays)]) for name, arrays in filled.items()}
     return cast("bytes", import_ray().cloudpickle.dumps((columns | dict.fromkeys(filled), joined, *told)))
 

@@ -454,11 +454,7 @@ class RayEngine:
         return self._num_made.get(request_id, 0)
 
     async def health(self) -> EngineHealth:
-        """Whether it can serve, and how busy it is.
-
-        Raises:
-            EngineLost: its process ended over the question.
-        """
+        """Whether it can serve, and how busy it is; EngineLost if its process ended over the question."""
         try:
             return cast("EngineHealth", await self.actor.health.remote())
         except import_ray().exceptions.RayError as error:

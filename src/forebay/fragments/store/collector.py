@@ -62,9 +62,11 @@ class Collector:
 
     async def _delete(self) -> None:
         ids = self._queue.copy()
-        await asyncio.to_thread(self._store.delete_fragments, ids)
-        # Not before: the event loop may end before the deletion has begun.
-        del self._queue[: len(ids)]
+        try:
+            await asyncio.to_thread(self._store.delete_fragments, ids)
+        finally:
+            # Not before: the event loop may end before the deletion has begun. One that fails is left to a sweep.
+            del self._queue[: len(ids)]
 
     async def _run(self, work: Callable[[], Awaitable[object]]) -> None:
         """Do `work`, which waits for a thread, and then what is queued.

@@ -44,8 +44,7 @@ class Transactions:
         self._engine = engine
         self._owner: str | None = None
         self.kept: dict[str, sa.PoolProxiedConnection] = {}
-        """Connections to SQLite by how they begin: to ask the pool for each transaction takes longer than a count.
-        One that is no longer held here is in the pool again."""
+        """Connections to SQLite by how they begin: to ask the pool for each transaction takes longer than a count."""
 
     def claim(self) -> None:
         """Fence off every earlier owner of the content."""
@@ -79,7 +78,8 @@ class Transactions:
                 # The pool rolls it back.
                 pooled.close()
                 raise
-            self.kept[sqlite] = pooled
+            if self.kept.setdefault(sqlite, pooled) is not pooled:
+                pooled.close()
         except sqlite3.Error as error:
             raise sa.exc.DBAPIError.instance(None, None, error, sqlite3.Error) from error
 

@@ -78,7 +78,8 @@ class SQLStorage(StorageBackend):
         # First the threads, then the connections that they use.
         self._worker.close()
         self._reader.close()
-        self._transactions.kept.clear()
+        while self._transactions.kept:
+            self._transactions.kept.popitem()[1].close()
         self._engine.dispose()
 
     async def claim(self) -> None:

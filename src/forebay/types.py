@@ -354,6 +354,11 @@ def get_group_status(group: Sequence[RolloutState]) -> Status:
     raise TypeError(f"the statuses of rollouts are of the enum Status, got {statuses}")
 
 
+def scores_of(group: Sequence[RolloutState]) -> list[float]:
+    """The scores of those rollouts that have one; a score of None is none."""
+    return [float(score) for state in group if (score := (state.reward or {}).get("score")) is not None]
+
+
 def calculate_seq_staleness(model_step: int, current_train_step: int) -> int:
     """Staleness of tokens when they are trained: of model step 3 in train step 6 it is 6 - 3 - 1 = 2."""
     return current_train_step - model_step - 1

@@ -160,6 +160,8 @@ async def test_a_missing_score_is_left_out_with_a_warning(caplog, reward):
     assert await ctx.put_generated_group(group)
     assert ctx.progress.consume_raw_rewards("t") == (1.0, 1)
     assert "t/0/0" in caplog.text
+    # The other one's score differs from none.
+    assert not has_reward_variance(group)
 
 
 async def test_put_reports_a_group_that_expires_in_the_put():

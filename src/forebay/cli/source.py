@@ -30,7 +30,7 @@ from forebay.replay.format.tables import GROUPS_SCHEMA, group_batches, join, rea
 from forebay.replay.stores.contract import copy_row
 from forebay.runs.folder import RUN_FILE, list_checkpoints
 from forebay.runs.store import STORE_FILE, database_url
-from forebay.types import RolloutState, Status
+from forebay.types import RolloutState, Status, scores_of
 
 SQL_SUFFIXES = (".db", ".sqlite", ".sqlite3")
 SQLITE_MAGIC = b"SQLite format 3\0"
@@ -96,7 +96,7 @@ class Digest:
 
 def _digest(group: Sequence[RolloutState]) -> Digest:
     tokens = [len(state.response_ids) for state in group]
-    scores = [float(state.reward["score"]) for state in group if state.reward and "score" in state.reward]
+    scores = scores_of(group)
     score = fmean(scores) if scores else None
     return Digest(str(group[0].group_id), len(group), sum(tokens), max(tokens), score)
 

@@ -24,7 +24,7 @@ from forebay.replay.format.packed import hand_out
 from forebay.replay.query import ARCHIVED
 from forebay.replay.stores.contract import StorageBackend, StorageItem, copy_row
 from forebay.replay.stores.slices import change
-from forebay.types import RolloutState, Status
+from forebay.types import RolloutState, Status, scores_of
 
 Order = Literal["newest", "priority", "success_rate"]
 
@@ -58,7 +58,7 @@ class Reuse:
         """0 without a signal, else more for what is used sooner."""
         if not self.compares:
             return 1.0
-        scores = [float(score) for s in group if (score := (s.reward or {}).get("score")) is not None]
+        scores = scores_of(group)
         low, high = min(scores, default=0.0), max(scores, default=0.0)
         if not high > low:
             return 0.0

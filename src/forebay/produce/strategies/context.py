@@ -27,7 +27,7 @@ from forebay.produce.sampler import Sampler
 from forebay.produce.strategies.rules import GroupRules, book_tags, fail_group, generated, name_group, record_left
 from forebay.replay import ReplayBuffer
 from forebay.tracebacks import raised_at
-from forebay.types import RolloutState, Status, get_group_status, note_place, reset_rollout_response
+from forebay.types import RolloutState, Status, get_group_status, note_place, reset_rollout_response, scores_of
 from forebay.watching.activity import PUT, Activities
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class ProduceContext:
         is_completed = get_group_status(group) is Status.COMPLETED
         tokens = _count_new_tokens(generated, may_come_again=not is_completed)
         # Read before the validity function and the put, which wipe what they reject.
-        scores = [float(score) for s in group if (score := (s.reward or {}).get("score")) is not None]
+        scores = scores_of(group)
         entry: dict[str, Any] = {
             "num_tokens": sum(len(state.response_ids) for state in generated),
             "latency_s": group[0].extra_fields.get(GROUP_GENERATE_TIME_KEY),
@@ -154,7 +154,7 @@ class ProduceContext:
         }
         if is_completed:
             for state in group:
-                if (state.reward or {}).get("score") is None:
+                if not scores_of([state]):
                     logger.warning(
                         "task %s: rollout %s is completed but has no score; it is left out of the statistics",
                         self.task_name,
@@ -242,7 +242,7 @@ def has_reward_variance(samples: Group) -> bool:
 
     Yu et al. 2025, "DAPO", section 3.2.
     """
-    scores = [float(state.reward["score"]) for state in samples if state.reward is not None]
+    scores = scores_of(samples)
     return bool(np.ptp(scores) > 0) if scores else False
 
 

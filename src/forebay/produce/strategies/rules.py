@@ -74,11 +74,14 @@ class GroupRules:
                 # Its score, NaN perhaps, must not get into the means.
                 state.reward = None
         attempts = split_attempts(group)
-        failed = [attempt for attempt in attempts if any(state.status is Status.FAILED for state in attempt)]
-        if not failed or len(attempts) - len(failed) < self.min_members:
+        failed: list[Sequence[RolloutState]] = []
+        good: list[Sequence[RolloutState]] = []
+        for attempt in attempts:
+            (failed if any(state.status is Status.FAILED for state in attempt) else good).append(attempt)
+        if not failed or len(good) < self.min_members:
             return []
         # In place: the agent, the strategy and displays hold this list and must see the same members.
-        group[:] = chain.from_iterable(attempt for attempt in attempts if attempt not in failed)
+        group[:] = chain.from_iterable(good)
         return list(chain.from_iterable(failed))
 
     def accepts(self, group: Sequence[RolloutState]) -> bool:

@@ -56,7 +56,7 @@ class OffPolicyGuard:
             wrong = {name: bound for name, bound in bands.items() if name not in right}
         if wrong != {}:
             raise ValueError(f"a band is a number above 0 for {', '.join(known)}, not {wrong}")
-        self._bands = bands
+        self._bands = {name: float(bound) for name, bound in bands.items()}
         self._windows: dict[Measure, deque[float]] = {name: deque(maxlen=WINDOW_STEPS) for name in bands}
 
     def check(self, train_step: int, metrics: Mapping[str, float]) -> "GuardDecision":

@@ -43,8 +43,13 @@ class Transactions:
     def __init__(self, engine: sa.Engine) -> None:
         self._engine = engine
         self._owner: str | None = None
-        self.kept: dict[str, sa.PoolProxiedConnection] = {}
+        self._kept: dict[str, sa.PoolProxiedConnection] = {}
         """Connections to SQLite by how they begin: to ask the pool for each transaction takes longer than a count."""
+
+    def close(self) -> None:
+        """Give the kept connections back to the pool, once no thread uses them."""
+        while self._kept:
+            self._kept.popitem()[1].close()
 
     def claim(self) -> None:
         """Fence off every earlier owner of the content."""
@@ -68,7 +73,7 @@ class Transactions:
                 yield connection
             return
         try:
-            pooled = self.kept.pop(sqlite, None) or self._engine.raw_connection()
+            pooled = self._kept.pop(sqlite, None) or self._engine.raw_connection()
             try:
                 with closing(Direct(pooled.driver_connection)) as direct:
                     direct.exec_driver_sql(sqlite)
@@ -78,7 +83,7 @@ class Transactions:
                 # The pool rolls it back.
                 pooled.close()
                 raise
-            if self.kept.setdefault(sqlite, pooled) is not pooled:
+            if self._kept.setdefault(sqlite, pooled) is not pooled:
                 pooled.close()
         except sqlite3.Error as error:
             raise sa.exc.DBAPIError.instance(None, None, error, sqlite3.Error) from error

@@ -78,8 +78,7 @@ class SQLStorage(StorageBackend):
         # First the threads, then the connections that they use.
         self._worker.close()
         self._reader.close()
-        while self._transactions.kept:
-            self._transactions.kept.popitem()[1].close()
+        self._transactions.close()
         self._engine.dispose()
 
     async def claim(self) -> None:
